@@ -1,0 +1,137 @@
+"""What one sees while a run goes on: the workers' output, and a line about how far they are."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from paceline.events import Compute, Event, Metric, Update, decode
+
+_TAIL = 48 * 1024
+"""Bytes at the end of a worker's stream that tell how it does now."""
+_PLAIN_INTERVAL = 10.0
+"""Seconds between progress lines where there is no terminal to rewrite one on."""
+_REFRESH = 0.5
+
+
+class Progress:
+    """Relays output line by line, and draws the progress line below it."""
+
+    def __init__(self, folder: Path, workers: int, *, all_output: bool, quiet: bool) -> None:
+        self._folder, self._workers = folder, workers
+        self._all_output, self._quiet = all_output, quiet
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._logs: list[IO[bytes]] = []
+        self._said: set[bytes] = set()
+        self._next = time.monotonic() + _REFRESH
+        self._plain_next = time.monotonic() + _PLAIN_INTERVAL
+
+    def __enter__(self) -> Progress:
+        self._logs = [self.output_of(rank).open("wb", buffering=0) for rank in range(self._workers)]
+        if not self._quiet and self._console.is_terminal:
+            self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        for log in self._logs:
+            log.close()
+        self._logs = []
+
+    def output_of(self, rank: int) -> Path:
+        return self._folder / "output" / f"{rank}.log"
+
+    # -- output ------------------------------------------------------------------------------------------------------
+
+    def relay(self, rank: int, stream: str, line: bytes, force: bool = False) -> None:
+        """Show a worker's line if it is the lead's, or a message of ours that has not been shown yet."""
+        if self._logs:
+            self._logs[rank].write(line + b"\n")
+        ours = stream == "stderr" and line.startswith(b"paceline: ")
+        if ours:
+            if line not in self._said:
+                self._said.add(line)
+                self._write(sys.stderr, line)
+        elif force or self._all_output or rank == 0:
+            self._write(sys.stdout if stream == "stdout" else sys.stderr, f"[{rank}] ".encode() + line)
+
+    def note(self, sentence: str) -> None:
+        self._write(sys.stderr, f"paceline: {sentence}".encode())
+
+    def _write(self, stream: IO[str], line: bytes) -> None:
+        live = self._live
+        if live is not None:
+            live.update(Text(""), refresh=True)
+        stream.flush()
+        stream.buffer.write(line + b"\n")  # type: ignore[attr-defined]
+        stream.flush()
+
+    # -- the line ----------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if self._quiet or now < self._next:
+            return
+        self._next = now + _REFRESH
+        if self._live is not None:
+            line = self.line()
+            if line:
+                self._live.update(Text(line, no_wrap=True, overflow="ellipsis", style="dim"), refresh=True)
+        elif now >= self._plain_next:
+            self._plain_next = now + _PLAIN_INTERVAL
+            line = self.line()
+            if line:
+                self.note(line)
+
+    def line(self) -> str:
+        """`update 120 · loss 0.312 · 5,120 samples/s · pace 0: 1,280/s 1: 320/s` from what the streams say last."""
+        update, metrics, samples, paces = 0, "", 0.0, []
+        for rank in range(self._workers):
+            events = _tail(self._folder / "streams" / f"{rank}.jsonl")
+            computed = [event for event in events if isinstance(event, Compute)]
+            for event in events:
+                if isinstance(event, Update):
+                    update = max(update, event.version)
+                elif isinstance(event, Metric) and rank == 0:
+                    metrics = " · ".join(f"{name} {value:.4g}" for name, value in event.values.items())
+            busy = sum(event.seconds for event in computed)
+            done = sum(event.samples for event in computed)
+            span = computed[-1].start + computed[-1].seconds - computed[0].start if computed else 0.0
+            samples += done / span if span else 0.0
+            paces.append(f"{rank}: {done / busy:,.0f}/s" if busy else f"{rank}: –")
+        if not update:
+            return ""
+        parts = [f"update {update}", metrics, f"{samples:,.0f} samples/s", f"pace {'  '.join(paces)}"]
+        return " · ".join(part for part in parts if part)
+
+
+def _tail(path: Path) -> list[Event]:
+    """The newest events of a stream."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    events = []
+    for line in lines[1 if size > _TAIL else 0 : -1]:
+        try:
+            events.append(decode(line))
+        except msgspec.DecodeError:
+            continue
+    return events

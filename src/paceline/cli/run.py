@@ -1,0 +1,164 @@
+"""`paceline run`: train a script on several workers of this machine."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from paceline.cli.progress import Progress
+from paceline.cluster.local import Ending, Interrupted, LocalEngine
+from paceline.config import Launch, Timeouts, parse_slowness, parse_strategy
+from paceline.errors import UsageError, names
+from paceline.events.summary import Summary, merge
+
+
+def run(
+    script: Annotated[Path, typer.Argument(help="The training script.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGS…]", help="Arguments for the script, after --.")
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", "-w", help="How many workers to start.")] = 2,
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", "-s", help="How to train; wins over the script's. [default: all-reduce]")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The run's folder under runs/. [default: the script's name and the time]")
+    ] = None,
+    all_output: Annotated[bool, typer.Option("--all-output", help="Show every worker's output, not the lead's only.")] = False,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHO:HOW",
+            help="Make workers slow on purpose: 1:4 (rank 1 takes 4 times as long), 'all:exp(0.1)', "
+            "'all:0.05+exp(0.05)', '2:pareto(0.02,2.5)' (seconds per step). Repeatable.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seeds the slowness that is drawn.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a worker before giving up.")] = 300.0,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line and no closing table.")] = False,
+) -> None:
+    """Train a script on several workers of this machine.
+
+    The script is an ordinary PyTorch script that calls `paceline.join()`; it sees RANK, WORLD_SIZE, MASTER_ADDR and so
+    on as under torchrun. The run leaves `runs/NAME/` with its events, summary, output and checkpoints.
+
+    Example: `paceline run train.py --workers 4 --slow 3:4 --name first -- --epochs 2`
+    """
+    if workers < 1:
+        raise UsageError(f"--workers is {workers}; it must be at least 1")
+    if not timeout > 0:
+        raise UsageError(f"--timeout is {timeout:g}; it must be above 0 seconds")
+    if not script.is_file():
+        raise UsageError(f"there is no script at {script}")
+    chosen = None if strategy is None else str(parse_strategy(strategy))
+    slowness = parse_slowness(slow or [], workers)
+    folder = _make_folder(script, name)
+    launch = Launch(
+        strategy=chosen,
+        timeouts=Timeouts(meeting=timeout, join=max(timeout, Timeouts().join)),
+        slow=slowness,
+        seed=seed,
+        folder=str(folder.resolve()),
+    )
+    config = {
+        "script": str(script),
+        "arguments": arguments or [],
+        "workers": workers,
+        "strategy": chosen or "all-reduce",
+        "slow": slow or [],
+        "seed": seed,
+        "timeout": timeout,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    (folder / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
+    progress = Progress(folder, workers, all_output=all_output, quiet=quiet)
+    engine = LocalEngine(script, arguments or [], workers, launch, relay=progress.relay, tick=progress.tick)
+    code = 0
+    try:
+        with progress:
+            endings = engine.run()
+        code = _tell(endings, progress)
+    except Interrupted as stop:
+        progress.note(f"stopped by {signal.Signals(stop.number).name}; all workers have ended")
+        code = 128 + stop.number
+    finally:
+        summary = merge(folder, chosen or "all-reduce", workers)
+    if not quiet:
+        _close(folder, summary, code)
+    raise typer.Exit(code)
+
+
+def _make_folder(script: Path, name: str | None) -> Path:
+    """A new folder for the run. One of the same name is kept, under another."""
+    if name is None:
+        name = f"{script.stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    if not re.fullmatch(r"[\w][\w.+-]*", name):
+        raise UsageError(f"--name is '{name}'; it may have letters, digits and . _ + - only")
+    folder = Path("runs") / name
+    if folder.exists():
+        number = 1
+        while (old := folder.with_name(f"{name}~{number}")).exists():
+            number += 1
+        folder.rename(old)
+        print(f"paceline: the earlier {folder} is now {old}", file=sys.stderr)
+    (folder / "output").mkdir(parents=True)
+    return folder
+
+
+def _tell(endings: list[Ending], progress: Progress) -> int:
+    """Say once what went wrong, and decide the exit code."""
+    failed = [ending for ending in endings if ending.failed]
+    if not failed:
+        return 0
+    # What failed of its own accord comes before what failed for want of it.
+    causes = [e for e in failed if e.farewell is None or not e.farewell.consequence] or failed
+    first = causes[0]
+    if first.farewell is None:
+        progress.note(f"{first.spoken}{_where(first, progress)}")
+    elif first.farewell.usage:
+        progress.note(first.farewell.message)
+        return 2
+    elif first.farewell.consequence:
+        progress.note(f"{first.farewell.kind}: {first.farewell.message}")
+    else:
+        for line in first.farewell.traceback.rstrip().splitlines():
+            progress.relay(first.rank, "stderr", line.encode(), force=True)
+        progress.note(f"rank {first.rank} failed: {first.farewell.kind}: {first.farewell.message}")
+    alike = [
+        e.rank
+        for e in causes[1:]
+        if e.farewell and first.farewell and (e.farewell.kind, e.farewell.message)
+        == (first.farewell.kind, first.farewell.message)
+    ]
+    if alike:
+        progress.note(f"{names(alike)} failed alike")
+    others = [e for e in failed if e is not first and e.rank not in alike]
+    for ending in others:
+        if ending.farewell is not None:
+            progress.note(f"rank {ending.rank} stopped: {ending.farewell.kind}: {ending.farewell.message}")
+    return 1
+
+
+def _where(ending: Ending, progress: Progress) -> str:
+    return f"; its output is in {progress.output_of(ending.rank)}"
+
+
+def _close(folder: Path, summary: Summary, code: int) -> None:
+    """The few numbers that one wants at once."""
+    words = [f"{summary.updates} updates"]
+    if summary.samples_per_second:
+        words.append(f"{summary.samples_per_second:,.0f} samples/s")
+    if summary.seconds_per_update:
+        words.append(f"{summary.seconds_per_update * 1e3:.3g} ms per update")
+    words += [f"{name} {value:.4g}" for name, value in summary.last.items()]
+    state = "done" if code == 0 else "ended early"
+    where = os.path.relpath(folder)
+    print(f"paceline: {state}: {', '.join(words)}; see {where}/summary.json", file=sys.stderr)

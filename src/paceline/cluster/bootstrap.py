@@ -1,0 +1,59 @@
+"""The first thing that runs in a worker that `paceline run` starts: a plain file, so that it runs before any import.
+
+It ties the worker's life to the launcher's, runs the script as `python script.py` would, and leaves word of how it
+ended for the launcher, who tells the user once instead of once per worker.
+"""
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+
+
+def _die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _farewell(path: str, error: BaseException) -> int:
+    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
+    usage = "paceline.errors.UsageError" in kinds
+    told = traceback.TracebackException.from_exception(error)
+    told.stack = traceback.StackSummary.from_list(
+        [entry for entry in told.stack if entry.filename != __file__ and "runpy" not in entry.filename]
+    )
+    word = {
+        "kind": type(error).__name__,
+        "message": str(error),
+        "usage": usage,
+        "consequence": "paceline.errors.TeamError" in kinds,
+        "traceback": "".join(told.format()),
+    }
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(word, file)
+    return 2 if usage else 1
+
+
+def main() -> None:
+    parent, farewell, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    _die_with_parent(parent)
+    sys.argv = sys.argv[3:]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BaseException as error:
+        code = _farewell(farewell, error)
+        del error
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

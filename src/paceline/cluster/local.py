@@ -1,0 +1,247 @@
+"""The engine for one machine: starts the workers, relays what they say, and sees to it that all end when one must.
+
+Nothing of a run outlives it. Workers die with the launcher (the kernel sees to that, see `bootstrap`), shared memory has
+no name, and the port is only ever held open. So even `kill -9` of the launcher leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from paceline.config import Launch
+from paceline.transport.meeting import Meeting
+from paceline.transport.memory import Memory
+
+_BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+_TICK = 0.2
+"""Seconds between looks at the clock while nothing happens."""
+
+
+class Farewell(msgspec.Struct):
+    """What a worker's bootstrap leaves behind when its script fails."""
+
+    kind: str
+    message: str
+    usage: bool
+    consequence: bool
+    """It failed because another worker did."""
+    traceback: str
+
+
+@dataclasses.dataclass(slots=True)
+class Ending:
+    """How one worker ended."""
+
+    rank: int
+    code: int
+    at: float
+    farewell: Farewell | None
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0
+
+    @property
+    def spoken(self) -> str:
+        if self.code < 0:
+            return f"rank {self.rank} was killed by signal {-self.code} ({signal.Signals(-self.code).name})"
+        return f"rank {self.rank} ended with exit code {self.code}"
+
+
+class Interrupted(Exception):
+    """The launcher was told to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+Relay = Callable[[int, str, bytes], None]
+"""Takes a line that a worker wrote: rank, "stdout" or "stderr", and the line."""
+
+
+class LocalEngine:
+    """Runs a script on several workers of this machine."""
+
+    def __init__(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        workers: int,
+        launch: Launch,
+        *,
+        relay: Relay,
+        tick: Callable[[], None] = lambda: None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._script, self._arguments, self._workers = script, list(arguments), workers
+        self._launch = launch
+        self._relay, self._tick = relay, tick
+        self._environment = dict(environment if environment is not None else os.environ)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._partial: dict[tuple[int, str], bytes] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    def run(self) -> list[Ending]:
+        """Start all, wait for all; returns how they ended, in that order. Raises Interrupted when told to stop."""
+        endings: list[Ending] = []
+        with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+            handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+            try:
+                self._start(Path(folder))
+                while len(endings) < self._workers:
+                    for key, _ in self._selector.select(_TICK):
+                        if isinstance(key.data, int):
+                            endings.append(self._bury(key.data, key.fd, Path(folder)))
+                            self._schedule(endings)
+                        else:
+                            self._pump(*key.data, key.fd)
+                    self._enforce()
+                    self._tick()
+            finally:
+                for number in handlers:
+                    signal.signal(number, signal.SIG_IGN)
+                self._stop()
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+        return endings
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    def _start(self, folder: Path) -> None:
+        control = Memory.create(Meeting.memory_size(self._workers))
+        launch = msgspec.structs.replace(self._launch, control=control.descriptor)
+        # Bound but not listening: nobody else is given this port, yet rank 0 may still listen on it.
+        with socket.socket() as holder:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", 0))
+            self._holder = holder.dup()
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._holder.getsockname()[1]),
+            "WORLD_SIZE": str(self._workers),
+            "LOCAL_WORLD_SIZE": str(self._workers),
+            "GROUP_RANK": "0",
+            "PYTHONUNBUFFERED": "1",
+            # One thread each, as torchrun does it: more only get into each other's way.
+            "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1"),
+            **launch.to_environment(),
+        }
+        for rank in range(self._workers):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    str(_BOOTSTRAP),
+                    str(os.getpid()),
+                    str(folder / f"{rank}.json"),
+                    str(self._script),
+                    *self._arguments,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**self._environment, **shared, **own},
+                pass_fds=(control.descriptor,),
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, who ends the others in order
+            )
+            self._processes[rank] = process
+            assert process.stdout is not None and process.stderr is not None
+            self._listen(rank, "stdout", process.stdout)
+            self._listen(rank, "stderr", process.stderr)
+            self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
+        control.close_descriptor()
+
+    def _listen(self, rank: int, name: str, stream: IO[bytes]) -> None:
+        os.set_blocking(stream.fileno(), False)
+        self._selector.register(stream.fileno(), selectors.EVENT_READ, (rank, name))
+        self._partial[rank, name] = b""
+
+    # -- while it runs -----------------------------------------------------------------------------------------------
+
+    def _pump(self, rank: int, name: str, descriptor: int) -> bool:
+        """Relay what a worker has written; False once there is nothing more to come."""
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._selector.unregister(descriptor)
+            if self._partial[rank, name]:
+                self._relay(rank, name, self._partial[rank, name])
+                self._partial[rank, name] = b""
+            return False
+        *lines, rest = (self._partial[rank, name] + data).split(b"\n")
+        self._partial[rank, name] = rest
+        for line in lines:
+            self._relay(rank, name, line)
+        return True
+
+    def _bury(self, rank: int, descriptor: int, folder: Path) -> Ending:
+        """A worker has ended: take its last words."""
+        process = self._processes[rank]
+        code = process.wait()
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
+            assert stream is not None
+            if stream.fileno() in self._selector.get_map():
+                while self._pump(rank, name, stream.fileno()):
+                    pass
+        path = folder / f"{rank}.json"
+        farewell = msgspec.json.decode(path.read_bytes(), type=Farewell) if path.exists() else None
+        return Ending(rank, code, time.monotonic(), farewell)
+
+    def _schedule(self, endings: list[Ending]) -> None:
+        """After the first failure: time for the others to say whom they miss, then the order to stop, then the end."""
+        if not self._deadlines and any(ending.failed for ending in endings):
+            now = time.monotonic()
+            patience = self._launch.timeouts.stop
+            self._deadlines = [(now + patience, signal.SIGTERM), (now + patience + 1.0, signal.SIGKILL)]
+
+    def _enforce(self) -> None:
+        for deadline, number in self._deadlines:
+            if time.monotonic() >= deadline:
+                self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                # Its whole session, so that the loader processes that it started end with it.
+                os.killpg(process.pid, number)
+
+    def _stop(self) -> None:
+        """End whatever still runs; asked first, then made to."""
+        self._signal(signal.SIGTERM)
+        until = time.monotonic() + 1.5
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._signal(signal.SIGKILL)
+                process.wait()
+        for process in self._processes.values():
+            for stream in (process.stdout, process.stderr):
+                assert stream is not None
+                stream.close()
+        self._selector.close()
+        if hasattr(self, "_holder"):
+            self._holder.close()
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    raise Interrupted(number)

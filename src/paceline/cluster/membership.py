@@ -1,0 +1,182 @@
+"""How the members of a team find each other on one machine, and how they notice that one has died."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import select
+import time
+from collections.abc import Callable
+
+import torch.distributed
+
+from paceline.config import Launch, Place, Timeouts
+from paceline.errors import JoinError, TeamTimeout, UsageError
+from paceline.transport import Intent, Meeting, Memory
+
+
+class Pulse:
+    """Watches the processes of the other members through pidfds: ready to read once the process has died."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._descriptors: dict[int, int] = {}
+        self._gone: set[int] = set()
+        for rank in range(meeting.size):
+            if rank == meeting.rank:
+                continue
+            try:
+                self._descriptors[rank] = os.pidfd_open(meeting.pid(rank))
+            except ProcessLookupError:
+                self._gone.add(rank)
+
+    def lost(self, rank: int) -> str | None:
+        if rank in self._gone:
+            return "died"
+        descriptor = self._descriptors.get(rank)
+        if descriptor is None:
+            return None
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if poll.poll(0):
+            self._gone.add(rank)
+            return "died"
+        return None
+
+
+class Members:
+    """This process among the others: a chair at their meetings, and shared memory on demand."""
+
+    def __init__(self, place: Place, meeting: Meeting, pulse: Pulse) -> None:
+        self.rank, self.size = place.rank, place.world_size
+        self.meeting = meeting
+        self._pulse = pulse
+
+    def share(self, size: int) -> Memory:
+        """New memory that all members map; all must ask for it, with the same size."""
+        if self.size == 1:
+            return Memory.create(size)
+        meeting = self.meeting
+        memory = None
+        if self.rank == 0:
+            memory = Memory.create(size)
+            meeting.note[:8] = memory.descriptor.to_bytes(8, "little")
+        meeting.meet(Intent.ALLOCATE, 8)
+        descriptor = int.from_bytes(meeting.notes[0][:8], "little")
+        if memory is None:
+            memory = Memory.of(meeting.pid(0), descriptor)
+        meeting.meet(Intent.ALLOCATE)
+        memory.close_descriptor()
+        return memory
+
+    def gather(self, payload: bytes, intent: Intent = Intent.GATHER) -> list[bytes]:
+        """Everybody's payload, by rank; of any length, also of different ones. Passive members bring nothing."""
+        if self.size == 1:
+            return [payload]
+        meeting = self.meeting
+        parts: list[list[bytes]] = [[] for _ in range(self.size)]
+        start = 0
+        left = 1
+        while left:
+            piece = payload[start : start + meeting.CAPACITY - 8]
+            start += len(piece)
+            meeting.note[:8] = (len(payload) - start).to_bytes(8, "little")
+            meeting.note[8 : 8 + len(piece)] = piece
+            meeting.meet(intent, 8 + len(piece))
+            left = 0
+            for rank, note in enumerate(meeting.notes):
+                length = meeting.length(rank)
+                if length > 8:
+                    parts[rank].append(bytes(note[8:length]))
+                if length >= 8:
+                    left = max(left, int.from_bytes(note[:8], "little"))
+        return [b"".join(part) for part in parts]
+
+    def leave(self) -> None:
+        """Tell the others that this member will not come again."""
+        self.meeting.sign_out()
+
+    def wait_until_left(self, seconds: float = 10.0) -> None:
+        """Until all others have left or died, but not for ever."""
+        until = time.monotonic() + seconds
+        for rank in range(self.size):
+            while rank != self.rank and time.monotonic() < until:
+                if self.meeting.has_left(rank) or self._pulse.lost(rank):
+                    break
+                time.sleep(0.02)
+
+
+def come_together(
+    place: Place, launch: Launch, timeouts: Timeouts, say: Callable[[str], None]
+) -> Members:
+    """Meet the other members of this team for the first time."""
+    if place.local_world_size != place.world_size:
+        raise UsageError(
+            f"this team has {place.world_size} workers of which {place.local_world_size} on this machine; "
+            "a team must be on one machine"
+        )
+    memory = _control_memory(place, launch, timeouts)
+    patience = Timeouts(join=timeouts.join, meeting=timeouts.join, notice=timeouts.notice)
+    meeting = Meeting(memory, place.rank, place.world_size, patience, say)
+    meeting.sign_in()
+    try:
+        meeting.meet(Intent.BARRIER)
+    except TeamTimeout as error:
+        raise JoinError(f"{error}; raise it with --timeout if they only need longer", error.ranks) from None
+    meeting.timeouts = timeouts
+    meeting.watch = pulse = Pulse(meeting)
+    # Nobody goes on before all have taken the pulse of all: a process id must not be reused in between.
+    meeting.meet(Intent.BARRIER)
+    memory.close_descriptor()
+    return Members(place, meeting, pulse)
+
+
+def _control_memory(place: Place, launch: Launch, timeouts: Timeouts) -> Memory:
+    if launch.control is not None:
+        return Memory.inherited(launch.control)
+    size = Meeting.memory_size(place.world_size)
+    if place.world_size == 1:
+        return Memory.create(size)
+    store = _store(place, timeouts)
+    if place.rank == 0:
+        memory = Memory.create(size)
+        store.set("control", f"{os.getpid()} {memory.descriptor} {_machine()}")
+        return memory
+    try:
+        pid, descriptor, machine = store.get("control").decode().split()
+        if machine != _machine():
+            raise JoinError("this worker is not on rank 0's machine, or not in its pid namespace", [place.rank])
+        return Memory.of(int(pid), int(descriptor))
+    except torch.distributed.DistStoreError as error:
+        raise JoinError(f"rank {place.rank} did not hear from rank 0 in {timeouts.join:g} s: {error}") from None
+    except OSError as error:
+        raise JoinError(f"rank {place.rank} cannot map the memory of rank 0: {error}") from None
+
+
+def _store(place: Place, timeouts: Timeouts) -> torch.distributed.Store:
+    """torch's key-value store at MASTER_ADDR and MASTER_PORT, hosted by torchrun's agent or else by rank 0."""
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise UsageError(
+            f"WORLD_SIZE is {place.world_size}, but MASTER_ADDR and MASTER_PORT do not say where rank 0 is; "
+            "start the script with paceline run or torchrun"
+        ) from None
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = torch.distributed.TCPStore(
+        host,
+        port,
+        place.world_size,
+        is_master=place.rank == 0 and not hosted,
+        timeout=datetime.timedelta(seconds=timeouts.join),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return torch.distributed.PrefixStore(f"paceline/{attempt}", store)
+
+
+def _machine() -> str:
+    """Equal in two processes exactly if they can find each other in /proc."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
+        boot = file.read().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115

@@ -1,0 +1,208 @@
+"""An ordinary DataLoader, of which each worker gets its share.
+
+The lead draws the order of an epoch with the user's own sampler and tells the others. The order is cut into rounds, one
+global batch each, and a round into one batch per worker. Datasets, collate functions, loader processes and pinned
+memory are the user's own: only the batch sampler is replaced.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from paceline.config import positive
+from paceline.data.balance import Balancer
+from paceline.data.split import scaled
+from paceline.errors import UsageError
+
+
+class Crew(Protocol):
+    """What a loader needs of the team."""
+
+    rank: int
+    size: int
+
+    def from_lead(self, payload: bytes) -> bytes:
+        """The lead's payload, on every worker."""
+
+    def take_batch(self, samples: int, weight: float, loader: TeamLoader, round_number: int) -> None:
+        """A batch is about to be handed to the script."""
+
+    def finish_epoch(self) -> None:
+        """This worker has no more batches in this epoch."""
+
+
+class _Shares:
+    """A batch sampler that gives this worker's part of every round, and remembers how large each part was."""
+
+    def __init__(self, loader: DataLoader[Any], crew: Crew, balancer: Balancer, total: int) -> None:
+        self._loader, self._crew, self._balancer, self._total = loader, crew, balancer, total
+        self._custom = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+        self.first = 0
+        """The number of this epoch's first round, counted over all epochs."""
+        self.given: deque[tuple[int, float, int]] = deque()
+        """Samples, weight and round of each part that was handed to the loader and not yet to the script."""
+
+    def __len__(self) -> int:
+        """Rounds in an epoch, with or without a part for this worker."""
+        if self._custom:
+            return -(-len(self._loader.batch_sampler) // self._crew.size)  # type: ignore[arg-type]
+        samples = len(self._loader.sampler)  # type: ignore[arg-type]
+        return samples // self._total if self._loader.drop_last else -(-samples // self._total)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        number = self.first
+        for parts in self._rounds():
+            mine = parts[self._crew.rank]
+            if mine:
+                whole = sum(len(part) for part in parts)
+                self.given.append((len(mine), len(mine) / whole, number))
+                yield mine
+            number += 1
+
+    def _rounds(self) -> Iterator[list[list[Any]]]:
+        """Per round, one list of indices per worker."""
+        size = self._crew.size
+        if self._custom:
+            batches = self._order(self._loader.batch_sampler)
+            for start in range(0, len(batches), size):
+                group = batches[start : start + size]
+                yield group + [[]] * (size - len(group))
+            return
+        order = self._order(self._loader.sampler)
+        number = self.first
+        for start in range(0, len(order), self._total):
+            batch = order[start : start + self._total]
+            if len(batch) < self._total and self._loader.drop_last:
+                return
+            parts, begin = [], 0
+            for share in scaled(self._balancer.shares(number), len(batch)):
+                parts.append(batch[begin : begin + share])
+                begin += share
+            yield parts
+            number += 1
+
+    def _order(self, sampler: Any) -> list[Any]:
+        """What the sampler says on the lead, on every worker."""
+        if self._crew.size == 1:
+            return list(sampler)
+        payload = b""
+        if self._crew.rank == 0:
+            drawn = [item.tolist() if isinstance(item, torch.Tensor) else item for item in sampler]
+            try:
+                payload = msgspec.msgpack.encode(drawn)
+            except (TypeError, OverflowError) as error:
+                payload = msgspec.msgpack.encode({"error": str(error)})
+        order = msgspec.msgpack.decode(self._crew.from_lead(payload))
+        if isinstance(order, dict):
+            raise UsageError(
+                f"the loader's sampler gives keys that cannot travel between workers ({order['error']}); "
+                "they must be numbers, strings, or lists of them"
+            )
+        return list(order)
+
+
+class _Singles:
+    """As `_Shares`, for a loader without batches: one sample at a time."""
+
+    def __init__(self, shares: _Shares) -> None:
+        self._shares = shares
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def __iter__(self) -> Iterator[Any]:
+        for part in self._shares:
+            yield part[0]
+
+
+class TeamLoader:
+    """This worker's share of a DataLoader; iterate it as the DataLoader itself."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        crew: Crew,
+        *,
+        global_batch: int | None = None,
+        balance: bool = False,
+        changed: Callable[[int, list[int]], None] = lambda _start, _shares: None,
+    ) -> None:
+        self._loader, self._crew = loader, crew
+        self.global_batch = global_batch_of(loader, crew.size, global_batch)
+        """Samples in a round, all workers together."""
+        self._balancer = Balancer(crew.size, self.global_batch, on=balance, changed=changed)
+        self._shares = _Shares(loader, crew, self._balancer, self.global_batch)
+        sampler: dict[str, Any] = {"batch_sampler": self._shares}
+        if loader.batch_sampler is None:
+            sampler = {"batch_size": None, "sampler": _Singles(self._shares)}
+        self._inner: DataLoader[Any] = DataLoader(
+            loader.dataset,
+            **sampler,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+        self._rounds = 0
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._shares.given.clear()
+        self._shares.first = self._rounds
+        self._rounds += len(self._shares)
+        for batch in self._inner:
+            samples, weight, number = self._shares.given.popleft()
+            self._crew.take_batch(samples, weight, self, number)
+            yield batch
+        self._crew.finish_epoch()
+
+    def measure(self, paces: Sequence[tuple[float, int]], round_number: int) -> None:
+        """What each worker needed for a round; from this a balanced loader splits later ones."""
+        # The loader's processes may have been given this many rounds before they are needed.
+        ahead = 1 + self._loader.num_workers * (self._loader.prefetch_factor or 0)
+        self._balancer.measure(paces, round_number, ahead)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not ours is the user's own loader's: dataset, collate_fn, batch_size, …"""
+        if name.startswith("__") or "_loader" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def global_batch_of(loader: DataLoader[Any], workers: int, global_batch: int | None) -> int:
+    """Samples in a round, all workers together."""
+    if global_batch is not None:
+        if positive("global_batch", global_batch) < workers:
+            raise UsageError(f"global_batch is {global_batch}; it must be at least the number of workers, {workers}")
+        return global_batch
+    return workers * (loader.batch_size or 1)
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse what cannot be shared out, in one sentence."""
+    if not isinstance(loader, DataLoader):
+        raise UsageError(f"setup takes torch.utils.data.DataLoader objects last; it got a {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            "the loader has no length (its dataset is an IterableDataset), so it cannot be shared out; "
+            "use a map-style dataset"
+        )
+    try:
+        len(loader)
+    except TypeError:
+        raise UsageError(
+            "the loader has no length, so it cannot be shared out; give its dataset and sampler a __len__"
+        ) from None

@@ -1,0 +1,58 @@
+"""Writes one process's events to its own file, cheaply enough to be always on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from paceline.events.schema import Event
+
+_INTERVAL = 0.5
+"""Seconds between writes: how far a reader of the file can be behind."""
+
+
+class Recorder:
+    """Collects events in memory and appends them to `streams/<rank>.jsonl` of a run's folder twice a second."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self._pending: list[Event] = []
+        self._encoder = msgspec.json.Encoder()
+        self._buffer = bytearray()
+        self._next = time.perf_counter() + _INTERVAL
+        self._file = None
+        if folder is not None:
+            streams = folder / "streams"
+            streams.mkdir(parents=True, exist_ok=True)
+            self._file = (streams / f"{rank}.jsonl").open("ab", buffering=0)
+
+    @property
+    def on(self) -> bool:
+        return self._file is not None
+
+    def add(self, event: Event) -> None:
+        if self._file is None:
+            return
+        self._pending.append(event)
+        if event.start > self._next:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._file is None or not self._pending:
+            return
+        encode_into, buffer, line = self._encoder.encode_into, self._buffer, bytearray()
+        buffer.clear()
+        for event in self._pending:
+            encode_into(event, line)
+            buffer += line
+            buffer += b"\n"
+        self._file.write(buffer)
+        self._pending.clear()
+        self._next = time.perf_counter() + _INTERVAL
+
+    def close(self) -> None:
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,121 @@
+"""From the streams of a run to `events.jsonl` and `summary.json`."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from paceline.events.schema import Compute, Event, Metric, Reduce, Update, Wait, read
+
+
+class Staleness(msgspec.Struct, kw_only=True):
+    mean: float = 0.0
+    max: int = 0
+    histogram: dict[int, int] = {}
+    """How many gradients were of each staleness."""
+
+
+class Worker(msgspec.Struct, kw_only=True):
+    """Where one worker's time went, in seconds, and what it did."""
+
+    computing: float = 0.0
+    communicating: float = 0.0
+    waiting: float = 0.0
+    minibatches: int = 0
+    samples: int = 0
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """What `summary.json` says; scripts rely on these names."""
+
+    strategy: str
+    world_size: int
+    seconds: float
+    """From the first event to the last."""
+    updates: int
+    minibatches: int
+    cancelled: int = 0
+    dropped: int = 0
+    seconds_per_update: float | None
+    """From the first update to the last, so that start-up is left out."""
+    samples_per_second: float | None
+    """In the same span."""
+    staleness: Staleness
+    last: dict[str, float]
+    """The last value of each reported metric."""
+    workers: dict[int, Worker]
+
+
+def summarise(events: Iterable[Event], strategy: str, world_size: int) -> Summary:
+    workers = {rank: Worker() for rank in range(world_size)}
+    updates: dict[int, float] = {}
+    gradients: list[tuple[float, int]] = []
+    last: dict[str, tuple[int, float]] = {}
+    minibatches = 0
+    first, final = float("inf"), float("-inf")
+    for event in events:
+        end = event.start + getattr(event, "seconds", 0.0)
+        first, final = min(first, event.start), max(final, end)
+        worker = workers.setdefault(event.rank, Worker())
+        match event:
+            case Compute():
+                worker.computing += event.seconds
+                worker.minibatches += event.minibatches
+                worker.samples += event.samples
+                minibatches += event.minibatches
+                gradients.append((end, event.samples))
+            case Wait():
+                worker.waiting += event.seconds
+            case Reduce():
+                worker.communicating += event.seconds
+            case Update():
+                worker.communicating += event.seconds
+                if not event.skipped:
+                    updates[event.version] = max(updates.get(event.version, 0.0), end)
+            case Metric():
+                for name, value in event.values.items():
+                    # The lead's word counts; another's only where the lead says nothing.
+                    if name not in last or event.rank <= last[name][0]:
+                        last[name] = (event.rank, value)
+    times = sorted(updates.values())
+    span = times[-1] - times[0] if len(times) > 1 else 0.0
+    inside = sum(samples for end, samples in gradients if times and times[0] < end <= times[-1])
+    return Summary(
+        strategy=strategy,
+        world_size=world_size,
+        seconds=max(0.0, final - first),
+        updates=len(times),
+        minibatches=minibatches,
+        seconds_per_update=span / (len(times) - 1) if span else None,
+        samples_per_second=inside / span if span else None,
+        staleness=Staleness(histogram=dict(Counter({0: len(gradients)}) if gradients else {})),
+        last={name: value for name, (_, value) in last.items()},
+        workers=workers,
+    )
+
+
+def merge(folder: Path, strategy: str, world_size: int) -> Summary:
+    """Merge a run's streams by time into `events.jsonl`, and write `summary.json`."""
+    streams = sorted((folder / "streams").glob("*.jsonl"))
+    encoder = msgspec.json.Encoder()
+    events: list[Event] = []
+    with (folder / "events.jsonl").open("wb") as file:
+        for event in heapq.merge(*(sorted(read(path), key=_start) for path in streams), key=_start):
+            events.append(event)
+            file.write(encoder.encode(event) + b"\n")
+    summary = summarise(events, strategy, world_size)
+    text = msgspec.json.format(encoder.encode(summary), indent=2)
+    (folder / "summary.json").write_bytes(text + b"\n")
+    for path in streams:
+        path.unlink()
+    if streams:
+        (folder / "streams").rmdir()
+    return summary
+
+
+def _start(event: Event) -> float:
+    return event.start

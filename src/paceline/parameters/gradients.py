@@ -1,0 +1,109 @@
+"""Gradients in shared memory: each worker's lie in its own flat buffers, where the others can read them.
+
+A parameter's `.grad` is a view of that buffer: what the backward pass makes is copied there at once, while it is still
+warm in the cache, and what it adds later is added in place. So `.grad` stays what it is in plain PyTorch: None until a
+backward pass makes it, summed over several, and gone with `zero_grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.parameters.layout import Layout
+from paceline.transport import Memory
+
+
+class Gradients:
+    """The gradient buffers of all workers, and the hooks that fill this worker's."""
+
+    def __init__(self, layout: Layout, memory: Memory, rank: int, workers: int) -> None:
+        self.layout = layout
+        self.flats: list[list[torch.Tensor]] = []
+        """Per worker, one flat tensor per dtype."""
+        offset = 0
+        for _ in range(workers):
+            tensors = []
+            for flat in layout.flats:
+                tensors.append(memory.tensor(offset, flat.count, flat.dtype))
+                offset += flat.size
+            self.flats.append(tensors)
+        self.own = self.flats[rank]
+        self._views = layout.buffers(self.own)
+        self._parameters = [slot.parameter for slot in layout.slots]
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    @classmethod
+    def memory_size(cls, layout: Layout, workers: int) -> int:
+        return workers * layout.size
+
+    def attach(self, made: Callable[[], None] | None = None) -> None:
+        """Catch gradients as they are made; `made`, if given, is told of each.
+
+        Those of parameters that are frozen now and thawed later are found by `settle`.
+        """
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if not parameter.requires_grad:
+                continue
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_catcher(view, made)))
+
+    def detach(self) -> None:
+        """The hooks go, and `.grad` becomes private memory again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = view.clone()
+
+    def settle(self) -> bytes:
+        """Bring gradients that came into `.grad` by other means to where the others can read them.
+
+        Returns a byte per parameter: whether it has a gradient now.
+        """
+        used = bytearray(len(self._parameters))
+        for index, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            used[index] = 1
+            if gradient is not self._views[index]:
+                _copy(gradient, self._views[index])
+                parameter.grad = self._views[index]
+        return bytes(used)
+
+    @property
+    def any(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def show(self, used: bytes | None) -> None:
+        """Let `.grad` of the used parameters (None: of all) be this worker's buffer, and of the others None."""
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            parameter.grad = view if used is None or used[index] else None
+
+    def scale(self, factor: float) -> None:
+        for tensor in self.own:
+            tensor.mul_(factor)
+
+
+def _catcher(view: torch.Tensor, made: Callable[[], None] | None) -> Callable[[torch.Tensor], None]:
+    def catch(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not view and gradient is not None:
+            _copy(gradient, view)
+            parameter.grad = view
+
+    if made is None:
+        return catch
+
+    def catch_and_tell(parameter: torch.Tensor) -> None:
+        catch(parameter)
+        made()
+
+    return catch_and_tell
+
+
+def _copy(gradient: torch.Tensor, view: torch.Tensor) -> None:
+    with torch.no_grad():
+        view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)

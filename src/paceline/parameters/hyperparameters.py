@@ -1,0 +1,102 @@
+"""Learning rates and their like, kept equal over the team.
+
+Every worker runs its own copy of the user's schedulers, but a worker that sat out a step (the last batch had no sample
+for it) or whose scheduler looked at a local metric would drift apart from the others. So all shards are updated with
+the values of one worker: the lowest rank that took part in the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+
+from paceline.config import one_of
+from paceline.errors import UsageError
+
+SLOT = 64 * 1024
+"""Bytes that one worker's hyperparameters may take."""
+
+
+class Hyperparameters:
+    """This worker's values for the others to read, and theirs for this one."""
+
+    def __init__(self, optimizer: Optimizer, slots: list[memoryview], rank: int) -> None:
+        self._groups = optimizer.param_groups
+        self._slots, self._rank = slots, rank
+        self._seen: list[list[Any]] = []
+        self._versions = [0] * len(slots)
+        self._cache: list[list[dict[str, Any]]] = [[] for _ in slots]
+        self.version = 0
+
+    def publish(self) -> int:
+        """Write this worker's values if they have changed; returns the number of their current state."""
+        values = [
+            # A rate kept in a tensor is changed in place, so it is the number that must be remembered.
+            [float(v) if isinstance(v, torch.Tensor) else v for key, v in group.items() if key != "params"]
+            for group in self._groups
+        ]
+        if values != self._seen:
+            self._seen = values
+            self.version += 1
+            text = msgspec.json.encode([_plain(group) for group in self._groups])
+            if len(text) + 8 > SLOT:
+                raise UsageError(f"the optimizer's parameter groups take {len(text)} bytes; {SLOT - 8} are allowed")
+            slot = self._slots[self._rank]
+            slot[:8] = len(text).to_bytes(8, "little")
+            slot[8 : 8 + len(text)] = text
+        return self.version
+
+    def read(self, rank: int, version: int) -> list[dict[str, Any]]:
+        """The values of `rank` in that state."""
+        if self._versions[rank] != version:
+            slot = self._slots[rank]
+            length = int.from_bytes(slot[:8], "little")
+            self._cache[rank] = [_tuples(group) for group in msgspec.json.decode(bytes(slot[8 : 8 + length]))]
+            self._versions[rank] = version
+        return self._cache[rank]
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """What of a group can travel: numbers, flags, and tuples of them, but not the parameters or their names."""
+    plain = {}
+    for key, value in group.items():
+        item = float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if isinstance(item, (bool, int, float, tuple, list)) and not key.startswith("param"):
+            plain[key] = item
+    # These say how torch computes, not what; the shards have their own.
+    for key in ("fused", "foreach", "capturable"):
+        plain.pop(key, None)
+    return plain
+
+
+def _tuples(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class RateScaling:
+    """How the learning rate grows with the number of workers, since the batch does: a factor on whatever rate the
+    script and its schedulers set."""
+
+    rule: str | None
+    workers: int
+    warmup: int
+    """Updates over which the factor grows from 1 to its full value."""
+
+    def __post_init__(self) -> None:
+        one_of("scale_lr", self.rule, (None, "linear", "sqrt"))
+        if self.warmup < 0:
+            raise UsageError(f"warmup is {self.warmup}; it must be a number of updates, 0 or more")
+
+    def factor(self, update: int) -> float:
+        if self.rule is None:
+            return 1.0
+        full = float(self.workers) if self.rule == "linear" else math.sqrt(self.workers)
+        if update >= self.warmup:
+            return full
+        return 1.0 + (full - 1.0) * (update + 1) / (self.warmup + 1)

@@ -1,0 +1,97 @@
+"""Where each parameter lies in the flat buffers, one buffer per dtype, and which worker owns which part of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+
+_ALIGNMENT = 64
+"""Bytes: a parameter and a shard begin on a cache line of their own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in a flat buffer."""
+
+    index: int
+    name: str
+    parameter: torch.nn.Parameter
+    offset: int
+    count: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part of `flat` that is this parameter, in its shape and memory format."""
+        return flat[self.offset : self.offset + self.count].as_strided(self.shape, self.stride)
+
+    def flatten(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` in the order in which it lies in the flat buffer."""
+        flat = torch.empty(self.count, dtype=value.dtype)
+        flat.as_strided(self.shape, self.stride).copy_(value)
+        return flat
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flat:
+    """All parameters of one dtype."""
+
+    dtype: torch.dtype
+    count: int
+    slots: tuple[Slot, ...]
+    shards: tuple[tuple[int, int], ...]
+    """Per rank, the elements [start, stop) that it owns."""
+
+    @property
+    def size(self) -> int:
+        return self.count * self.dtype.itemsize
+
+
+class Layout:
+    """The flat buffers of a model, equal on all workers."""
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], workers: int) -> None:
+        by_dtype: dict[torch.dtype, list[tuple[int, str, torch.nn.Parameter]]] = {}
+        for index, (name, parameter) in enumerate(parameters):
+            by_dtype.setdefault(parameter.dtype, []).append((index, name, parameter))
+        self.flats = tuple(_flat(dtype, members, workers) for dtype, members in by_dtype.items())
+        self.slots = tuple(sorted((slot for flat in self.flats for slot in flat.slots), key=_index))
+        self.size = sum(flat.size for flat in self.flats)
+
+    def buffers(self, flat_tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Per parameter, its view of these flat tensors, one tensor per dtype."""
+        views: dict[int, torch.Tensor] = {}
+        for flat, tensor in zip(self.flats, flat_tensors, strict=True):
+            for slot in flat.slots:
+                views[slot.index] = slot.view(tensor)
+        return [views[slot.index] for slot in self.slots]
+
+
+def _flat(dtype: torch.dtype, members: list[tuple[int, str, torch.nn.Parameter]], workers: int) -> Flat:
+    unit = max(1, _ALIGNMENT // dtype.itemsize)
+    offset = 0
+    slots = []
+    for index, name, parameter in members:
+        shape, count = parameter.shape, parameter.numel()
+        stride = parameter.stride() if _is_dense(parameter) else torch.empty(shape, device="meta").stride()
+        slots.append(Slot(index, name, parameter, offset, count, shape, stride))
+        offset = -(-(offset + count) // unit) * unit
+    units = offset // unit
+    bounds = [units * rank // workers * unit for rank in range(workers + 1)]
+    return Flat(dtype, offset, tuple(slots), tuple(zip(bounds, bounds[1:], strict=False)))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a stretch of memory without gaps or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _index(slot: Slot) -> int:
+    return slot.index

@@ -1,0 +1,353 @@
+"""An ordinary torch optimizer, run by each worker on its own shard of the parameters only.
+
+It works for optimizers that treat every element by itself. The worker's shard is cut into chunks that stay in the
+cache: a chunk's gradients are summed, its old values copied to the next version and updated there, before the next
+chunk is touched, so that memory is crossed once. The optimizer's state lies in shared memory too: it exists once per
+machine, any worker can read it for a checkpoint, and it survives its owner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.parameters.gradients import Gradients
+from paceline.parameters.layout import Layout, Slot
+from paceline.parameters.reduction import CHUNK, Weights, weighted_sum
+from paceline.parameters.versions import Versions
+from paceline.transport import Memory
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+    }
+)
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""Those whose whole step torch does in one pass over memory, also on the CPU."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Piece:
+    """The part of one parameter that lies in one chunk."""
+
+    number: int
+    flat: int
+    slot: Slot
+    group: int
+    start: int
+    stop: int
+    parameter: torch.nn.Parameter
+    values: tuple[torch.Tensor, ...] = ()
+    """Its view of each version buffer."""
+    fresh: bool = False
+    """Whether both version buffers hold its newest values."""
+    settled: bool = False
+    """Whether its state lies in shared memory."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Chunk:
+    flat: int
+    start: int
+    stop: int
+    pieces: list[_Piece]
+    by_group: dict[int, list[torch.nn.Parameter]]
+    versions: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor, ...]
+    """Each worker's gradients of this chunk."""
+    total: torch.Tensor
+    """Where they are summed."""
+
+
+class ShardedOptimizer:
+    """This worker's part of the team's optimizer."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        layout: Layout,
+        versions: Versions,
+        gradients: Gradients,
+        rank: int,
+        workers: int,
+    ) -> None:
+        self._user = optimizer
+        self._layout, self._versions, self._gradients = layout, versions, gradients
+        self._rank = rank
+        group_of = {
+            id(parameter): number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self._pieces: list[_Piece] = []
+        """Of all workers, in the same order everywhere, so that a piece's number is its address."""
+        self._own: list[_Piece] = []
+        for owner in range(workers):
+            for number, flat in enumerate(layout.flats):
+                for piece in _cut(number, flat.slots, flat.shards[owner], flat.dtype, group_of):
+                    piece.number = len(self._pieces)
+                    self._pieces.append(piece)
+                    if owner == rank:
+                        self._own.append(piece)
+        self._spec = {flat.dtype: _state_spec(optimizer, flat.dtype) for flat in layout.flats}
+        self._names = sorted({name for spec in self._spec.values() for name in spec})
+        self._chunks = self._make_chunks()
+        self._inner = self._make_inner()
+        self._bytes = sum(chunk.total.nbytes for chunk in self._chunks)
+        self._memory: Memory | None = None
+        self._state: dict[tuple[int, str], torch.Tensor] = {}
+        self._scalars = 0
+        self._placed = memoryview(b"")
+
+    # -- setting up --------------------------------------------------------------------------------------------------
+
+    def _make_chunks(self) -> list[_Chunk]:
+        chunks: list[_Chunk] = []
+        for number, flat in enumerate(self._layout.flats):
+            pieces = [piece for piece in self._own if piece.flat == number]
+            start, stop = flat.shards[self._rank]
+            step = max(1, CHUNK // flat.dtype.itemsize)
+            total = torch.empty(min(step, max(0, stop - start)), dtype=flat.dtype)
+            for begin in range(start, stop, step):
+                end = min(begin + step, stop)
+                inside = [piece for piece in pieces if begin <= piece.start < end]
+                by_group: dict[int, list[torch.nn.Parameter]] = {}
+                for piece in inside:
+                    by_group.setdefault(piece.group, []).append(piece.parameter)
+                    piece.values = tuple(
+                        tensors[number][piece.start : piece.stop] for tensors in self._versions.flats
+                    )
+                    piece.parameter.data = piece.values[self._versions.current]
+                    piece.parameter.grad = total[piece.start - begin : piece.stop - begin]
+                chunks.append(
+                    _Chunk(
+                        flat=number,
+                        start=begin,
+                        stop=end,
+                        pieces=inside,
+                        by_group=by_group,
+                        versions=tuple(tensors[number][begin:end] for tensors in self._versions.flats),
+                        gradients=tuple(tensors[number][begin:end] for tensors in self._gradients.flats),
+                        total=total[: end - begin],
+                    )
+                )
+        return chunks
+
+    def _make_inner(self) -> Optimizer:
+        groups = []
+        for number, group in enumerate(self._user.param_groups):
+            members = [piece.parameter for piece in self._own if piece.group == number]
+            # An optimizer wants at least one parameter in all; a group may be empty.
+            groups.append({**_hyperparameters(group), "params": members})
+        if not any(group["params"] for group in groups):
+            groups[0]["params"] = [torch.nn.Parameter(torch.zeros(1))]
+        return _like(self._user, groups)
+
+    def memory_size(self) -> int:
+        """Bytes of shared memory that the optimizer's state needs."""
+        return self._addresses()[2] + len(self._pieces)
+
+    def _addresses(self) -> tuple[dict[tuple[int, str], int], int, int]:
+        """Where the whole-parameter states, the scalars, and the marks of what is placed begin."""
+        offset = 0
+        starts = {}
+        for number, flat in enumerate(self._layout.flats):
+            for name, dtype in self._full(flat.dtype).items():
+                starts[number, name] = offset
+                offset += -(-flat.count * dtype.itemsize // 64) * 64
+        return starts, offset, offset + 8 * len(self._names) * len(self._pieces)
+
+    def place(self, memory: Memory) -> None:
+        """Let the state live in this memory, zeroed and equal on all workers."""
+        self._memory = memory
+        starts, self._scalars, marks = self._addresses()
+        for number, flat in enumerate(self._layout.flats):
+            for name, dtype in self._full(flat.dtype).items():
+                self._state[number, name] = memory.tensor(starts[number, name], flat.count, dtype)
+        self._placed = memory.bytes(marks, len(self._pieces))
+
+    def _full(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {name: kind for name, (is_full, kind) in self._spec[dtype].items() if is_full}
+
+    def _home(self, piece: _Piece, name: str) -> torch.Tensor | None:
+        """Where a piece's state of this name lives."""
+        spec = self._spec[self._layout.flats[piece.flat].dtype]
+        if name not in spec or self._memory is None:
+            return None
+        is_full, dtype = spec[name]
+        if is_full:
+            return self._state[piece.flat, name][piece.start : piece.stop]
+        place = self._scalars + 8 * (piece.number * len(self._names) + self._names.index(name))
+        return self._memory.tensor(place, 1, dtype).view(())
+
+    # -- updating ----------------------------------------------------------------------------------------------------
+
+    def set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._inner.param_groups, groups, strict=True):
+            group.update(values)
+
+    def update(self, weights: Weights, used: list[bytes] | None, scale: float = 1.0) -> int:
+        """Sum everybody's gradients by weight and write this worker's shard of the next version.
+
+        `used` says per worker which parameters have a gradient; None if all have, everywhere. Gradients that were
+        reduced before are passed as this worker's own with weight 1. Returns the bytes read from other workers.
+        """
+        target, source = self._versions.next, self._versions.current
+        for chunk in self._chunks:
+            if used is None:
+                weighted_sum(chunk.total, chunk.gradients, weights, scale)
+                chunk.versions[target].copy_(chunk.versions[source])
+                for piece in chunk.pieces:
+                    piece.parameter.data = piece.values[target]
+                    piece.fresh = False
+                self._step(chunk.by_group, chunk.pieces)
+            else:
+                self._update_used(chunk, weights, used, scale)
+        others = sum(rank != self._rank for rank, _ in weights)
+        return others * self._bytes
+
+    def _update_used(
+        self, chunk: _Chunk, weights: Weights, used: list[bytes], scale: float
+    ) -> None:
+        """As `update`, parameter by parameter: those that nobody used stay exactly as they are."""
+        target, source = self._versions.next, self._versions.current
+        for piece in chunk.pieces:
+            contributing = [(rank, weight) for rank, weight in weights if used[rank][piece.slot.index]]
+            if not piece.fresh:
+                piece.values[target].copy_(piece.values[source])
+                piece.fresh = not contributing
+            if not contributing:
+                continue
+            piece.fresh = False
+            begin, end = piece.start - chunk.start, piece.stop - chunk.start
+            parts = tuple(gradient[begin:end] for gradient in chunk.gradients)
+            weighted_sum(chunk.total[begin:end], parts, contributing, scale)
+            piece.parameter.data = piece.values[target]
+            self._step({piece.group: [piece.parameter]}, [piece])
+
+    def _step(self, by_group: dict[int, list[torch.nn.Parameter]], pieces: list[_Piece]) -> None:
+        inner = self._inner
+        for number, group in enumerate(inner.param_groups):
+            group["params"] = by_group.get(number, [])
+        inner.step()
+        for piece in pieces:
+            if not piece.settled:
+                self._settle(piece)
+
+    def _settle(self, piece: _Piece) -> None:
+        """Move a piece's state, which the optimizer has just made, to where it lives from now on."""
+        state = self._inner.state[piece.parameter]
+        for name, value in state.items():
+            home = self._home(piece, name) if isinstance(value, torch.Tensor) else None
+            if home is not None:
+                home.copy_(value)
+                state[name] = home
+        piece.settled = True
+        self._placed[piece.number] = 1
+
+    # -- state as plain torch knows it -------------------------------------------------------------------------------
+
+    def export_state(self, optimizer: Optimizer) -> None:
+        """Fill `optimizer.state` with views of the whole state, as if it had run on whole parameters."""
+        first = {}
+        for piece in self._pieces:
+            first.setdefault(piece.slot.index, piece)
+        optimizer.state.clear()
+        for index, piece in first.items():
+            if not self._placed[piece.number]:
+                continue
+            slot = self._layout.slots[index]
+            state: dict[str, torch.Tensor] = {}
+            for name, (is_full, _) in self._spec[self._layout.flats[piece.flat].dtype].items():
+                home = self._home(piece, name)
+                if home is not None:
+                    state[name] = slot.view(self._state[piece.flat, name]) if is_full else home
+            optimizer.state[slot.parameter] = state
+
+    def import_state(self, optimizer: Optimizer) -> None:
+        """Take this worker's part of the state that lies in `optimizer.state`, and empty that."""
+        for piece in self._own:
+            state = optimizer.state.get(piece.slot.parameter)
+            if not state:
+                continue
+            taken: dict[str, Any] = {}
+            for name, value in state.items():
+                home = self._home(piece, name)
+                if home is None or not isinstance(value, torch.Tensor):
+                    taken[name] = value
+                    continue
+                if home.dim():
+                    offset = piece.slot.offset
+                    home.copy_(piece.slot.flatten(value)[piece.start - offset : piece.stop - offset])
+                else:
+                    home.copy_(value)
+                taken[name] = home
+            self._inner.state[piece.parameter] = taken
+            piece.settled = True
+            self._placed[piece.number] = 1
+        optimizer.state.clear()
+
+
+def _cut(
+    flat: int,
+    slots: tuple[Slot, ...],
+    shard: tuple[int, int],
+    dtype: torch.dtype,
+    group_of: dict[int, int],
+) -> Iterable[_Piece]:
+    """One worker's pieces: its shard, cut at the borders of parameters and of chunks."""
+    first, last = shard
+    step = max(1, CHUNK // dtype.itemsize)
+    for slot in slots:
+        start = max(first, slot.offset)
+        stop = min(last, slot.offset + slot.count)
+        while start < stop:
+            border = first + ((start - first) // step + 1) * step
+            end = min(stop, border)
+            empty = torch.nn.Parameter(torch.empty(0, dtype=dtype))
+            yield _Piece(0, flat, slot, group_of[id(slot.parameter)], start, end, empty)
+            start = end
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """A new optimizer of the same kind, on other parameters; fused where torch can."""
+    kind = type(optimizer)
+    for group in groups:
+        if "lr" in group:
+            group["lr"] = float(group["lr"])
+        real = all(parameter.is_floating_point() for parameter in group["params"])
+        if kind in _FUSED and real and not group.get("differentiable"):
+            group["fused"], group["foreach"] = True, False
+    return kind(groups)  # type: ignore[call-arg]
+
+
+def _state_spec(optimizer: Optimizer, dtype: torch.dtype) -> dict[str, tuple[bool, torch.dtype]]:
+    """What state this kind of optimizer keeps: name -> (one value per element?, dtype). Found by trying."""
+    spec: dict[str, tuple[bool, torch.dtype]] = {}
+    for group in optimizer.param_groups:
+        probe = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+        probe.grad = torch.zeros(1, dtype=dtype)
+        trial = _like(optimizer, [{**_hyperparameters(group), "params": [probe]}])
+        trial.step()
+        for name, value in trial.state[probe].items():
+            if isinstance(value, torch.Tensor):
+                spec[name] = (value.dim() == 1, value.dtype)
+    return spec

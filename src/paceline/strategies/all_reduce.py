@@ -1,0 +1,340 @@
+"""All-reduce on one machine: gradients meet in shared memory, each worker updates its shard of the next version.
+
+The way of a step: every worker's gradients lie in its own shared buffer; the workers meet; each sums its shard from
+all buffers and writes its shard of the next version; they meet again; all swap to that version.
+
+With `gradients="visible"`, or an optimizer that needs whole parameters, the sum is made at the end of the backward
+pass and copied to everybody's `.grad`, as DistributedDataParallel does.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from paceline.config import one_of
+from paceline.errors import UsageError
+from paceline.events import Reduce, Update, Wait
+from paceline.parameters.gradients import Gradients
+from paceline.parameters.hyperparameters import RateScaling
+from paceline.parameters.layout import Layout
+from paceline.parameters.reduction import Reduction
+from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
+from paceline.parameters.versions import Versions
+from paceline.strategies.agreement import Agreement, Table
+from paceline.strategies.base import Options, Surroundings, Trainer
+from paceline.strategies.takeover import Takeover
+from paceline.transport import Intent
+
+_VALUE = struct.Struct("=dd")
+
+
+class AllReduceTrainer(Trainer):
+    """One worker's part in training a model by all-reduce."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings
+    ) -> None:
+        one_of("gradients", options.gradients, ("local", "visible"))
+        self._members = members = around.members
+        self._rank, self._size = members.rank, members.size
+        self._meeting, self._recorder, self._stopwatch = members.meeting, around.recorder, around.stopwatch
+        self._model, self._optimizer = model, optimizer
+        self._rate = RateScaling(options.scale_lr, self._size, options.warmup)
+        sharded = type(optimizer) in ELEMENTWISE
+        if not sharded:
+            around.say(
+                f"{type(optimizer).__name__} is not known to treat every element by itself, so every worker runs "
+                "it on the whole mean gradient, not on a shard"
+            )
+        self._visible = options.gradients == "visible" or not sharded
+
+        self.version = 0
+        self.paces = [(0.0, 0)] * self._size
+        self._weight = 1.0 / self._size
+        self._accumulating = False
+        self._exchanging = False
+        """Whether the end of the running backward pass will exchange gradients."""
+        self._clipped: float | None = None
+        """What to multiply the mean gradient with, once it has been made and clipped."""
+
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held]
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
+        self._layout = layout = Layout(named, self._size)
+        self._table = Table(members, optimizer, len(layout.slots))
+        self._gradients = Gradients(
+            layout, members.share(Gradients.memory_size(layout, self._size)), self._rank, self._size
+        )
+        self._reduction = Reduction(layout, self._gradients, self._rank)
+        self._mirror([*rest, *model.buffers()])
+        self._versions: Versions | None = None
+        self._shard: ShardedOptimizer | None = None
+        if sharded:
+            self._share_versions()
+        else:
+            self._mirror([slot.parameter for slot in layout.slots])
+        self._gradients.attach(self._gradient_made if self._visible else None)
+        self._takeover = Takeover(optimizer)
+        self._take_over()
+
+    # -- setting up --------------------------------------------------------------------------------------------------
+
+    def _share_versions(self) -> None:
+        members, layout = self._members, self._layout
+        self._versions = versions = Versions(layout, members.share(Versions.memory_size(layout)))
+        if self._rank == 0:
+            versions.fill()
+        self._meeting.meet(Intent.ALLOCATE)
+        versions.pull()
+        self._shard = ShardedOptimizer(self._optimizer, layout, versions, self._gradients, self._rank, self._size)
+        self._shard.place(members.share(self._shard.memory_size()))
+        self._shard.import_state(self._optimizer)
+
+    def _mirror(self, tensors: list[torch.Tensor]) -> None:
+        """Give every worker the lead's values."""
+        for tensor in tensors:
+            if tensor.numel() == 0:
+                continue
+            payload = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() if self._rank == 0 else b""
+            value = self._members.gather(bytes(payload), Intent.ALLOCATE)[0]
+            if self._rank != 0:
+                with torch.no_grad():
+                    tensor.copy_(torch.frombuffer(bytearray(value), dtype=tensor.dtype).view(tensor.shape))
+
+    def _take_over(self) -> None:
+        self._takeover.replace("step", self.step)
+        self._takeover.replace("zero_grad", self._zero_grad)
+        if self._shard is None:
+            return
+        self._takeover.replace("state_dict", self._state_dict)
+        self._takeover.replace("load_state_dict", self._load_state_dict)
+        if not self._visible:
+            # GradScaler then leaves unscaling and skipping to `step`, where the workers agree on it.
+            self._optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    # -- the user's loop ---------------------------------------------------------------------------------------------
+
+    def take_batch(self, samples: int, weight: float) -> None:
+        if weight != self._weight:
+            if self._gradients.any:
+                # Summed over minibatches of unlike weight: bring what is there to the scale of what will come.
+                self._gradients.scale(self._weight / weight)
+            self._weight = weight
+        self._stopwatch.start(samples)
+
+    def accumulate(self, on: bool) -> None:
+        self._accumulating = on
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        if not self._accumulating:
+            type(self._optimizer).zero_grad(self._optimizer, set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._accumulating:
+            return None
+        if self._shard is not None:
+            self._takeover.run_hooks("pre")
+        loss = None
+        if closure is not None and self._shard is not None:
+            with torch.enable_grad():
+                loss = closure()
+            closure = None
+        unscale, skip = 1.0, False
+        if not self._visible:
+            # Set by GradScaler for the time of this call; see `_take_over`.
+            scale = getattr(self._optimizer, "grad_scale", None)
+            unscale = 1.0 if scale is None else 1.0 / float(scale)
+            skip = bool(getattr(self._optimizer, "found_inf", False))
+        self._bring(unscale, skip)
+        self._meet(Intent.UPDATE)
+        loss = self._update(closure) if closure is not None else self._update() or loss
+        if self._shard is not None:
+            self._takeover.run_hooks("post")
+        return loss
+
+    def clip(self, limit: float, norm: float) -> torch.Tensor:
+        if self._visible:
+            parameters = [slot.parameter for slot in self._layout.slots]
+            return torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type=norm)
+        self._bring(1.0, skip=False, final=False)
+        self._meet(Intent.CLIP)
+        return self._clip(limit, norm)
+
+    def finish_epoch(self) -> None:
+        helped = False
+        while (topic := self._meet(Intent.PASSIVE)) is not Intent.PASSIVE:
+            if topic is Intent.UPDATE:
+                self._update()
+            elif topic is Intent.REDUCE:
+                self._exchange()
+            elif topic is Intent.CLIP:
+                self._clip()
+            elif topic is not Intent.STATISTICS:
+                self._meeting.carry(topic)
+                break
+            helped = True
+        if helped:
+            type(self._optimizer).zero_grad(self._optimizer)
+
+    # -- what the workers do together; a passive one joins in here ---------------------------------------------------
+
+    def _meet(self, intent: Intent, length: int = 0) -> Intent:
+        """Come to a meeting, and record how long it took for the last one to come."""
+        start = time.perf_counter()
+        topic = self._meeting.meet(intent, length)
+        if self._meeting.last != self._rank:
+            self._recorder.add(Wait(self._rank, start, time.perf_counter() - start, self._meeting.last))
+        return topic
+
+    def _bring(self, unscale: float, skip: bool, final: bool = True) -> None:
+        """Write what the others need to know into this worker's note."""
+        pace = self._stopwatch.stop(self.version) if final else (0.0, 0)
+        self._table.bring(self._weight * unscale, skip, self._gradients.settle(), pace)
+
+    def _update(self, closure: Callable[[], Any] | None = None) -> Any:
+        start = time.perf_counter()
+        agreed = self._table.read()
+        self.paces = agreed.paces
+        loss = None
+        read = 0
+        if not agreed.skip:
+            factor = self._rate.factor(self.version)
+            groups = [{**group, "lr": group["lr"] * factor} if "lr" in group else group for group in agreed.groups]
+            if self._shard is not None:
+                read = self._update_shard(agreed, groups)
+            else:
+                with self._takeover.values(groups):
+                    loss = self._run_whole(closure)
+        self._clipped = None
+        end = time.perf_counter()
+        self._recorder.add(
+            Update(
+                self._rank, start, end - start, self.version + (not agreed.skip), read, len(agreed.weights), agreed.skip
+            )
+        )
+        if not agreed.skip:
+            if self._versions is not None:
+                self._meet(Intent.PUBLISH)
+                self._versions.swap()
+            self.version += 1
+        self.updated()
+        self._stopwatch.restart(time.perf_counter())
+        return loss
+
+    def _update_shard(self, agreed: Agreement, groups: list[dict[str, Any]]) -> int:
+        assert self._shard is not None
+        self._shard.set_hyperparameters(groups)
+        if self._visible or self._clipped is not None:
+            # The mean is made already and lies in this worker's own buffer.
+            anywhere = agreed.anywhere()
+            used = None if anywhere is None else [anywhere] * self._size
+            return self._shard.update([(self._rank, 1.0)], used, self._clipped or 1.0)
+        return self._shard.update(agreed.weights, agreed.used)
+
+    def _run_whole(self, closure: Callable[[], Any] | None) -> Any:
+        """Run the user's optimizer on whole parameters, as every worker does."""
+        if closure is None:
+            return self._takeover.plain_step()
+        if any(self._meeting.passive):
+            raise UsageError(
+                f"{type(self._optimizer).__name__} with a closure needs a share of every batch for every worker; "
+                "give the loader drop_last=True"
+            )
+        return self._takeover.plain_step(lambda: self._mean_loss(closure))
+
+    def _mean_loss(self, closure: Callable[[], Any]) -> Any:
+        """The same loss everywhere, so that an optimizer that looks at it decides the same everywhere."""
+        loss = closure()
+        _VALUE.pack_into(self._meeting.note, 0, float(loss) * self._weight, 0.0)
+        self._meeting.meet(Intent.GATHER, _VALUE.size)
+        mean = sum(_VALUE.unpack_from(note)[0] for note in self._meeting.notes)
+        return loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
+
+    def _clip(self, limit: float = float("nan"), norm: float = 2.0) -> torch.Tensor:
+        """Make the mean gradient of this worker's shard and find the norm of the whole."""
+        start = time.perf_counter()
+        agreed = self._table.read()
+        read = self._reduction.shard(agreed.weights, agreed.used)
+        self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
+        # Only those who called it know which norm, and what limit; the lowest of them says it.
+        _VALUE.pack_into(self._meeting.note, 0, limit, norm)
+        self._meet(Intent.CLIP, _VALUE.size)
+        limit, norm = _VALUE.unpack_from(self._meeting.notes[agreed.weights[0][0]])
+        part = self._reduction.norm(norm, agreed.anywhere())
+        _VALUE.pack_into(self._meeting.note, 0, part, 0.0)
+        self._meet(Intent.CLIP, _VALUE.size)
+        parts = [_VALUE.unpack_from(note)[0] for note in self._meeting.notes]
+        total = max(parts) if norm == float("inf") else sum(parts) ** (1.0 / norm)
+        self._clipped = min(1.0, limit / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
+        return torch.tensor(total)
+
+    # -- gradients that the user can see -----------------------------------------------------------------------------
+
+    def _gradient_made(self) -> None:
+        """Called for each gradient; asks the autograd engine to call us once more when it is done with all."""
+        if not self._exchanging and not self._accumulating:
+            self._exchanging = True
+            Variable._execution_engine.queue_callback(self._backward_done)
+
+    def _backward_done(self) -> None:
+        self._exchanging = False
+        self._table.bring(self._weight, False, self._gradients.settle(), (0.0, 0))
+        self._meet(Intent.REDUCE)
+        self._exchange()
+
+    def _exchange(self) -> None:
+        """Put the mean gradient into everybody's `.grad`."""
+        start = time.perf_counter()
+        agreed = self._table.read()
+        read = self._reduction.shard(agreed.weights, agreed.used)
+        middle = time.perf_counter()
+        self._recorder.add(Reduce(self._rank, start, middle - start, read))
+        self._meet(Intent.PUBLISH)
+        start = time.perf_counter()
+        read = self._reduction.gather()
+        self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
+        self._gradients.show(agreed.anywhere())
+        # The others may change their gradients in place as soon as they have them; not before all have copied.
+        self._meet(Intent.PUBLISH)
+
+    # -- state as plain torch knows it -------------------------------------------------------------------------------
+
+    def _state_dict(self) -> dict[str, Any]:
+        assert self._shard is not None
+        self._shard.export_state(self._optimizer)
+        try:
+            return type(self._optimizer).state_dict(self._optimizer)
+        finally:
+            self._optimizer.state.clear()
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self._shard is not None
+        type(self._optimizer).load_state_dict(self._optimizer, state)
+        self._shard.import_state(self._optimizer)
+
+    def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        # Nobody may still compute on these values, and nobody may go on before all of them are there.
+        self._meet(Intent.BARRIER)
+        self._model.load_state_dict(model)
+        self._optimizer.load_state_dict(optimizer)
+        self._meet(Intent.BARRIER)
+
+    def close(self) -> None:
+        self._gradients.detach()
+        self._takeover.undo()
+        if self._shard is None or self._versions is None:
+            return
+        vars(self._optimizer).pop("_step_supports_amp_scaling", None)
+        self._shard.export_state(self._optimizer)
+        for state in self._optimizer.state.values():
+            for name, value in state.items():
+                state[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        for slot in self._layout.slots:
+            slot.parameter.data = slot.parameter.data.clone(memory_format=torch.preserve_format)

@@ -1,0 +1,96 @@
+"""What a team asks of a strategy, and what it gives to one."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.cluster.membership import Members
+from paceline.errors import UsageError
+from paceline.events import Recorder
+from paceline.strategies.stopwatch import Stopwatch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """How `team.setup` was asked to train."""
+
+    gradients: str = "local"
+    """What `.grad` holds between backward and step: this worker's own gradient, or ("visible") the team's mean."""
+    scale_lr: str | None = None
+    warmup: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a strategy finds around it."""
+
+    members: Members
+    recorder: Recorder
+    stopwatch: Stopwatch
+    device: torch.device
+    say: Callable[[str], None]
+
+
+class Trainer(ABC):
+    """One model and its optimizer, trained by the team under one strategy."""
+
+    version: int
+    """How many updates the parameters have had."""
+    paces: list[tuple[float, int]]
+    """Per worker, seconds and samples of its last minibatch; equal on all workers after an update."""
+    updated: Callable[[], None] = staticmethod(lambda: None)
+    """Called after each update."""
+
+    @abstractmethod
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """What `optimizer.step()` does now."""
+
+    @abstractmethod
+    def clip(self, limit: float, norm: float) -> torch.Tensor:
+        """Clip the norm of the team's gradient; returns what it was."""
+
+    @abstractmethod
+    def take_batch(self, samples: int, weight: float) -> None:
+        """The script has been given a minibatch that is this share of the team's."""
+
+    @abstractmethod
+    def finish_epoch(self) -> None:
+        """This worker has no more batches: help the others until they have none either."""
+
+    @abstractmethod
+    def accumulate(self, on: bool) -> None:
+        """While on, gradients are summed over minibatches, and `step` and `zero_grad` do nothing."""
+
+    @abstractmethod
+    def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        """Take the values of a checkpoint; all workers call it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give model and optimizer back as plain torch knows them."""
+
+
+def check(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Refuse what cannot be trained, before anything is changed."""
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"setup takes a torch.nn.Module first; it got a {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"setup takes a torch.optim.Optimizer second; it got a {type(optimizer).__name__}")
+    own = {id(parameter) for parameter in model.parameters()}
+    if not own:
+        raise UsageError("the model has no parameters; there is nothing to train")
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(id(parameter) not in own for parameter in held)
+    if foreign:
+        raise UsageError(
+            f"the optimizer holds {foreign} parameter{'s' * (foreign > 1)} that the model does not have; "
+            "make the optimizer from this model's parameters, after the model is final"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError("SparseAdam needs sparse gradients, which a team does not exchange; use Adam")

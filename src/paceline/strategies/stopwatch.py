@@ -1,0 +1,56 @@
+"""Tells how long a worker computes, and makes it slow on purpose."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from paceline.config import Slowness
+from paceline.events import Compute, Recorder
+
+
+class Stopwatch:
+    """Runs from when a worker has its batch until its gradient is ready."""
+
+    def __init__(self, recorder: Recorder, rank: int, slowness: Slowness | None, seed: int) -> None:
+        self._recorder, self._rank = recorder, rank
+        self._slowness = slowness
+        self._source = random.Random(f"{seed}/{rank}")
+        self._started: float | None = None
+        self._last = time.perf_counter()
+        self._samples = self._minibatches = 0
+
+    def start(self, samples: int) -> None:
+        """A batch was handed out; the watch runs on if it runs already."""
+        if self._started is None:
+            self._started = time.perf_counter()
+        self._samples += samples
+        self._minibatches += 1
+
+    def stop(self, version: int) -> tuple[float, int]:
+        """The gradient is ready: seconds and samples since `start`, or since the last update without one."""
+        start = self._last if self._started is None else self._started
+        end = time.perf_counter()
+        slowed = 0.0
+        if self._slowness is not None:
+            slowed = self._slowness.seconds(end - start, self._source) - (end - start)
+            until = end + slowed
+            while (left := until - time.perf_counter()) > 0:
+                time.sleep(left)
+            end = time.perf_counter()
+        samples = self._samples
+        self._recorder.add(
+            Compute(self._rank, start, end - start, version, max(1, self._minibatches), samples, slowed)
+        )
+        self._started = None
+        self._samples = self._minibatches = 0
+        return end - start, samples
+
+    def restart(self, now: float) -> None:
+        """An update is over: what comes next is computing again."""
+        self._last = now
+
+    def reset(self) -> None:
+        """Forget batches that led to no gradient: those of an evaluation."""
+        self._started = None
+        self._samples = self._minibatches = 0

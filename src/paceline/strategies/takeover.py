@@ -1,0 +1,61 @@
+"""Puts a team behind the user's own optimizer object.
+
+The object stays the same, so that schedulers, scalers and references made before or after still hold the right one;
+only what its methods do changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+class Takeover:
+    """The user's optimizer with some of its methods replaced, until `undo`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._had = {name: value for name, value in vars(optimizer).items() if callable(value)}
+        self.plain_step: Callable[..., Any] = types.MethodType(type(optimizer).step, optimizer)
+        """The optimizer's own step."""
+        self._replaced: set[str] = set()
+
+    def replace(self, name: str, function: Callable[..., Any]) -> None:
+        def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if name == "step":
+                self._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
+            return function(*args, **kwargs)
+
+        method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        setattr(self._optimizer, name, types.MethodType(method, self._optimizer))
+        self._replaced.add(name)
+
+    def undo(self) -> None:
+        for name in self._replaced:
+            vars(self._optimizer).pop(name, None)
+            if name in self._had:
+                setattr(self._optimizer, name, self._had[name])
+        self._replaced.clear()
+
+    @contextlib.contextmanager
+    def values(self, groups: list[dict[str, Any]]) -> Iterator[None]:
+        """Let the optimizer's groups have these values for a while."""
+        own = self._optimizer.param_groups
+        before = [{key: group.get(key) for key in values} for group, values in zip(own, groups, strict=True)]
+        for group, values in zip(own, groups, strict=True):
+            group.update(values)
+        try:
+            yield
+        finally:
+            for group, values in zip(own, before, strict=True):
+                group.update(values)
+
+    def run_hooks(self, kind: str) -> None:
+        """The user's own hooks around a step."""
+        hooks = vars(self._optimizer).get(f"_optimizer_step_{kind}_hooks")
+        for hook in list(hooks.values()) if hooks else ():
+            hook(self._optimizer, (), {})

@@ -1,0 +1,342 @@
+"""`join()` and `Team`: all that a training script talks to."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.cluster.membership import Members, come_together
+from paceline.config import AllReduce, Launch, Place, Strategy, Timeouts, parse_strategy
+from paceline.data import TeamLoader
+from paceline.data.loader import check_loader
+from paceline.errors import UsageError
+from paceline.events import Balance, Join, Leave, Metric, Recorder
+from paceline.events.summary import merge
+from paceline.parameters.variables import Mirrored, PerReplica
+from paceline.strategies import TRAINERS, Options, Surroundings, Trainer
+from paceline.strategies.alone import AloneTrainer
+from paceline.strategies.base import check
+from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
+from paceline.strategies.stopwatch import Stopwatch
+from paceline.transport import Intent
+
+_joined: Team | None = None
+
+
+def join(
+    strategy: str | Strategy | None = None, *, name: str | None = None, timeouts: Timeouts | None = None
+) -> Team:
+    """Join the team that this process was started for; a team of one when started with plain `python`.
+
+    strategy: how to train, unless `paceline run --strategy` says otherwise; all-reduce by default.
+    name: the run's folder under `runs/`, where `paceline run` has not named one; without either, none is written.
+    timeouts: how long to wait for whom.
+    """
+    global _joined
+    if _joined is None:
+        _joined = Team(Place.from_environment(), Launch.from_environment(), strategy, name, timeouts)
+    return _joined
+
+
+class _Step:
+    """`with team.step():`. Entered thousands of times a second, so it is made once."""
+
+    __slots__ = ("_accumulating", "_team")
+
+    def __init__(self, team: Team, accumulating: bool) -> None:
+        self._team, self._accumulating = team, accumulating
+
+    def __enter__(self) -> None:
+        if self._accumulating:
+            self._team._accumulate(True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._accumulating:
+            self._team._accumulate(False)
+
+
+class Team:
+    """The workers of one run, seen from one of them."""
+
+    def __init__(
+        self,
+        place: Place,
+        launch: Launch,
+        strategy: str | Strategy | None,
+        name: str | None,
+        timeouts: Timeouts | None,
+    ) -> None:
+        self.rank, self.local_rank, self.world_size = place.rank, place.local_rank, place.world_size
+        self.strategy = parse_strategy(launch.strategy or strategy or AllReduce())
+        self.device = _device(place.local_rank)
+        self._folder = _folder(launch, name)
+        self._writes_summary = launch.folder is None and self._folder is not None
+        self._members: Members = come_together(place, launch, timeouts or launch.timeouts, self._say)
+        self._recorder = Recorder(self._folder, self.rank)
+        self._stopwatch = Stopwatch(self._recorder, self.rank, launch.slow.get(self.rank), launch.seed)
+        self._trainer: Trainer | None = None
+        self._round: tuple[TeamLoader, int] | None = None
+        self._step, self._accumulating_step = _Step(self, False), _Step(self, True)
+        self._closed = False
+        self._recorder.add(
+            Join(self.rank, time.perf_counter(), os.getpid(), socket.gethostname(), str(self.device), time.time())
+        )
+        atexit.register(self._leave)
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is rank 0, who prints and saves."""
+        return self.rank == 0
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def setup(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        *loaders: DataLoader[Any],
+        global_batch: int | None = None,
+        balance: bool = False,
+        gradients: str = "local",
+        sync_batch_norm: bool = False,
+        scale_lr: str | None = None,
+        warmup: int = 0,
+    ) -> tuple[Any, ...]:
+        """Put the team behind a model, its optimizer and its loaders; returns them, to be used as before.
+
+        global_batch: samples per update over all workers; by default each worker's batch is the loader's batch_size.
+        balance: split every global batch by the workers' measured paces instead of evenly.
+        gradients: "local" leaves this worker's own gradient in `.grad` until the step; "visible" puts the team's
+            mean there at the end of the backward pass, as DistributedDataParallel does.
+        sync_batch_norm: let batch norm layers use the whole global batch instead of each worker's part.
+        scale_lr: multiply the learning rate by the number of workers ("linear") or its root ("sqrt"),
+            reached over `warmup` updates.
+        """
+        if self._trainer is not None:
+            raise UsageError("setup was called before; a team trains one model with one optimizer")
+        check(model, optimizer)
+        for loader in loaders:
+            check_loader(loader)
+        if sync_batch_norm and self.world_size > 1:
+            model = synchronise(model, self._exchange_statistics)
+        options = Options(gradients=gradients, scale_lr=scale_lr, warmup=warmup)
+        around = Surroundings(self._members, self._recorder, self._stopwatch, self.device, self._say_once)
+        kind = TRAINERS[type(self.strategy)] if self.world_size > 1 else AloneTrainer
+        self._model, self._optimizer = model, optimizer
+        self._trainer = kind(model, optimizer, options, around)
+        self._trainer.updated = self._after_update
+        shared = [self._share(loader, global_batch, balance) for loader in loaders]
+        return (model, optimizer, *shared)
+
+    def loader(self, loader: DataLoader[Any], *, global_batch: int | None = None) -> TeamLoader:
+        """This worker's share of one more loader."""
+        check_loader(loader)
+        return self._share(loader, global_batch, balance=False)
+
+    def step(self, accumulate: bool = False) -> _Step:
+        """One step of training, as a `with` block.
+
+        accumulate: only sum gradients; `optimizer.step()` and `zero_grad()` inside the block do nothing.
+        """
+        return self._accumulating_step if accumulate else self._step
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the norm of the team's gradient, between backward and step; returns what it was."""
+        if not max_norm > 0:
+            raise UsageError(f"max_norm is {max_norm}; it must be above 0")
+        return self._training().clip(float(max_norm), float(norm_type))
+
+    def report(self, **metrics: float | torch.Tensor) -> None:
+        """Tell the progress line and the run's folder: `team.report(loss=loss, accuracy=…)`."""
+        values = {}
+        for name, value in metrics.items():
+            try:
+                values[name] = float(value)
+            except (TypeError, ValueError):
+                raise UsageError(
+                    f"report takes numbers or tensors of one element; {name} is a {type(value).__name__}"
+                ) from None
+        version = self._trainer.version if self._trainer else 0
+        self._recorder.add(Metric(self.rank, time.perf_counter(), version, values))
+
+    # -- together ----------------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until all workers are here."""
+        self._members.meeting.meet(Intent.BARRIER)
+
+    def mirrored(self, tensor: torch.Tensor, aggregation: str = "mean") -> Mirrored:
+        """A value kept equal on all workers, the lead's to begin with; `assign` combines what they bring."""
+        return Mirrored(tensor, self._members.gather, aggregation)
+
+    def per_replica(self, value: Any) -> PerReplica:
+        """Each worker's own value, all of them known to all."""
+        return PerReplica(value, self.rank, self._members.gather)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path | None = None, **extra: Any) -> Path:
+        """Write a checkpoint that plain `torch.load` reads: `model`, `optimizer`, `version` and what else is given.
+
+        The lead writes it; others may call it or not. Without a path it goes to the run's `checkpoints/`.
+        """
+        trainer = self._training()
+        if path is None:
+            if self._folder is None:
+                raise UsageError("save needs a path: this run has no folder; start it with paceline run")
+            path = self._folder / "checkpoints" / f"{trainer.version:08d}.pt"
+        path = Path(path)
+        if self.is_lead:
+            content = {
+                **extra,
+                "model": _compact(self._model.state_dict()),
+                "optimizer": _compact(self._optimizer.state_dict()),
+                "version": trainer.version,
+            }
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                torch.save(content, partial)
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+        return path
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Take model and optimizer from a checkpoint; all workers call it. Returns what else was saved."""
+        trainer = self._training()
+        path = Path(path)
+        if not path.is_file():
+            raise UsageError(f"there is no checkpoint at {path}")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict) or not {"model", "optimizer"} <= content.keys():
+            raise UsageError(f"{path} is not a checkpoint of a team: it has no 'model' and 'optimizer'")
+        trainer.load(content.pop("model"), content.pop("optimizer"))
+        trainer.version = int(content.pop("version", trainer.version))
+        return content
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the team; model and optimizer are plain torch again, with the newest values."""
+        if self._closed:
+            return
+        if self._trainer is not None:
+            self._trainer.close()
+        for module in self._model.modules() if self._trainer is not None else ():
+            if isinstance(module, TeamBatchNorm):
+                module.exchange = None
+        self._leave()
+
+    def _leave(self) -> None:
+        """What is left to do when the script ends without `close`."""
+        global _joined
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._leave)
+        self._recorder.add(Leave(self.rank, time.perf_counter()))
+        self._recorder.close()
+        self._members.leave()
+        if self._writes_summary and self.is_lead and self._folder is not None:
+            self._members.wait_until_left()
+            merge(self._folder, str(self.strategy), self.world_size)
+        if _joined is self:
+            _joined = None
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Team(rank={self.rank}, world_size={self.world_size}, strategy='{self.strategy}')"
+
+    # -- what the rooms below ask of a team --------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        return self.world_size
+
+    def from_lead(self, payload: bytes) -> bytes:
+        return self._members.gather(payload, Intent.EPOCH)[0]
+
+    def take_batch(self, samples: int, weight: float, loader: TeamLoader, round_number: int) -> None:
+        # A batch that is only evaluated leads to no gradient.
+        if self._trainer is not None and torch.is_grad_enabled():
+            self._round = (loader, round_number)
+            self._trainer.take_batch(samples, weight)
+
+    def finish_epoch(self) -> None:
+        if self._trainer is not None:
+            self._trainer.finish_epoch()
+            self._recorder.flush()
+
+    def _after_update(self) -> None:
+        if self._round is not None and self._trainer is not None:
+            loader, number = self._round
+            loader.measure(self._trainer.paces, number)
+
+    def _accumulate(self, on: bool) -> None:
+        if self._trainer is not None:
+            self._trainer.accumulate(on)
+
+    def _share(self, loader: DataLoader[Any], global_batch: int | None, balance: bool) -> TeamLoader:
+        return TeamLoader(loader, self, global_batch=global_batch, balance=balance, changed=self._rebalanced)
+
+    def _rebalanced(self, start: int, shares: list[int]) -> None:
+        self._recorder.add(Balance(self.rank, time.perf_counter(), start, shares))
+
+    def _exchange_statistics(self, value: torch.Tensor) -> list[torch.Tensor]:
+        parts = self._members.gather(value.numpy().tobytes(), Intent.STATISTICS)
+        return [torch.frombuffer(bytearray(part), dtype=value.dtype) for part in parts if part]
+
+    def _training(self) -> Trainer:
+        if self._trainer is None:
+            raise UsageError("the team has no model yet; call team.setup(model, optimizer, …) first")
+        return self._trainer
+
+    def _say(self, message: str) -> None:
+        print(f"paceline: {message}", file=sys.stderr, flush=True)
+
+    def _say_once(self, message: str) -> None:
+        if self.is_lead:
+            self._say(message)
+
+
+def _device(local_rank: int) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
+
+
+def _folder(launch: Launch, name: str | None) -> Path | None:
+    if launch.folder is not None:
+        return Path(launch.folder)
+    return None if name is None else Path("runs") / name
+
+
+def _compact(value: Any) -> Any:
+    """A copy whose tensors own just their own memory, so that a file holds nothing else."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone(memory_format=torch.preserve_format)
+    if isinstance(value, dict):
+        return {key: _compact(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_compact(item) for item in value]
+    return value
+

@@ -1,0 +1,6 @@
+"""Moves bytes. Here: memory that several processes of one machine share, and the meetings they hold in it."""
+
+from paceline.transport.meeting import Intent, Meeting
+from paceline.transport.memory import Memory
+
+__all__ = ["Intent", "Meeting", "Memory"]

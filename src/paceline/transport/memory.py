@@ -1,0 +1,63 @@
+"""Memory that several processes of one machine share, and that has no name.
+
+A named segment in /dev/shm outlives a process that is killed before it cleans up, and is limited by the size of that
+file system (64 MB in many containers). A memfd is neither: it lives exactly as long as somebody maps it. Another
+process of the same user reaches it through `/proc/<pid>/fd/<n>`, or inherits the descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+import torch
+
+_PAGE = mmap.PAGESIZE
+
+
+class Memory:
+    """A mapped region of shared memory; `tensor` and `bytes` are views of it, and keep it alive."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.descriptor = descriptor
+        self.size = size
+        self._map = mmap.mmap(descriptor, size)
+        # Fewer, larger pages where the system allows them for shared memory; a hint, so a refusal is fine.
+        with contextlib.suppress(AttributeError, OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+
+    @classmethod
+    def create(cls, size: int) -> Memory:
+        """New zeroed memory. Pages are taken from the system when they are first written, not before."""
+        descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        size = max(_PAGE, -(-size // _PAGE) * _PAGE)
+        os.ftruncate(descriptor, size)
+        return cls(descriptor, size)
+
+    @classmethod
+    def inherited(cls, descriptor: int) -> Memory:
+        """The memory behind a descriptor that the parent process handed down."""
+        return cls(descriptor, os.fstat(descriptor).st_size)
+
+    @classmethod
+    def of(cls, pid: int, descriptor: int) -> Memory:
+        """The memory that another process of this machine made."""
+        with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b", buffering=0) as file:
+            own = os.dup(file.fileno())
+        return cls(own, os.fstat(own).st_size)
+
+    def close_descriptor(self) -> None:
+        """Nobody else needs to open it any more; what is mapped stays."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def bytes(self, offset: int, size: int) -> memoryview:
+        return memoryview(self._map)[offset : offset + size]
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        if count == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
