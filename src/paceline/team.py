@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.cluster.membership import Members, come_together
+from paceline.cluster.process import keep_freed_memory
 from paceline.config import AllReduce, Launch, Place, Strategy, Timeouts, parse_strategy
 from paceline.data import TeamLoader
 from paceline.data.loader import check_loader
@@ -82,6 +83,8 @@ class Team:
         self._folder = _folder(launch, name)
         self._writes_summary = launch.folder is None and self._folder is not None
         self._members: Members = come_together(place, launch, timeouts or launch.timeouts, self._say)
+        if self.world_size > 1:
+            keep_freed_memory()
         self._recorder = Recorder(self._folder, self.rank)
         self._stopwatch = Stopwatch(self._recorder, self.rank, launch.slow.get(self.rank), launch.seed)
         self._trainer: Trainer | None = None

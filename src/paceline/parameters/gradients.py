@@ -1,8 +1,8 @@
 """Gradients in shared memory: each worker's lie in its own flat buffers, where the others can read them.
 
-A parameter's `.grad` is a view of that buffer: what the backward pass makes is copied there at once, while it is still
-warm in the cache, and what it adds later is added in place. So `.grad` stays what it is in plain PyTorch: None until a
-backward pass makes it, summed over several, and gone with `zero_grad`.
+What the backward pass makes is copied there while it is still warm in the cache: a large gradient at once, with `.grad`
+a view of the buffer from then on; the small ones together, when all are made. Either way `.grad` stays what it is in
+plain PyTorch: None until a backward pass makes it, summed over several, and gone with `zero_grad`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ import torch
 
 from paceline.parameters.layout import Layout
 from paceline.transport import Memory
+
+
+_LARGE = 256 * 1024
+"""Bytes from which on a gradient is caught by a hook of its own; calling one takes as long as copying a few kilobytes."""
 
 
 class Gradients:
@@ -41,10 +45,10 @@ class Gradients:
     def attach(self, made: Callable[[], None] | None = None) -> None:
         """Catch gradients as they are made; `made`, if given, is told of each.
 
-        Those of parameters that are frozen now and thawed later are found by `settle`.
+        Small ones, and those of parameters that are frozen now and thawed later, are found by `settle`.
         """
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or (made is None and view.nbytes < _LARGE):
                 continue
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_catcher(view, made)))
 
@@ -58,19 +62,24 @@ class Gradients:
                 parameter.grad = view.clone()
 
     def settle(self) -> bytes:
-        """Bring gradients that came into `.grad` by other means to where the others can read them.
+        """Bring what lies in `.grad` and not yet in the shared buffer there.
 
         Returns a byte per parameter: whether it has a gradient now.
         """
         used = bytearray(len(self._parameters))
+        sources, targets = [], []
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             if gradient is None:
                 continue
             used[index] = 1
-            if gradient is not self._views[index]:
-                _copy(gradient, self._views[index])
-                parameter.grad = self._views[index]
+            view = self._views[index]
+            if gradient is not view:
+                sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+                targets.append(view)
+        if sources:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
         return bytes(used)
 
     @property
@@ -83,15 +92,19 @@ class Gradients:
             parameter.grad = view if used is None or used[index] else None
 
     def scale(self, factor: float) -> None:
-        for tensor in self.own:
-            tensor.mul_(factor)
+        """Multiply what this worker has summed so far."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def _catcher(view: torch.Tensor, made: Callable[[], None] | None) -> Callable[[torch.Tensor], None]:
     def catch(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not view and gradient is not None:
-            _copy(gradient, view)
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            view.copy_(gradient.detach() if gradient.requires_grad else gradient)
             parameter.grad = view
 
     if made is None:
@@ -102,8 +115,3 @@ def _catcher(view: torch.Tensor, made: Callable[[], None] | None) -> Callable[[t
         made()
 
     return catch_and_tell
-
-
-def _copy(gradient: torch.Tensor, view: torch.Tensor) -> None:
-    with torch.no_grad():
-        view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)

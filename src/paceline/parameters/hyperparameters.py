@@ -28,20 +28,18 @@ class Hyperparameters:
     def __init__(self, optimizer: Optimizer, slots: list[memoryview], rank: int) -> None:
         self._groups = optimizer.param_groups
         self._slots, self._rank = slots, rank
-        self._seen: list[list[Any]] = []
+        self._seen: list[dict[str, Any]] = []
+        self._in_tensors = False
         self._versions = [0] * len(slots)
         self._cache: list[list[dict[str, Any]]] = [[] for _ in slots]
         self.version = 0
 
     def publish(self) -> int:
         """Write this worker's values if they have changed; returns the number of their current state."""
-        values = [
-            # A rate kept in a tensor is changed in place, so it is the number that must be remembered.
-            [float(v) if isinstance(v, torch.Tensor) else v for key, v in group.items() if key != "params"]
-            for group in self._groups
-        ]
-        if values != self._seen:
-            self._seen = values
+        # A rate kept in a tensor is changed in place, so it never looks changed.
+        if self._in_tensors or self._groups != self._seen:
+            self._seen = [dict(group) for group in self._groups]
+            self._in_tensors = any(isinstance(value, torch.Tensor) for group in self._seen for value in group.values())
             self.version += 1
             text = msgspec.json.encode([_plain(group) for group in self._groups])
             if len(text) + 8 > SLOT:

@@ -1,15 +1,16 @@
 """An ordinary torch optimizer, run by each worker on its own shard of the parameters only.
 
 It works for optimizers that treat every element by itself. The worker's shard is cut into chunks that stay in the
-cache: a chunk's gradients are summed, its old values copied to the next version and updated there, before the next
-chunk is touched, so that memory is crossed once. The optimizer's state lies in shared memory too: it exists once per
+cache: a chunk's gradients are summed and its values updated before the next chunk is touched, so that memory is crossed
+once. The optimizer's state lies in shared memory too: it exists once per
 machine, any worker can read it for a checkpoint, and it survives its owner.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         torch.optim.ASGD,
     }
 )
-_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
 """Those whose whole step torch does in one pass over memory, also on the CPU."""
 
 
@@ -51,10 +52,7 @@ class _Piece:
     start: int
     stop: int
     parameter: torch.nn.Parameter
-    values: tuple[torch.Tensor, ...] = ()
-    """Its view of each version buffer."""
-    fresh: bool = False
-    """Whether both version buffers hold its newest values."""
+    """Its values, with the summed gradient as `.grad`: what the optimizer sees."""
     settled: bool = False
     """Whether its state lies in shared memory."""
 
@@ -66,7 +64,6 @@ class _Chunk:
     stop: int
     pieces: list[_Piece]
     by_group: dict[int, list[torch.nn.Parameter]]
-    versions: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor, ...]
     """Each worker's gradients of this chunk."""
     total: torch.Tensor
@@ -107,6 +104,8 @@ class ShardedOptimizer:
         self._names = sorted({name for spec in self._spec.values() for name in spec})
         self._chunks = self._make_chunks()
         self._inner = self._make_inner()
+        # Without the profiling and the user's hooks that torch wraps around it: those belong to the whole update.
+        self._raw_step: Callable[[Optimizer], Any] = inspect.unwrap(type(optimizer).step)
         self._bytes = sum(chunk.total.nbytes for chunk in self._chunks)
         self._memory: Memory | None = None
         self._state: dict[tuple[int, str], torch.Tensor] = {}
@@ -128,10 +127,7 @@ class ShardedOptimizer:
                 by_group: dict[int, list[torch.nn.Parameter]] = {}
                 for piece in inside:
                     by_group.setdefault(piece.group, []).append(piece.parameter)
-                    piece.values = tuple(
-                        tensors[number][piece.start : piece.stop] for tensors in self._versions.flats
-                    )
-                    piece.parameter.data = piece.values[self._versions.current]
+                    piece.parameter.data = self._versions.flats[number][piece.start : piece.stop]
                     piece.parameter.grad = total[piece.start - begin : piece.stop - begin]
                 chunks.append(
                     _Chunk(
@@ -140,7 +136,6 @@ class ShardedOptimizer:
                         stop=end,
                         pieces=inside,
                         by_group=by_group,
-                        versions=tuple(tensors[number][begin:end] for tensors in self._versions.flats),
                         gradients=tuple(tensors[number][begin:end] for tensors in self._gradients.flats),
                         total=total[: end - begin],
                     )
@@ -206,17 +201,13 @@ class ShardedOptimizer:
         `used` says per worker which parameters have a gradient; None if all have, everywhere. Gradients that were
         reduced before are passed as this worker's own with weight 1. Returns the bytes read from other workers.
         """
-        target, source = self._versions.next, self._versions.current
-        for chunk in self._chunks:
-            if used is None:
-                weighted_sum(chunk.total, chunk.gradients, weights, scale)
-                chunk.versions[target].copy_(chunk.versions[source])
-                for piece in chunk.pieces:
-                    piece.parameter.data = piece.values[target]
-                    piece.fresh = False
-                self._step(chunk.by_group, chunk.pieces)
-            else:
-                self._update_used(chunk, weights, used, scale)
+        with torch.no_grad():
+            for chunk in self._chunks:
+                if used is None:
+                    weighted_sum(chunk.total, chunk.gradients, weights, scale)
+                    self._step(chunk.by_group, chunk.pieces)
+                else:
+                    self._update_used(chunk, weights, used, scale)
         others = sum(rank != self._rank for rank, _ in weights)
         return others * self._bytes
 
@@ -224,26 +215,20 @@ class ShardedOptimizer:
         self, chunk: _Chunk, weights: Weights, used: list[bytes], scale: float
     ) -> None:
         """As `update`, parameter by parameter: those that nobody used stay exactly as they are."""
-        target, source = self._versions.next, self._versions.current
         for piece in chunk.pieces:
             contributing = [(rank, weight) for rank, weight in weights if used[rank][piece.slot.index]]
-            if not piece.fresh:
-                piece.values[target].copy_(piece.values[source])
-                piece.fresh = not contributing
             if not contributing:
                 continue
-            piece.fresh = False
             begin, end = piece.start - chunk.start, piece.stop - chunk.start
             parts = tuple(gradient[begin:end] for gradient in chunk.gradients)
             weighted_sum(chunk.total[begin:end], parts, contributing, scale)
-            piece.parameter.data = piece.values[target]
             self._step({piece.group: [piece.parameter]}, [piece])
 
     def _step(self, by_group: dict[int, list[torch.nn.Parameter]], pieces: list[_Piece]) -> None:
         inner = self._inner
         for number, group in enumerate(inner.param_groups):
             group["params"] = by_group.get(number, [])
-        inner.step()
+        self._raw_step(inner)
         for piece in pieces:
             if not piece.settled:
                 self._settle(piece)
@@ -316,8 +301,7 @@ def _cut(
         start = max(first, slot.offset)
         stop = min(last, slot.offset + slot.count)
         while start < stop:
-            border = first + ((start - first) // step + 1) * step
-            end = min(stop, border)
+            end = min(stop, first + ((start - first) // step + 1) * step)
             empty = torch.nn.Parameter(torch.empty(0, dtype=dtype))
             yield _Piece(0, flat, slot, group_of[id(slot.parameter)], start, end, empty)
             start = end
@@ -334,8 +318,10 @@ def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
         if "lr" in group:
             group["lr"] = float(group["lr"])
         real = all(parameter.is_floating_point() for parameter in group["params"])
-        if kind in _FUSED and real and not group.get("differentiable"):
-            group["fused"], group["foreach"] = True, False
+        # Plain SGD is one operation anyway, and torch does it faster without the bookkeeping of the fused form.
+        single = kind is torch.optim.SGD and group["momentum"] == 0
+        group["fused"] = kind in _FUSED and real and not single
+        group["foreach"] = group["differentiable"] = False
     return kind(groups)  # type: ignore[call-arg]
 
 

@@ -1,7 +1,9 @@
 """The buffers that hold versions of the parameters, shared by all workers of a machine.
 
-Under all-reduce nobody computes on an old version while the next is written, so two buffers are enough: the one that
-everybody reads, and the free one that gets the next version. The old one stays whole until the next is complete.
+A buffer is free when no worker computes on the version that it holds. Under all-reduce that is so for the only version
+there is as soon as all workers have met for an update, so the next version takes its place: one buffer is enough, a
+pull costs nothing, and `parameter.data` stays where it is. (A second buffer to swap with was measured: it costs a copy
+of all parameters per update and as much memory again.)
 """
 
 from __future__ import annotations
@@ -13,45 +15,28 @@ from paceline.transport import Memory
 
 
 class Versions:
-    """Two buffers in turn; a pull is a pointer swap."""
-
-    COUNT = 2
+    """Shared memory in which the newest version of the parameters lies, with the model's parameters as views of it."""
 
     def __init__(self, layout: Layout, memory: Memory) -> None:
         self.layout = layout
-        self.flats: list[list[torch.Tensor]] = []
-        """Per buffer, one flat tensor per dtype."""
+        self.flats: list[torch.Tensor] = []
+        """One flat tensor per dtype."""
         offset = 0
-        for _ in range(self.COUNT):
-            tensors = []
-            for flat in layout.flats:
-                tensors.append(memory.tensor(offset, flat.count, flat.dtype))
-                offset += flat.size
-            self.flats.append(tensors)
-        self._views = [layout.buffers(tensors) for tensors in self.flats]
-        self._parameters = [slot.parameter for slot in layout.slots]
-        self.current = 0
-        """Which buffer holds the newest version."""
+        for flat in layout.flats:
+            self.flats.append(memory.tensor(offset, flat.count, flat.dtype))
+            offset += flat.size
+        self._views = layout.buffers(self.flats)
 
     @classmethod
     def memory_size(cls, layout: Layout) -> int:
-        return cls.COUNT * layout.size
-
-    @property
-    def next(self) -> int:
-        return 1 - self.current
+        return layout.size
 
     def fill(self) -> None:
         """Write this process's parameter values as the newest version."""
-        for parameter, view in zip(self._parameters, self._views[self.current], strict=True):
-            view.copy_(parameter.data)
-
-    def swap(self) -> None:
-        """The next version is complete: it is now the newest, and the model's parameters are views of it."""
-        self.current = 1 - self.current
-        self.pull()
+        for slot, view in zip(self.layout.slots, self._views, strict=True):
+            view.copy_(slot.parameter.data)
 
     def pull(self) -> None:
         """Point the model's parameters at the newest version."""
-        for parameter, view in zip(self._parameters, self._views[self.current], strict=True):
-            parameter.data = view
+        for slot, view in zip(self.layout.slots, self._views, strict=True):
+            slot.parameter.data = view

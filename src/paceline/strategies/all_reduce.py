@@ -1,7 +1,8 @@
 """All-reduce on one machine: gradients meet in shared memory, each worker updates its shard of the next version.
 
-The way of a step: every worker's gradients lie in its own shared buffer; the workers meet; each sums its shard from
-all buffers and writes its shard of the next version; they meet again; all swap to that version.
+The way of a step: every worker's gradients lie in its own shared buffer; the workers meet, so nobody computes on the old
+version any more; each sums its shard from all buffers and writes its shard of the next version; they meet again, and
+all of them see it.
 
 With `gradients="visible"`, or an optimizer that needs whole parameters, the sum is made at the end of the backward
 pass and copied to everybody's `.grad`, as DistributedDataParallel does.
@@ -133,8 +134,13 @@ class AllReduceTrainer(Trainer):
         self._accumulating = on
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        if not self._accumulating:
-            type(self._optimizer).zero_grad(self._optimizer, set_to_none)
+        if self._accumulating:
+            return
+        if set_to_none:
+            for slot in self._layout.slots:
+                slot.parameter.grad = None
+        else:
+            type(self._optimizer).zero_grad(self._optimizer, set_to_none=False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._accumulating:
@@ -181,7 +187,7 @@ class AllReduceTrainer(Trainer):
                 break
             helped = True
         if helped:
-            type(self._optimizer).zero_grad(self._optimizer)
+            self._zero_grad()
 
     # -- what the workers do together; a passive one joins in here ---------------------------------------------------
 
@@ -222,7 +228,6 @@ class AllReduceTrainer(Trainer):
         if not agreed.skip:
             if self._versions is not None:
                 self._meet(Intent.PUBLISH)
-                self._versions.swap()
             self.version += 1
         self.updated()
         self._stopwatch.restart(time.perf_counter())

@@ -25,8 +25,10 @@ _STATUS = struct.Struct("=qq")  # pid, whether it has left
 _STATUS_STRIDE = 64
 _SLICE = 0.1
 """How long a sleeper sleeps before it looks whether those it waits for still live."""
-_SPINS = 1200
-"""How often to look before sleeping when there is a core for everybody: some tens of microseconds."""
+_SPINS = 4000
+"""How often to look before sleeping when there is a core for everybody: some two hundred microseconds at most."""
+_YIELDS = 200
+"""How often to give the core away before sleeping when there are more members than cores."""
 
 
 class Intent(IntEnum):
@@ -95,7 +97,8 @@ class Meeting:
         self._count = 0
         self._carried: Intent | None = None
         self.watch: Watch | None = None
-        self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 0
+        self._crowded = size > len(os.sched_getaffinity(0))
+        self._spins = _YIELDS if self._crowded else _SPINS
         self.notes = self._payloads[0]
         """Everybody's note of the last meeting."""
         self.passive: list[bool] = [False] * size
@@ -153,15 +156,20 @@ class Meeting:
         words = self._words
         words.write(self.rank, count)
         before = (count - 1) & 0xFFFFFFFF
-        values, step = words.values, words.step
+        values, step, yield_core = words.values, words.step, os.sched_yield
         self.last = self.rank
         # A member can be one meeting behind or ahead, never two, so "not here yet" is a single value.
         for peer in self._slowest:
             place = peer * step
             if values[place] == before:
                 spins = self._spins
-                while spins and values[place] == before:
-                    spins -= 1
+                if self._crowded:
+                    while spins and values[place] == before:
+                        yield_core()
+                        spins -= 1
+                else:
+                    while spins and values[place] == before:
+                        spins -= 1
                 if values[place] == before:
                     self._await(peer, before, intent)
                 self.last = peer

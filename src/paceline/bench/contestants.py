@@ -1,0 +1,91 @@
+"""Ways to train a workload, each as a function that makes one step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.bench.workloads import Workload
+from paceline.team import Team
+
+Step = Callable[[], None]
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+}
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def plain_step(
+    work: Workload, model: nn.Module, optimizer: Optimizer, batch: tuple[torch.Tensor, torch.Tensor], precision: str
+) -> Step:
+    """The loop body that everybody writes."""
+    dtype = PRECISIONS[precision]
+    x, y = batch
+
+    def step() -> None:
+        casting = torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext()
+        with casting:
+            loss = work.loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class Alone:
+    """Each worker trains its own model and never talks to another."""
+
+    name = "alone"
+
+    def __init__(self, work: Workload, batch: int, optimizer: str, precision: str, team: Team) -> None:
+        torch.manual_seed(0)
+        model = work.build()
+        tuned = OPTIMIZERS[optimizer](model.parameters())
+        self.step = plain_step(work, model, tuned, work.batch_of(batch, team.rank), precision)
+
+
+class Ddp:
+    """torch's DistributedDataParallel on gloo."""
+
+    name = "ddp"
+
+    def __init__(self, work: Workload, batch: int, optimizer: str, precision: str, team: Team) -> None:
+        if not torch.distributed.is_initialized():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            torch.distributed.init_process_group("gloo")
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(work.build())
+        tuned = OPTIMIZERS[optimizer](model.parameters())
+        self.step = plain_step(work, model, tuned, work.batch_of(batch, team.rank), precision)
+
+
+class Paceline:
+    """The team, under the strategy that it was started with."""
+
+    name = "paceline"
+
+    def __init__(self, work: Workload, batch: int, optimizer: str, precision: str, team: Team) -> None:
+        torch.manual_seed(0)
+        model = work.build()
+        model, tuned = team.setup(model, OPTIMIZERS[optimizer](model.parameters()))
+        body = plain_step(work, model, tuned, work.batch_of(batch, team.rank), precision)
+
+        def step() -> None:
+            with team.step():
+                body()
+
+        self.step = step
+
+
+CONTESTANTS = {kind.name: kind for kind in (Paceline, Ddp, Alone)}

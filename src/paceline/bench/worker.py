@@ -1,0 +1,75 @@
+"""What a worker of a benchmark runs: the contestants in alternating rounds, and the lead writes down the times."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+import paceline
+from paceline.bench.contestants import CONTESTANTS
+from paceline.bench.workloads import workload
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure."""
+
+    model: str
+    contestants: list[str]
+    batch: int
+    optimizer: str = "sgd"
+    precision: str = "fp32"
+    rounds: int = 5
+    seconds: float = 1.0
+    """How long a contestant's turn lasts, about."""
+    output: str
+
+
+class Result(msgspec.Struct):
+    """Seconds per step of each contestant, one value per round."""
+
+    seconds: dict[str, list[float]]
+
+
+def main() -> None:
+    task = msgspec.json.decode(sys.argv[1], type=Task)
+    team = paceline.join()
+    work = workload(task.model)
+    steps = {}
+    counts = {}
+    for name in task.contestants:
+        steps[name] = CONTESTANTS[name](work, task.batch, task.optimizer, task.precision, team).step
+        for _ in range(3):
+            steps[name]()
+        # All must make the same number of steps, so the lead's measure counts.
+        once = _time(team, steps[name], 5)
+        counts[name] = max(5, int(task.seconds / team.per_replica(once)[0]))
+    seconds: dict[str, list[float]] = {name: [] for name in task.contestants}
+    gc.collect()
+    gc.disable()
+    for number in range(task.rounds):
+        for name in task.contestants:
+            seconds[name].append(_time(team, steps[name], counts[name]))
+        if team.is_lead:
+            print(f"round {number + 1} of {task.rounds}", file=sys.stderr, flush=True)
+    if team.is_lead:
+        Path(task.output).write_bytes(msgspec.json.encode(Result(seconds)))
+
+
+def _time(team: paceline.Team, step: object, count: int) -> float:
+    assert callable(step)
+    for _ in range(2):
+        step()
+    team.barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    team.barrier()
+    return (time.perf_counter() - start) / count
+
+
+if __name__ == "__main__":
+    main()
