@@ -1,12 +1,12 @@
 """Everything Paceline raises on purpose.
 
-    PacelineError
-    ├── UsageError            what was asked for cannot be; says what is allowed      (exit code 2)
-    └── TeamError             the team cannot go on
-        ├── JoinError         the members did not come together
-        ├── WorkerLost        a worker died, or its script ended, while others needed it
-        ├── TeamTimeout       a worker is alive but did not come in time
-        └── Mismatch          the workers do not do the same thing
+PacelineError
+├── UsageError            what was asked for cannot be; says what is allowed      (exit code 2)
+└── TeamError             the team cannot go on
+    ├── JoinError         the members did not come together
+    ├── WorkerLost        a worker died, or its script ended, while others needed it
+    ├── TeamTimeout       a worker is alive but did not come in time
+    └── Mismatch          the workers do not do the same thing
 """
 
 from collections.abc import Sequence

@@ -34,9 +34,7 @@ from paceline.transport import Intent
 _joined: Team | None = None
 
 
-def join(
-    strategy: str | Strategy | None = None, *, name: str | None = None, timeouts: Timeouts | None = None
-) -> Team:
+def join(strategy: str | Strategy | None = None, *, name: str | None = None, timeouts: Timeouts | None = None) -> Team:
     """Join the team that this process was started for; a team of one when started with plain `python`.
 
     strategy: how to train, unless `paceline run --strategy` says otherwise; all-reduce by default.
@@ -92,7 +90,14 @@ class Team:
         self._step, self._accumulating_step = _Step(self, False), _Step(self, True)
         self._closed = False
         self._recorder.add(
-            Join(self.rank, time.perf_counter(), os.getpid(), socket.gethostname(), str(self.device), time.time())
+            Join(
+                self.rank,
+                time.perf_counter(),
+                os.getpid(),
+                socket.gethostname(),
+                str(self.device),
+                time.time(),
+            )
         )
         atexit.register(self._leave)
 
@@ -342,4 +347,3 @@ def _compact(value: Any) -> Any:
     if isinstance(value, list):
         return [_compact(item) for item in value]
     return value
-

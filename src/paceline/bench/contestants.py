@@ -26,7 +26,11 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def plain_step(
-    work: Workload, model: nn.Module, optimizer: Optimizer, batch: tuple[torch.Tensor, torch.Tensor], precision: str
+    work: Workload,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    precision: str,
 ) -> Step:
     """The loop body that everybody writes."""
     dtype = PRECISIONS[precision]

@@ -26,9 +26,7 @@ def measure(task: Task, workers: int, strategy: str | None = None, label: str = 
         output = Path(folder) / "result.json"
         asked = msgspec.structs.replace(task, output=str(output))
         launch = Launch(strategy=strategy, folder=folder)
-        engine = LocalEngine(
-            Path(worker.__file__), [msgspec.json.encode(asked).decode()], workers, launch, relay=relay
-        )
+        engine = LocalEngine(Path(worker.__file__), [msgspec.json.encode(asked).decode()], workers, launch, relay=relay)
         endings = engine.run()
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)

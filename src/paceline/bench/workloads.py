@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -30,7 +31,7 @@ class Workload:
 
 def _mlp(*widths: int) -> nn.Module:
     layers: list[nn.Module] = []
-    for first, second in zip(widths, widths[1:], strict=False):
+    for first, second in itertools.pairwise(widths):
         layers += [nn.Linear(first, second), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

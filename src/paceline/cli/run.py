@@ -27,12 +27,16 @@ def run(
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-w", help="How many workers to start.")] = 2,
     strategy: Annotated[
-        str | None, typer.Option("--strategy", "-s", help="How to train; wins over the script's. [default: all-reduce]")
+        str | None,
+        typer.Option("--strategy", "-s", help="How to train; wins over the script's. [default: all-reduce]"),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="The run's folder under runs/. [default: the script's name and the time]")
+        str | None,
+        typer.Option(help="The run's folder under runs/. [default: the script's name and the time]"),
     ] = None,
-    all_output: Annotated[bool, typer.Option("--all-output", help="Show every worker's output, not the lead's only.")] = False,
+    all_output: Annotated[
+        bool, typer.Option("--all-output", help="Show every worker's output, not the lead's only.")
+    ] = False,
     slow: Annotated[
         list[str] | None,
         typer.Option(
@@ -135,8 +139,9 @@ def _tell(endings: list[Ending], progress: Progress) -> int:
     alike = [
         e.rank
         for e in causes[1:]
-        if e.farewell and first.farewell and (e.farewell.kind, e.farewell.message)
-        == (first.farewell.kind, first.farewell.message)
+        if e.farewell
+        and first.farewell
+        and (e.farewell.kind, e.farewell.message) == (first.farewell.kind, first.farewell.message)
     ]
     if alike:
         progress.note(f"{names(alike)} failed alike")

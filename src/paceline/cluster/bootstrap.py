@@ -7,6 +7,7 @@ ended for the launcher, who tells the user once instead of once per worker.
 import ctypes
 import json
 import os
+import pathlib
 import runpy
 import signal
 import sys
@@ -33,8 +34,7 @@ def _farewell(path: str, error: BaseException) -> int:
         "consequence": "paceline.errors.TeamError" in kinds,
         "traceback": "".join(told.format()),
     }
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(word, file)
+    pathlib.Path(path).write_text(json.dumps(word), encoding="utf-8")
     return 2 if usage else 1
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     parent, farewell, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     _die_with_parent(parent)
     sys.argv = sys.argv[3:]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    sys.path[0] = str(pathlib.Path(script).resolve().parent)
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit:

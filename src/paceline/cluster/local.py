@@ -1,7 +1,7 @@
 """The engine for one machine: starts the workers, relays what they say, and sees to it that all end when one must.
 
-Nothing of a run outlives it. Workers die with the launcher (the kernel sees to that, see `bootstrap`), shared memory has
-no name, and the port is only ever held open. So even `kill -9` of the launcher leaves nothing behind.
+Nothing of a run outlives it. Workers die with the launcher (the kernel sees to that, see `bootstrap`), shared memory
+has no name, and the port is only held, not listened on. So even `kill -9` of the launcher leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -61,6 +60,15 @@ class Ending:
         return f"rank {self.rank} ended with exit code {self.code}"
 
 
+@dataclasses.dataclass(slots=True)
+class _Pipe:
+    """A worker's stdout or stderr, and the beginning of a line that it has not finished yet."""
+
+    rank: int
+    name: str
+    partial: bytes = b""
+
+
 class Interrupted(Exception):
     """The launcher was told to stop."""
 
@@ -93,36 +101,39 @@ class LocalEngine:
         self._environment = dict(environment if environment is not None else os.environ)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._selector = selectors.DefaultSelector()
-        self._partial: dict[tuple[int, str], bytes] = {}
+        self._folder = Path(launch.folder or ".") / "farewells"
+        self._holder: socket.socket | None = None
         self._deadlines: list[tuple[float, int]] = []
 
     def run(self) -> list[Ending]:
         """Start all, wait for all; returns how they ended, in that order. Raises Interrupted when told to stop."""
         endings: list[Ending] = []
-        with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-            handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-            try:
-                self._start(Path(folder))
-                while len(endings) < self._workers:
-                    for key, _ in self._selector.select(_TICK):
-                        if isinstance(key.data, int):
-                            endings.append(self._bury(key.data, key.fd, Path(folder)))
-                            self._schedule(endings)
-                        else:
-                            self._pump(*key.data, key.fd)
-                    self._enforce()
-                    self._tick()
-            finally:
-                for number in handlers:
-                    signal.signal(number, signal.SIG_IGN)
-                self._stop()
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._start()
+            while len(endings) < self._workers:
+                for key, _ in self._selector.select(_TICK):
+                    if key.fd not in self._selector.get_map():
+                        continue  # its worker was buried a moment ago
+                    if isinstance(key.data, _Pipe):
+                        self._pump(key.data, key.fd)
+                    else:
+                        endings.append(self._bury(key.data, key.fd))
+                        self._schedule(endings)
+                self._enforce()
+                self._tick()
+        finally:
+            for number in handlers:
+                signal.signal(number, signal.SIG_IGN)
+            self._stop()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         return endings
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
-    def _start(self, folder: Path) -> None:
+    def _start(self) -> None:
         control = Memory.create(Meeting.memory_size(self._workers))
         launch = msgspec.structs.replace(self._launch, control=control.descriptor)
         # Bound but not listening: nobody else is given this port, yet rank 0 may still listen on it.
@@ -148,7 +159,7 @@ class LocalEngine:
                     sys.executable,
                     str(_BOOTSTRAP),
                     str(os.getpid()),
-                    str(folder / f"{rank}.json"),
+                    str(self._folder / f"{rank}.json"),
                     str(self._script),
                     *self._arguments,
                 ],
@@ -161,48 +172,45 @@ class LocalEngine:
             )
             self._processes[rank] = process
             assert process.stdout is not None and process.stderr is not None
-            self._listen(rank, "stdout", process.stdout)
-            self._listen(rank, "stderr", process.stderr)
+            for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
+                os.set_blocking(stream.fileno(), False)
+                self._selector.register(stream.fileno(), selectors.EVENT_READ, _Pipe(rank, name))
             self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
         control.close_descriptor()
 
-    def _listen(self, rank: int, name: str, stream: IO[bytes]) -> None:
-        os.set_blocking(stream.fileno(), False)
-        self._selector.register(stream.fileno(), selectors.EVENT_READ, (rank, name))
-        self._partial[rank, name] = b""
-
     # -- while it runs -----------------------------------------------------------------------------------------------
 
-    def _pump(self, rank: int, name: str, descriptor: int) -> bool:
-        """Relay what a worker has written; False once there is nothing more to come."""
+    def _pump(self, pipe: _Pipe, descriptor: int) -> bool:
+        """Relay what a worker has written; False once there is nothing more to read."""
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             return False
         if not data:
             self._selector.unregister(descriptor)
-            if self._partial[rank, name]:
-                self._relay(rank, name, self._partial[rank, name])
-                self._partial[rank, name] = b""
             return False
-        *lines, rest = (self._partial[rank, name] + data).split(b"\n")
-        self._partial[rank, name] = rest
+        *lines, pipe.partial = (pipe.partial + data).split(b"\n")
         for line in lines:
-            self._relay(rank, name, line)
+            self._relay(pipe.rank, pipe.name, line)
         return True
 
-    def _bury(self, rank: int, descriptor: int, folder: Path) -> Ending:
+    def _bury(self, rank: int, descriptor: int) -> Ending:
         """A worker has ended: take its last words."""
         process = self._processes[rank]
         code = process.wait()
         self._selector.unregister(descriptor)
         os.close(descriptor)
-        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
+        for stream in (process.stdout, process.stderr):
             assert stream is not None
-            if stream.fileno() in self._selector.get_map():
-                while self._pump(rank, name, stream.fileno()):
+            key = self._selector.get_map().get(stream.fileno())
+            if key is not None:
+                while self._pump(key.data, key.fd):
                     pass
-        path = folder / f"{rank}.json"
+                if key.data.partial:
+                    self._relay(rank, key.data.name, key.data.partial)
+                if key.fd in self._selector.get_map():  # a process that it started still holds the other end
+                    self._selector.unregister(key.fd)
+        path = self._folder / f"{rank}.json"
         farewell = msgspec.json.decode(path.read_bytes(), type=Farewell) if path.exists() else None
         return Ending(rank, code, time.monotonic(), farewell)
 
@@ -239,8 +247,9 @@ class LocalEngine:
                 assert stream is not None
                 stream.close()
         self._selector.close()
-        if hasattr(self, "_holder"):
+        if self._holder is not None:
             self._holder.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _interrupt(number: int, _frame: object) -> None:

@@ -8,7 +8,7 @@ import select
 import time
 from collections.abc import Callable
 
-import torch.distributed
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.config import Launch, Place, Timeouts
 from paceline.errors import JoinError, TeamTimeout, UsageError
@@ -105,9 +105,7 @@ class Members:
                 time.sleep(0.02)
 
 
-def come_together(
-    place: Place, launch: Launch, timeouts: Timeouts, say: Callable[[str], None]
-) -> Members:
+def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callable[[str], None]) -> Members:
     """Meet the other members of this team for the first time."""
     if place.local_world_size != place.world_size:
         raise UsageError(
@@ -146,13 +144,13 @@ def _control_memory(place: Place, launch: Launch, timeouts: Timeouts) -> Memory:
         if machine != _machine():
             raise JoinError("this worker is not on rank 0's machine, or not in its pid namespace", [place.rank])
         return Memory.of(int(pid), int(descriptor))
-    except torch.distributed.DistStoreError as error:
+    except DistStoreError as error:
         raise JoinError(f"rank {place.rank} did not hear from rank 0 in {timeouts.join:g} s: {error}") from None
     except OSError as error:
         raise JoinError(f"rank {place.rank} cannot map the memory of rank 0: {error}") from None
 
 
-def _store(place: Place, timeouts: Timeouts) -> torch.distributed.Store:
+def _store(place: Place, timeouts: Timeouts) -> Store:
     """torch's key-value store at MASTER_ADDR and MASTER_PORT, hosted by torchrun's agent or else by rank 0."""
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -162,7 +160,7 @@ def _store(place: Place, timeouts: Timeouts) -> torch.distributed.Store:
             "start the script with paceline run or torchrun"
         ) from None
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = torch.distributed.TCPStore(
+    store = TCPStore(
         host,
         port,
         place.world_size,
@@ -172,7 +170,7 @@ def _store(place: Place, timeouts: Timeouts) -> torch.distributed.Store:
         multi_tenant=True,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return torch.distributed.PrefixStore(f"paceline/{attempt}", store)
+    return PrefixStore(f"paceline/{attempt}", store)
 
 
 def _machine() -> str:

@@ -22,9 +22,7 @@ _TOLERANCE = 0.05
 class Balancer:
     """The split of a global batch through a run."""
 
-    def __init__(
-        self, workers: int, total: int, *, on: bool, changed: Callable[[int, list[int]], None]
-    ) -> None:
+    def __init__(self, workers: int, total: int, *, on: bool, changed: Callable[[int, list[int]], None]) -> None:
         self._workers, self._total, self._on, self._changed = workers, total, on, changed
         self._splits: list[tuple[int, list[int]]] = [(0, even(total, workers))]
         """Shares, each from the round on that stands before them."""

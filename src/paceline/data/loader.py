@@ -7,6 +7,7 @@ memory are the user's own: only the batch sampler is replaced.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -24,8 +25,11 @@ from paceline.errors import UsageError
 class Crew(Protocol):
     """What a loader needs of the team."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
     def from_lead(self, payload: bytes) -> bytes:
         """The lead's payload, on every worker."""
@@ -51,9 +55,10 @@ class _Shares:
     def __len__(self) -> int:
         """Rounds in an epoch, with or without a part for this worker."""
         if self._custom:
-            return -(-len(self._loader.batch_sampler) // self._crew.size)  # type: ignore[arg-type]
-        samples = len(self._loader.sampler)  # type: ignore[arg-type]
-        return samples // self._total if self._loader.drop_last else -(-samples // self._total)
+            count, each = len(self._loader.batch_sampler), self._crew.size  # type: ignore[arg-type]
+        else:
+            count, each = len(self._loader.sampler), self._total  # type: ignore[arg-type]
+        return count // each if self._loader.drop_last else math.ceil(count / each)
 
     def __iter__(self) -> Iterator[list[Any]]:
         number = self.first

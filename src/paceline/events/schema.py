@@ -1,4 +1,4 @@
-"""The schema of events. One JSON object a line; `event` says which kind; times are seconds of the machine's steady clock.
+"""The schema of events: one JSON object a line, `event` says which kind, times are in seconds of the steady clock.
 
 The steady clock counts from the machine's start and is the same in all its processes; `Join.wall` ties it to the
 calendar. Names here are stable: scripts and exports rely on them.
@@ -97,7 +97,8 @@ _DECODER = msgspec.json.Decoder(Event)
 
 
 def decode(line: bytes) -> Event:
-    return _DECODER.decode(line)
+    event: Event = _DECODER.decode(line)
+    return event
 
 
 def read(path: Path) -> Iterator[Event]:

@@ -14,9 +14,8 @@ import torch
 from paceline.parameters.layout import Layout
 from paceline.transport import Memory
 
-
 _LARGE = 256 * 1024
-"""Bytes from which on a gradient is caught by a hook of its own; calling one takes as long as copying a few kilobytes."""
+"""Bytes from which on a gradient has a hook of its own; calling one costs as much as copying many kilobytes."""
 
 
 class Gradients:
@@ -82,6 +81,10 @@ class Gradients:
                 torch._foreach_copy_(targets, sources)
         return bytes(used)
 
+    def used(self) -> bytes:
+        """A byte per parameter: whether it has a gradient now."""
+        return bytes(parameter.grad is not None for parameter in self._parameters)
+
     @property
     def any(self) -> bool:
         return any(parameter.grad is not None for parameter in self._parameters)
@@ -90,6 +93,11 @@ class Gradients:
         """Let `.grad` of the used parameters (None: of all) be this worker's buffer, and of the others None."""
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             parameter.grad = view if used is None or used[index] else None
+
+    def copy_from(self, rank: int) -> None:
+        """Take another worker's gradients as this worker's own."""
+        for own, other in zip(self.own, self.flats[rank], strict=True):
+            own.copy_(other)
 
     def scale(self, factor: float) -> None:
         """Multiply what this worker has summed so far."""

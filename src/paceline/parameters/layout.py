@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -80,7 +81,7 @@ def _flat(dtype: torch.dtype, members: list[tuple[int, str, torch.nn.Parameter]]
         offset = -(-(offset + count) // unit) * unit
     units = offset // unit
     bounds = [units * rank // workers * unit for rank in range(workers + 1)]
-    return Flat(dtype, offset, tuple(slots), tuple(zip(bounds, bounds[1:], strict=False)))
+    return Flat(dtype, offset, tuple(slots), tuple(itertools.pairwise(bounds)))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

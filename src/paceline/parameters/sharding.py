@@ -211,9 +211,7 @@ class ShardedOptimizer:
         others = sum(rank != self._rank for rank, _ in weights)
         return others * self._bytes
 
-    def _update_used(
-        self, chunk: _Chunk, weights: Weights, used: list[bytes], scale: float
-    ) -> None:
+    def _update_used(self, chunk: _Chunk, weights: Weights, used: list[bytes], scale: float) -> None:
         """As `update`, parameter by parameter: those that nobody used stay exactly as they are."""
         for piece in chunk.pieces:
             contributing = [(rank, weight) for rank, weight in weights if used[rank][piece.slot.index]]
@@ -248,7 +246,7 @@ class ShardedOptimizer:
 
     def export_state(self, optimizer: Optimizer) -> None:
         """Fill `optimizer.state` with views of the whole state, as if it had run on whole parameters."""
-        first = {}
+        first: dict[int, _Piece] = {}
         for piece in self._pieces:
             first.setdefault(piece.slot.index, piece)
         optimizer.state.clear()

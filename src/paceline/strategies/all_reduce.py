@@ -1,8 +1,8 @@
 """All-reduce on one machine: gradients meet in shared memory, each worker updates its shard of the next version.
 
-The way of a step: every worker's gradients lie in its own shared buffer; the workers meet, so nobody computes on the old
-version any more; each sums its shard from all buffers and writes its shard of the next version; they meet again, and
-all of them see it.
+The way of a step: every worker's gradients lie in its own shared buffer; the workers meet, so nobody computes on the
+old version any more; each sums its shard from all buffers and writes its shard of the next version; they meet again,
+and all of them see it.
 
 With `gradients="visible"`, or an optimizer that needs whole parameters, the sum is made at the end of the backward
 pass and copied to everybody's `.grad`, as DistributedDataParallel does.
@@ -39,9 +39,7 @@ _VALUE = struct.Struct("=dd")
 class AllReduceTrainer(Trainer):
     """One worker's part in training a model by all-reduce."""
 
-    def __init__(
-        self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
         self._members = members = around.members
         self._rank, self._size = members.rank, members.size
@@ -202,7 +200,9 @@ class AllReduceTrainer(Trainer):
     def _bring(self, unscale: float, skip: bool, final: bool = True) -> None:
         """Write what the others need to know into this worker's note."""
         pace = self._stopwatch.stop(self.version) if final else (0.0, 0)
-        self._table.bring(self._weight * unscale, skip, self._gradients.settle(), pace)
+        # Once the mean is made it lies in the shared buffer, where this worker's own gradient must not go again.
+        used = self._gradients.settle() if self._clipped is None else self._gradients.used()
+        self._table.bring(self._weight * unscale, skip, used, pace)
 
     def _update(self, closure: Callable[[], Any] | None = None) -> Any:
         start = time.perf_counter()
@@ -217,12 +217,18 @@ class AllReduceTrainer(Trainer):
                 read = self._update_shard(agreed, groups)
             else:
                 with self._takeover.values(groups):
-                    loss = self._run_whole(closure)
+                    loss = self._run_whole(agreed, closure)
         self._clipped = None
         end = time.perf_counter()
         self._recorder.add(
             Update(
-                self._rank, start, end - start, self.version + (not agreed.skip), read, len(agreed.weights), agreed.skip
+                self._rank,
+                start,
+                end - start,
+                self.version + (not agreed.skip),
+                read,
+                len(agreed.weights),
+                agreed.skip,
             )
         )
         if not agreed.skip:
@@ -236,16 +242,24 @@ class AllReduceTrainer(Trainer):
     def _update_shard(self, agreed: Agreement, groups: list[dict[str, Any]]) -> int:
         assert self._shard is not None
         self._shard.set_hyperparameters(groups)
-        if self._visible or self._clipped is not None:
-            # The mean is made already and lies in this worker's own buffer.
-            anywhere = agreed.anywhere()
-            used = None if anywhere is None else [anywhere] * self._size
-            return self._shard.update([(self._rank, 1.0)], used, self._clipped or 1.0)
-        return self._shard.update(agreed.weights, agreed.used)
+        if not self._visible and self._clipped is None:
+            return self._shard.update(agreed.weights, agreed.used)
+        # The mean is made already and lies in this worker's own buffer.
+        anywhere = agreed.anywhere()
+        used = None if anywhere is None else [anywhere] * self._size
+        source = self._source(agreed) if self._visible else self._rank
+        return self._shard.update([(source, 1.0)], used, 1.0 if self._clipped is None else self._clipped)
 
-    def _run_whole(self, closure: Callable[[], Any] | None) -> Any:
+    def _source(self, agreed: Agreement) -> int:
+        """Whose copy of the mean gradient counts here: the script of a passive worker has not seen its own."""
+        return agreed.weights[0][0] if self._meeting.passive[self._rank] else self._rank
+
+    def _run_whole(self, agreed: Agreement, closure: Callable[[], Any] | None) -> Any:
         """Run the user's optimizer on whole parameters, as every worker does."""
         if closure is None:
+            if self._meeting.passive[self._rank]:
+                self._gradients.copy_from(agreed.weights[0][0])
+                self._gradients.show(agreed.anywhere())
             return self._takeover.plain_step()
         if any(self._meeting.passive):
             raise UsageError(
@@ -278,7 +292,7 @@ class AllReduceTrainer(Trainer):
         parts = [_VALUE.unpack_from(note)[0] for note in self._meeting.notes]
         total = max(parts) if norm == float("inf") else sum(parts) ** (1.0 / norm)
         self._clipped = min(1.0, limit / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
-        return torch.tensor(total)
+        return torch.tensor(total, dtype=self._layout.flats[0].dtype)
 
     # -- gradients that the user can see -----------------------------------------------------------------------------
 

@@ -19,9 +19,7 @@ from paceline.strategies.takeover import Takeover
 class AloneTrainer(Trainer):
     """What every strategy comes down to when there is nobody to train with."""
 
-    def __init__(
-        self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
         self._model, self._optimizer = model, optimizer
         self._recorder, self._stopwatch = around.recorder, around.stopwatch

@@ -48,6 +48,11 @@ class Trainer(ABC):
     """Called after each update."""
 
     @abstractmethod
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings
+    ) -> None: ...
+
+    @abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """What `optimizer.step()` does now."""
 

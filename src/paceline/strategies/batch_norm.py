@@ -27,9 +27,7 @@ class TeamBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         statistics: list[torch.Tensor] = []
-        output: torch.Tensor = _Normalise.apply(
-            input, self.weight, self.bias, self.eps, self.exchange, statistics
-        )
+        output: torch.Tensor = _Normalise.apply(input, self.weight, self.bias, self.eps, self.exchange, statistics)
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             mean, variance, count = statistics
             if self.num_batches_tracked is not None:
@@ -43,7 +41,7 @@ class TeamBatchNorm(_BatchNorm):
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         input: torch.Tensor,
         weight: torch.Tensor | None,
@@ -76,7 +74,7 @@ class _Normalise(torch.autograd.Function):
         return output if bias is None else output + bias.view(shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         normal, inverse, weight = ctx.saved_tensors
         dims, shape = ctx.dims, ctx.shape
         for_bias = gradient.sum(dims)
@@ -102,9 +100,7 @@ class _Normalise(torch.autograd.Function):
 def synchronise(model: nn.Module, exchange: Exchange) -> nn.Module:
     """Replace every batch norm layer; parameters and buffers stay the same objects."""
     if isinstance(model, _BatchNorm) and not isinstance(model, (TeamBatchNorm, nn.modules.batchnorm._LazyNormBase)):
-        layer = TeamBatchNorm(
-            model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats
-        )
+        layer = TeamBatchNorm(model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats)
         layer._parameters, layer._buffers = model._parameters, model._buffers
         layer.training = model.training
         layer.exchange = exchange

@@ -39,9 +39,7 @@ class Stopwatch:
                 time.sleep(left)
             end = time.perf_counter()
         samples = self._samples
-        self._recorder.add(
-            Compute(self._rank, start, end - start, version, max(1, self._minibatches), samples, slowed)
-        )
+        self._recorder.add(Compute(self._rank, start, end - start, version, max(1, self._minibatches), samples, slowed))
         self._started = None
         self._samples = self._minibatches = 0
         return end - start, samples

@@ -2,7 +2,8 @@
 
 A meeting is at once a barrier, a small all-gather, and the place where it shows that somebody is missing. Members count
 their meetings; a member's word in shared memory says how many it has come to. Notes lie in two alternating sets of
-slots: nobody can come to meeting n+1 before all have read meeting n-1, so one word per member is all the locking there is.
+slots: nobody can come to meeting n+1 before all have read meeting n-1, so one word per member is all the locking
+there is.
 """
 
 from __future__ import annotations
@@ -77,25 +78,22 @@ class Meeting:
     CAPACITY = 1 << 20
     """The largest note in bytes. Pages of a slot that were never written cost nothing."""
 
-    def __init__(
-        self, memory: Memory, rank: int, size: int, timeouts: Timeouts, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, memory: Memory, rank: int, size: int, timeouts: Timeouts, say: Callable[[str], None]) -> None:
         self.rank, self.size, self.timeouts, self._say = rank, size, timeouts, say
         self._peers = [peer for peer in range(size) if peer != rank]
         self._words = Words(memory.bytes(0, Words.STRIDE * size), size)
-        self._status = [
-            memory.bytes(Words.STRIDE * size + _STATUS_STRIDE * peer, _STATUS.size) for peer in range(size)
-        ]
+        self._status = [memory.bytes(Words.STRIDE * size + _STATUS_STRIDE * peer, _STATUS.size) for peer in range(size)]
         start = (Words.STRIDE + _STATUS_STRIDE) * size
         start = -(-start // 4096) * 4096
         slot = self.CAPACITY + 4096
         self._slots = [
-            [memory.bytes(start + slot * (parity * size + peer), slot) for peer in range(size)]
-            for parity in (0, 1)
+            [memory.bytes(start + slot * (parity * size + peer), slot) for peer in range(size)] for parity in (0, 1)
         ]
         self._payloads = [[slot[_HEADER.size :] for slot in slots] for slots in self._slots]
         self._count = 0
         self._carried: Intent | None = None
+        self._departed: set[int] = set()
+        """Who has left for good while this member had nothing more to do with them."""
         self.watch: Watch | None = None
         self._crowded = size > len(os.sched_getaffinity(0))
         self._spins = _YIELDS if self._crowded else _SPINS
@@ -191,9 +189,9 @@ class Meeting:
     def _agree(self, intent: Intent, slots: list[memoryview]) -> Intent:
         topic = intent
         for rank, slot in enumerate(slots):
-            other = _HEADER.unpack_from(slot)[0]
+            other = 0 if rank in self._departed else _HEADER.unpack_from(slot)[0]
             self.passive[rank] = other == 0
-            if other == topic or other == 0:
+            if other in (topic, 0):
                 continue
             if topic == 0:
                 topic = Intent(other)
@@ -222,6 +220,10 @@ class Meeting:
             waited = time.monotonic() - start
             if waited < _SLICE / 2:
                 continue
+            if intent is Intent.PASSIVE and self.has_left(peer):
+                # Nothing is asked of it any more: an epoch may well end with somebody's script.
+                self._departed.add(peer)
+                return
             self._check_alive(intent)
             if waited >= self.timeouts.meeting:
                 late = self.missing()

@@ -1,0 +1,543 @@
+"""A team trains as one process would: the same parameters, whatever the model, the optimizer and the split."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import paceline
+import pytest
+import torch
+from paceline import Team
+from teams import run_team
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen layer, a layer that is never used, and one that is only used now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 24)
+        self.second = nn.Linear(24, 24)
+        self.tied = nn.Linear(24, 24)
+        self.tied.weight = self.second.weight
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.sometimes = nn.Linear(24, 24)
+        self.last = nn.Linear(24, 4)
+        self.calls = 0
+        self.every = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.tied(torch.tanh(self.second(x))))
+        x = torch.tanh(self.frozen(x))
+        self.calls += 1
+        if self.every and self.calls % self.every == 0:
+            x = x + self.sometimes(x)
+        return self.last(x)
+
+
+def build(dtype: torch.dtype = torch.float64, seed: int = 0, every: int = 3) -> Net:
+    torch.manual_seed(seed)
+    net = Net().to(dtype)
+    net.every = every
+    return net
+
+
+def data(samples: int = 205, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 10, dtype=dtype, generator=generator)
+    return TensorDataset(x, torch.randint(0, 4, (samples,), generator=generator))
+
+
+def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2)
+
+
+def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def adafactor(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.01)
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, steps: int) -> None:
+    done = 0
+    while done < steps:
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            done += 1
+            if done == steps:
+                break
+
+
+def plain(make: Make, dtype: torch.dtype, steps: int, batch: int = 32, samples: int = 205) -> nn.Module:
+    model = build(dtype, every=3 if samples == 205 else 0)
+    torch.manual_seed(7)
+    loop(model, make(model.parameters()), DataLoader(data(samples, dtype), batch_size=batch, shuffle=True), steps)
+    return model
+
+
+def in_team(
+    team: Team, make: Make, dtype: torch.dtype, steps: int, options: dict[str, Any], samples: int = 205
+) -> list[torch.Tensor]:
+    # Every worker begins elsewhere; the lead's values must count.
+    model = build(dtype, seed=team.rank, every=3 if samples == 205 else 0)
+    torch.manual_seed(7 + team.rank)
+    loader = DataLoader(data(samples, dtype), batch_size=32 // team.world_size, shuffle=True)
+    model, optimizer, loader = team.setup(model, make(model.parameters()), loader, **options)
+    done = 0
+    while done < steps:
+        for x, y in loader:
+            with team.step():
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            done += 1
+            if done == steps:
+                break
+        else:
+            done = -(-done // 7) * 7  # a worker without a part of the last round has made one step less
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def farthest(ours: list[torch.Tensor], model: nn.Module) -> float:
+    pairs = zip(ours, model.parameters(), strict=True)
+    return max(float((a - b.detach()).norm() / b.detach().norm()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fifty_steps_equal_one_plain_process(workers: int, make: Make, dtype: torch.dtype) -> None:
+    results = run_team(in_team, workers, make, dtype, 50, {})
+    expected = plain(make, dtype, 50)
+    for result in results:
+        assert farthest(result, expected) < (1e-6 if dtype is torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("options", [{"gradients": "visible"}, {"balance": True}])
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_options_do_not_change_the_result(make: Make, options: dict[str, Any]) -> None:
+    for result in run_team(in_team, 4, make, torch.float64, 40, options):
+        assert farthest(result, plain(make, torch.float64, 40)) < 1e-12
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_run_whole(capfd: pytest.CaptureFixture[str]) -> None:
+    for result in run_team(in_team, 2, adafactor, torch.float64, 20, {}):
+        assert farthest(result, plain(adafactor, torch.float64, 20)) < 1e-12
+    said = capfd.readouterr().err
+    assert said.count("Adafactor is not known to treat every element by itself") == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"gradients": "visible"}])
+@pytest.mark.parametrize("make", [adamw, adafactor])
+def test_the_last_batch_may_be_smaller_than_the_team(make: Make, options: dict[str, Any]) -> None:
+    """194 samples are six batches of 32 and one of 2, of which two of the four workers have nothing."""
+    for result in run_team(in_team, 4, make, torch.float64, 21, options, 194):
+        assert farthest(result, plain(make, torch.float64, 21, samples=194)) < 1e-12
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    first, second = (run_team(in_team, 3, adamw, torch.float32, 20, {}) for _ in range(2))
+    for ours, theirs in zip(itertools.chain(*first), itertools.chain(*second), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_every_worker_has_the_same_parameters_in_the_same_memory() -> None:
+    def work(team: Team) -> list[torch.Tensor]:
+        return in_team(team, sgd, torch.float32, 5, {})
+
+    first, *others = run_team(work, 3)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_the_optimizer_state_exists_once_and_is_whole_on_the_lead() -> None:
+    def work(team: Team) -> Any:
+        model = build()
+        optimizer = adamw(model.parameters())
+        model, optimizer, loader = team.setup(model, optimizer, DataLoader(data(), batch_size=8))
+        loop(model, optimizer, loader, 5)
+        assert not optimizer.state
+        return copy.deepcopy(optimizer.state_dict()) if team.is_lead else None
+
+    state = run_team(work, 4)[0]
+    model = build()
+    expected = adamw(model.parameters())
+    loop(model, expected, DataLoader(data(), batch_size=32), 5)
+    reference = expected.state_dict()
+    assert state["param_groups"] == reference["param_groups"]
+    assert state["state"].keys() == reference["state"].keys()
+    for index, values in reference["state"].items():
+        for name, value in values.items():
+            torch.testing.assert_close(state["state"][index][name], value, rtol=1e-10, atol=1e-12)
+
+
+def accumulating(team: Team, samples: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    model = build()
+    loader = DataLoader(data(samples), batch_size=16 // team.world_size)
+    model, optimizer, loader = team.setup(model, sgd(model.parameters()), loader, **options)
+    for number, (x, y) in enumerate(loader):
+        with team.step(accumulate=number % 4 != 3):
+            (nn.functional.cross_entropy(model(x), y) / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradients": "visible"}])
+@pytest.mark.parametrize("samples", [128, 120])
+def test_gradients_accumulate_over_even_and_uneven_batches(samples: int, options: dict[str, Any]) -> None:
+    model = build()
+    optimizer = sgd(model.parameters())
+    for number, (x, y) in enumerate(DataLoader(data(samples), batch_size=16)):
+        (nn.functional.cross_entropy(model(x), y) / 4).backward()
+        if number % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    for result in run_team(accumulating, 2, samples, options):
+        assert farthest(result, model) < 1e-12
+
+
+def clipping(team: Team, options: dict[str, Any], norm: float) -> tuple[list[float], list[torch.Tensor]]:
+    model = build(every=0)
+    loader = DataLoader(data(194), batch_size=32 // team.world_size)
+    model, optimizer, loader = team.setup(model, adamw(model.parameters()), loader, **options)
+    norms = []
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        norms.append(float(team.clip_grad_norm_(0.1, norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradients": "visible"}])
+@pytest.mark.parametrize("norm", [2.0, float("inf")])
+def test_clipping_is_of_the_whole_gradient(options: dict[str, Any], norm: float) -> None:
+    model = build(every=0)
+    optimizer = adamw(model.parameters())
+    norms = []
+    for x, y in DataLoader(data(194), batch_size=32):
+        nn.functional.cross_entropy(model(x), y).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    (lead_norms, _), *_ = results = run_team(clipping, 4, options, norm)
+    assert lead_norms == pytest.approx(norms, rel=1e-9)
+    for _, result in results:
+        assert farthest(result, model) < 1e-9
+
+
+def scheduling(team: Team, before: bool) -> tuple[list[float], list[torch.Tensor]]:
+    model = build(every=0)
+    optimizer = sgd(model.parameters())
+    make = torch.optim.lr_scheduler.OneCycleLR
+    scheduler = make(optimizer, max_lr=0.1, total_steps=30) if before else None
+    loader = DataLoader(data(194), batch_size=32 // team.world_size)
+    model, optimizer, loader = team.setup(model, optimizer, loader)
+    scheduler = scheduler or make(optimizer, max_lr=0.1, total_steps=30)
+    rates = []
+    for _ in range(3):
+        for x, y in loader:
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            rates.append(optimizer.param_groups[0]["lr"])
+    return rates, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("before", [True, False])
+def test_schedulers_work_and_stay_together_even_where_a_worker_sits_out(before: bool) -> None:
+    model = build(every=0)
+    optimizer = sgd(model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=30)
+    for _ in range(3):
+        for x, y in DataLoader(data(194), batch_size=32):
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    for _, result in run_team(scheduling, 4, before):
+        assert farthest(result, model) < 1e-12
+
+
+def groups_and_dtypes(team: Team | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    factor = nn.Parameter(torch.ones(4, dtype=torch.float32))
+    model.register_parameter("factor", factor)
+    split = [{"params": model[0].parameters(), "lr": 0.2}, {"params": [*model[2].parameters(), factor]}]
+    optimizer = torch.optim.SGD(split, lr=0.05, momentum=0.5)
+    loader: Any = DataLoader(data(96), batch_size=32 // (team.world_size if team else 1))
+    if team:
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x) * factor, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_parameter_groups_and_several_dtypes() -> None:
+    expected = groups_and_dtypes(None)
+    for result in run_team(groups_and_dtypes, 2):
+        for ours, theirs in zip(result, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+def divided(team: Team | None) -> list[torch.Tensor]:
+    """Each worker uses a branch of its own, and nobody the last one."""
+    torch.manual_seed(0)
+    branches = nn.ModuleList(nn.Linear(3, 1) for _ in range(4)).double()
+    model: nn.Module = branches
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    x = torch.arange(12, dtype=torch.float64).view(4, 3) / 10
+    if team:
+        model, optimizer = team.setup(model, optimizer)
+    for _ in range(4):
+        if team:
+            branches[team.rank](x).mean().backward()
+        else:
+            sum(branches[rank](x).mean() / 3 for rank in range(3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_what_only_one_worker_uses_is_updated_and_what_nobody_uses_stays() -> None:
+    expected = divided(None)
+    for result in run_team(divided, 3):
+        for ours, theirs in zip(result, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def scaling(team: Team, rule: str) -> float:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), scale_lr=rule, warmup=1)
+    for _ in range(2):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.weight.item()
+
+
+@pytest.mark.parametrize(("rule", "first", "second"), [("linear", 2.5, 4.0), ("sqrt", 1.5, 2.0)])
+def test_the_learning_rate_scales_with_the_team_after_a_warmup(rule: str, first: float, second: float) -> None:
+    assert run_team(scaling, 4, rule) == pytest.approx([1 - 0.1 * first - 0.1 * second] * 4)
+
+
+def visible(team: Team) -> tuple[float, float]:
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), gradients="visible")
+    model(torch.full((1, 1), float(team.rank))).sum().backward()
+    assert model.weight.grad is not None
+    seen = model.weight.grad.item()
+    model.weight.grad.mul_(2.0)
+    before = model.weight.item()
+    optimizer.step()
+    return seen, before - model.weight.item()
+
+
+def test_visible_gradients_are_the_mean_and_may_be_changed() -> None:
+    for seen, moved in run_team(visible, 4):
+        assert seen == pytest.approx(1.5)
+        assert moved == pytest.approx(0.1 * 2.0 * 1.5)
+
+
+def scaled(team: Team, options: dict[str, Any]) -> tuple[list[float], list[torch.Tensor], float]:
+    torch.manual_seed(0)
+    model = nn.Linear(10, 4)
+    loader = DataLoader(data(128, torch.float32), batch_size=32 // team.world_size)
+    model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
+    moved = []
+    for number, (x, y) in enumerate(loader):
+        before = model.weight.detach().clone()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(x).float(), y)
+        if number == 2 and team.rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if number == 3:
+            scaler.unscale_(optimizer)
+            team.clip_grad_norm_(1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved.append(float((model.weight - before).norm()))
+    return moved, [parameter.detach().clone() for parameter in model.parameters()], scaler.get_scale()
+
+
+@pytest.mark.parametrize("options", [{}, {"gradients": "visible"}])
+def test_a_step_with_an_infinite_gradient_anywhere_is_skipped_everywhere(options: dict[str, Any]) -> None:
+    results = run_team(scaled, 2, options)
+    for moved, _, _ in results:
+        assert moved[0] > 0.001 and moved[1] > 0.001
+        assert moved[2] == 0.0
+        assert 0.0 < moved[3] <= 0.1 * 1e-3 * 1.01
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+    assert results[1][2] == 128.0
+
+
+def second_order(team: Team | None) -> list[torch.Tensor]:
+    model = build()
+    optimizer: torch.optim.Optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe")
+    loader: Any = DataLoader(data(128), batch_size=64 // (team.world_size if team else 1))
+    if team:
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+    for x, y in loader:
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            model.calls = 0
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_closure_sees_the_loss_of_the_whole_batch() -> None:
+    expected = second_order(None)
+    for result in run_team(second_order, 2):
+        for ours, theirs in zip(result, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
+
+
+def normalised(team: Team | None, together: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(54, 8), nn.BatchNorm1d(8)]
+    model: nn.Module = nn.Sequential(*layers, nn.Linear(8, 4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(70, 1, 5, 5, dtype=torch.float64, generator=generator)
+    labels = torch.randint(0, 4, (70,), generator=generator)
+    loader: Any = DataLoader(TensorDataset(images, labels), batch_size=16 // (team.world_size if team else 1))
+    if team:
+        model, optimizer, loader = team.setup(model, optimizer, loader, sync_batch_norm=together)
+    for _ in range(2):
+        for x, y in loader:
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()], [b.detach().clone() for b in model.buffers()]
+
+
+def test_synchronised_batch_norm_equals_the_undivided_batch() -> None:
+    parameters, buffers = normalised(None, False)
+    for ours, statistics in run_team(normalised, 4, True):
+        for a, b in zip(ours, parameters, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    for a, b in zip(run_team(normalised, 4, True)[0][1], buffers, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    assert statistics is not None
+
+
+def test_batch_norm_statistics_are_each_replicas_own_otherwise() -> None:
+    (first, one), (second, other) = run_team(normalised, 2, False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(one[0], other[0])
+
+
+def variables(team: Team) -> Any:
+    mirrored = team.mirrored(torch.tensor([float(team.rank), 1.0]), aggregation="mean")
+    start = mirrored.value.tolist()
+    mirrored.assign_add(torch.tensor([float(team.rank), 0.0]))
+    each = team.per_replica({"rank": team.rank})
+    ranks = team.per_replica(torch.full((team.rank + 1,), team.rank))
+    total = team.per_replica(float(team.rank)).reduce("sum").item()
+    return start, mirrored.value.tolist(), each.values, [tuple(v.shape) for v in ranks.values], total
+
+
+def test_mirrored_values_stay_equal_and_per_replica_values_are_known_to_all() -> None:
+    for start, value, each, shapes, total in run_team(variables, 3):
+        assert start == [0.0, 1.0]
+        assert value == [1.0, 1.0]
+        assert each == ({"rank": 0}, {"rank": 1}, {"rank": 2})
+        assert shapes == [(1,), (2,), (3,)]
+        assert total == 3.0
+
+
+def saving(team: Team, path: str, total: int, resume: bool) -> list[torch.Tensor]:
+    model = build(seed=team.rank)
+    loader = DataLoader(data(96), batch_size=32 // team.world_size)
+    model, optimizer, loader = team.setup(model, adamw(model.parameters()), loader)
+    epochs = range(total)
+    if resume:
+        epochs = range(team.load(path)["epoch"], total)
+        model.calls = 3
+    for _ in epochs:
+        loop(model, optimizer, loader, 3)
+    if not resume:
+        team.save(path, epoch=total)
+        team.barrier()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_checkpoint_goes_on_in_another_team_and_in_plain_torch(tmp_path: Any) -> None:
+    path = str(tmp_path / "deep" / "checkpoint.pt")
+    run_team(saving, 4, path, 1, False)
+    straight = run_team(saving, 4, str(tmp_path / "other.pt"), 2, False)[0]
+    for result in run_team(saving, 2, path, 2, True):
+        for ours, theirs in zip(result, straight, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    content = torch.load(path)
+    model = build(seed=9)
+    optimizer = adamw(model.parameters())
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    model.calls = 3
+    loop(model, optimizer, DataLoader(data(96), batch_size=32), 3)
+    assert farthest(straight, model) < 1e-10
+
+
+def counting(team: Team, epochs: int) -> list[list[int]]:
+    model = nn.Linear(1, 1)
+    dataset = TensorDataset(torch.arange(103).float().unsqueeze(1))
+    loader = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2)
+    model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=1e-9), loader, balance=True)
+    seen: list[list[int]] = []
+    for _ in range(epochs):
+        seen.append([])
+        for (x,) in loader:
+            seen[-1] += [int(value) for value in x]
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def test_every_sample_is_trained_on_exactly_once_an_epoch() -> None:
+    results = run_team(counting, 4, 3)
+    epochs = [[sample for worker in results for sample in worker[number]] for number in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(103))
+    assert epochs[0] != epochs[1]
+
+
+def test_a_second_setup_is_refused() -> None:
+    def work(team: Team) -> str:
+        model = build()
+        team.setup(model, sgd(model.parameters()))
+        with pytest.raises(paceline.UsageError) as caught:
+            team.setup(model, sgd(model.parameters()))
+        return str(caught.value)
+
+    assert "one model" in run_team(work, 2)[0]

@@ -1,0 +1,73 @@
+"""Runs a function as a whole team: real processes on real shared memory, forked so that they start at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import paceline
+import torch
+from paceline.config import Launch, Timeouts
+from paceline.transport import Meeting, Memory
+
+
+def run_team(
+    work: Callable[..., Any], workers: int, *arguments: Any, launch: Launch | None = None, timeout: float = 60.0
+) -> list[Any]:
+    """What `work(team, *arguments)` returns on each worker, by rank; its exception is raised here if it fails."""
+    control = Memory.create(Meeting.memory_size(workers))
+    launch = launch or Launch(timeouts=Timeouts(meeting=20.0, join=20.0))
+    settings = {**{name: getattr(launch, name) for name in launch.__struct_fields__}, "control": control.descriptor}
+    context = multiprocessing.get_context("fork")
+    ends = []
+    for rank in range(workers):
+        ours, theirs = context.Pipe(duplex=False)
+        place = (rank, workers, Launch(**settings))
+        process = context.Process(target=_member, args=(work, arguments, place, theirs), daemon=False)
+        process.start()
+        theirs.close()
+        ends.append((process, ours))
+    results, failure = [], None
+    for rank, (process, end) in enumerate(ends):
+        try:
+            assert end.poll(timeout), f"rank {rank} said nothing for {timeout} s"
+            fine, value = pickle.loads(end.recv_bytes())
+        except (EOFError, AssertionError) as error:
+            fine, value = False, f"rank {rank} ended without a word: {error}"
+        if not fine and failure is None:
+            failure = f"rank {rank}: {value}"
+        results.append(value)
+    for process, _ in ends:
+        process.join(5.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    control.close_descriptor()
+    if failure is not None:
+        raise AssertionError(failure)
+    return results
+
+
+def _member(
+    work: Callable[..., Any], arguments: tuple[Any, ...], place: tuple[int, int, Launch], end: Connection
+) -> None:
+    rank, workers, launch = place
+    torch.set_num_threads(1)
+    torch.manual_seed(100 + rank)
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
+    )
+    os.environ.update(launch.to_environment())
+    try:
+        with paceline.join() as team:
+            value = work(team, *arguments)
+        end.send_bytes(pickle.dumps((True, value)))  # by value: torch would hand over shared memory
+    except BaseException:
+        end.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        end.close()
