@@ -169,8 +169,8 @@ class Team:
         values = {}
         for name, value in metrics.items():
             try:
-                values[name] = float(value)
-            except (TypeError, ValueError):
+                values[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            except (TypeError, ValueError, RuntimeError):
                 raise UsageError(
                     f"report takes numbers or tensors of one element; {name} is a {type(value).__name__}"
                 ) from None

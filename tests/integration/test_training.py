@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -541,3 +542,14 @@ def test_a_second_setup_is_refused() -> None:
         return str(caught.value)
 
     assert "one model" in run_team(work, 2)[0]
+
+
+def test_where_memory_cannot_be_shared_torch_distributed_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of accelerators, on CPU tensors and gloo."""
+    monkeypatch.setattr("paceline.strategies.all_reduce.on_host", lambda _parameters: False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    for result in run_team(in_team, 4, adamw, torch.float64, 21, {}, 194):
+        assert farthest(result, plain(adamw, torch.float64, 21, samples=194)) < 1e-12

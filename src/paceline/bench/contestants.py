@@ -47,10 +47,22 @@ def plain_step(
     return step
 
 
-class Alone:
-    """Each worker trains its own model and never talks to another."""
+class Contestant:
+    """Somebody who trains."""
+
+    name = ""
+    keeps_memory = True
+    """Whether freed memory is kept, as Paceline's workers do, or returned, as plain processes do."""
+    lead_only = False
+    """Whether one worker does it while the others sleep."""
+    step: Step
+
+
+class Alone(Contestant):
+    """Each worker trains its own model in plain torch and never talks to another."""
 
     name = "alone"
+    keeps_memory = False
 
     def __init__(self, work: Workload, batch: int, optimizer: str, precision: str, team: Team) -> None:
         torch.manual_seed(0)
@@ -59,8 +71,22 @@ class Alone:
         self.step = plain_step(work, model, tuned, work.batch_of(batch, team.rank), precision)
 
 
-class Ddp:
-    """torch's DistributedDataParallel on gloo."""
+class AloneKeeping(Alone):
+    """As `Alone`, with the same memory allocation as Paceline's workers."""
+
+    name = "alone-keeping"
+    keeps_memory = True
+
+
+class Single(Alone):
+    """One process in plain torch, with the machine to itself."""
+
+    name = "single"
+    lead_only = True
+
+
+class Ddp(Contestant):
+    """torch's DistributedDataParallel on gloo, with Paceline's way of allocating memory, which makes it faster."""
 
     name = "ddp"
 
@@ -74,7 +100,7 @@ class Ddp:
         self.step = plain_step(work, model, tuned, work.batch_of(batch, team.rank), precision)
 
 
-class Paceline:
+class Paceline(Contestant):
     """The team, under the strategy that it was started with."""
 
     name = "paceline"
@@ -92,4 +118,4 @@ class Paceline:
         self.step = step
 
 
-CONTESTANTS = {kind.name: kind for kind in (Paceline, Ddp, Alone)}
+CONTESTANTS: dict[str, Any] = {kind.name: kind for kind in (Paceline, Ddp, Alone, AloneKeeping, Single)}

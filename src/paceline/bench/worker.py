@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 
 import paceline
-from paceline.bench.contestants import CONTESTANTS
+from paceline.bench.contestants import CONTESTANTS, Contestant
 from paceline.bench.workloads import workload
+from paceline.cluster.process import keep_freed_memory, return_freed_memory
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,35 +39,38 @@ def main() -> None:
     task = msgspec.json.decode(sys.argv[1], type=Task)
     team = paceline.join()
     work = workload(task.model)
-    steps = {}
+    contestants = {}
     counts = {}
     for name in task.contestants:
-        steps[name] = CONTESTANTS[name](work, task.batch, task.optimizer, task.precision, team).step
-        for _ in range(3):
-            steps[name]()
+        contestants[name] = CONTESTANTS[name](work, task.batch, task.optimizer, task.precision, team)
         # All must make the same number of steps, so the lead's measure counts.
-        once = _time(team, steps[name], 5)
+        once = _time(team, contestants[name], 5)
         counts[name] = max(5, int(task.seconds / team.per_replica(once)[0]))
     seconds: dict[str, list[float]] = {name: [] for name in task.contestants}
     gc.collect()
     gc.disable()
     for number in range(task.rounds):
         for name in task.contestants:
-            seconds[name].append(_time(team, steps[name], counts[name]))
+            seconds[name].append(_time(team, contestants[name], counts[name]))
         if team.is_lead:
             print(f"round {number + 1} of {task.rounds}", file=sys.stderr, flush=True)
     if team.is_lead:
         Path(task.output).write_bytes(msgspec.json.encode(Result(seconds)))
 
 
-def _time(team: paceline.Team, step: object, count: int) -> float:
-    assert callable(step)
-    for _ in range(2):
-        step()
+def _time(team: paceline.Team, contestant: Contestant, count: int) -> float:
+    """Seconds per step, of which so many are made."""
+    if contestant.keeps_memory:
+        keep_freed_memory()
+    else:
+        return_freed_memory()
+    idle = contestant.lead_only and not team.is_lead
+    for _ in range(0 if idle else 3):
+        contestant.step()
     team.barrier()
     start = time.perf_counter()
-    for _ in range(count):
-        step()
+    for _ in range(0 if idle else count):
+        contestant.step()
     team.barrier()
     return (time.perf_counter() - start) / count
 

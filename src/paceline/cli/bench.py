@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -12,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.bench.contestants import CONTESTANTS, OPTIMIZERS, PRECISIONS
-from paceline.bench.harness import measure
+from paceline.bench.figures import draw_scaling
+from paceline.bench.harness import measure, weigh
+from paceline.bench.memory import Task as MemoryTask
 from paceline.bench.worker import Task
 from paceline.bench.workloads import WORKLOADS, workload
 from paceline.config import one_of, parse_strategy
@@ -72,6 +75,119 @@ def train(
         table.add_row(name, f"{min(times) * 1e3:.3g} ms/step", f"{statistics.median(times) * 1e3:.3g} ms/step")
     Console().print(table)
     print(f"{chosen} makes {facts['ratio']:.2f} times as many steps per second as {against}")
+
+
+@app.command()
+def scaling(
+    model: Model = "mlp25m",
+    workers: Annotated[str, typer.Option("--workers", "-w", help="Numbers of workers, as 1,2,4.")] = "1,2",
+    strategy: Annotated[str, typer.Option("--strategy", "-s", help="How the team trains.")] = "all-reduce",
+    batch: Annotated[str | None, typer.Option(help="Samples per worker and step, as 8,16,32.")] = None,
+    precision: Annotated[str, typer.Option(help="Of fp32, bf16, fp16, as fp32,bf16.")] = "fp32",
+    optimizer: Optimizer = "sgd",
+    rounds: Rounds = 5,
+    seconds: Annotated[float, typer.Option(help="How long each turn lasts, about.")] = 1.0,
+    plot: Annotated[Path | None, typer.Option(help="Write the curves to this HTML file.")] = None,
+    json: Json = False,
+) -> None:
+    """Print scaling efficiency: the time of one iteration alone over that in a team, at the same batch per worker.
+
+    `single` is one plain torch process that has the machine to itself; `at once` is as many of them as there are
+    workers, so that memory and caches are shared as in the team; `same allocator` gives these Paceline's way of
+    keeping freed memory.
+
+    Example: `paceline bench scaling --model mlp25m --workers 1,2,4 --batch 8,32 --plot scaling.html`
+    """
+    chosen = str(parse_strategy(strategy))
+    if plot is not None and plot.suffix != ".html":
+        raise UsageError(f"--plot is '{plot}'; it must end in .html")
+    points: list[dict[str, Any]] = []
+    for precise in precision.split(","):
+        for size in _numbers("--batch", batch) if batch else [workload(model).batch]:
+            for count in _numbers("--workers", workers):
+                contestants = ["paceline", "single", "alone", "alone-keeping"]
+                task = _task(model, contestants, count, size, optimizer, precise, rounds, seconds)
+                label = f"{model}, {count} workers, batch {size}, {precise}:"
+                best = {name: min(times) for name, times in measure(task, count, chosen, label).seconds.items()}
+                points.append(
+                    {
+                        "workers": count,
+                        "batch": size,
+                        "precision": precise,
+                        "efficiency": best["alone"] / best["paceline"],
+                        "efficiency_single": best["single"] / best["paceline"],
+                        "efficiency_same_allocator": best["alone-keeping"] / best["paceline"],
+                        "throughput": count * size / best["paceline"],
+                        "speedup": count * best["single"] / best["paceline"],
+                    }
+                )
+    facts = {"model": model, "strategy": chosen, "optimizer": optimizer, "points": points}
+    if plot is not None:
+        draw_scaling(facts, plot)
+    if json:
+        _print_json(facts)
+        return
+    heads = ("precision", "batch", "workers", "at once", "single", "same allocator", "speedup", "samples/s")
+    table = Table(*heads, title=f"Scaling efficiency of {model} under {chosen}")
+    for point in points:
+        table.add_row(
+            point["precision"],
+            str(point["batch"]),
+            str(point["workers"]),
+            *(f"{point[key]:.2f}" for key in ("efficiency", "efficiency_single", "efficiency_same_allocator")),
+            f"{point['speedup']:.2f}",
+            f"{point['throughput']:,.0f}",
+        )
+    Console().print(table)
+    if plot is not None:
+        print(f"the curves are in {plot}")
+
+
+@app.command()
+def memory(
+    model: Model = "mlp25m",
+    workers: Annotated[int, typer.Option("--workers", "-w", help="How many workers.")] = 2,
+    optimizer: Optimizer = "momentum",
+    json: Json = False,
+) -> None:
+    """Print how much memory a team takes against DDP: proportional set size, summed over the workers.
+
+    Example: `paceline bench memory --model mlp25m --workers 4 --optimizer adamw`
+    """
+    if workers < 2:
+        raise UsageError(f"--workers is {workers}; it must be at least 2")
+    one_of("--optimizer", optimizer, OPTIMIZERS)
+    workload(model)
+    taken = {
+        name: weigh(MemoryTask(model=model, contestant=name, optimizer=optimizer, output=""), workers, f"{name}:")
+        for name in ("paceline", "ddp")
+    }
+    ours, theirs = taken["paceline"], taken["ddp"]
+    facts = {
+        "model": model,
+        "workers": workers,
+        "optimizer": optimizer,
+        "ratio": ours.parameters_and_state / theirs.parameters_and_state,
+        "ratio_everything": ours.everything / theirs.everything,
+        "bytes": {name: msgspec.to_builtins(result) for name, result in taken.items()},
+    }
+    if json:
+        _print_json(facts)
+        return
+    table = Table(
+        "", "parameters and optimizer state", "gradients and buffers too", title=f"{model}, {workers} workers"
+    )
+    for name, result in taken.items():
+        table.add_row(name, f"{result.parameters_and_state / 1e6:,.0f} MB", f"{result.everything / 1e6:,.0f} MB")
+    Console().print(table)
+    print(f"{facts['ratio']:.2f} times DDP's parameters and state, {facts['ratio_everything']:.2f} times its whole")
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise UsageError(f"{name} is '{text}'; it must be whole numbers of at least 1, as 1,2,4")
+    return [int(part) for part in parts]
 
 
 def _task(

@@ -1,9 +1,10 @@
-"""How a worker's process is set up."""
+"""How a worker's process is set up, and what it takes of the machine."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -14,7 +15,50 @@ def keep_freed_memory() -> None:
     A backward pass makes and frees all gradients, every step. By default glibc maps each large one anew, and the
     system zeroes its pages one by one: on a CPU that can take as long as the computing itself.
     """
+    _tune(1 << 30, (1 << 31) - 1)
+
+
+def return_freed_memory() -> None:
+    """The opposite, where glibc's own defaults end up once a program has freed something large."""
+    _tune(32 << 20, 64 << 20)
+    release_freed_memory()
+
+
+def release_freed_memory() -> None:
+    """Give back to the system what has been freed until now."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def proportional_memory(*addresses: int) -> int:
+    """Bytes of this process, shared ones divided by their sharers (PSS); or of the mappings at these addresses only."""
+    if not addresses:
+        return _pss(Path("/proc/self/smaps_rollup").read_text())
+    total = 0
+    for entry in _mappings(Path("/proc/self/smaps").read_text()):
+        start, _, stop = entry.split(maxsplit=1)[0].partition("-")
+        if any(int(start, 16) <= address < int(stop, 16) for address in addresses):
+            total += _pss(entry)
+    return total
+
+
+def _tune(map_from: int, trim_from: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         tune = ctypes.CDLL(None).mallopt
-        tune(_M_MMAP_THRESHOLD, 1 << 30)
-        tune(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        tune(_M_MMAP_THRESHOLD, map_from)
+        tune(_M_TRIM_THRESHOLD, trim_from)
+
+
+def _mappings(text: str) -> list[str]:
+    """The entries of a smaps file, each beginning with its address range."""
+    entries: list[list[str]] = []
+    for line in text.splitlines():
+        first = line.split(maxsplit=1)[0]
+        if "-" in first and not first.endswith(":"):
+            entries.append([])
+        entries[-1].append(line)
+    return ["\n".join(entry) for entry in entries]
+
+
+def _pss(entry: str) -> int:
+    return next(1024 * int(line.split()[1]) for line in entry.splitlines() if line.startswith("Pss:"))

@@ -21,21 +21,32 @@ _LARGE = 256 * 1024
 class Gradients:
     """The gradient buffers of all workers, and the hooks that fill this worker's."""
 
-    def __init__(self, layout: Layout, memory: Memory, rank: int, workers: int) -> None:
+    def __init__(self, layout: Layout, flats: list[list[torch.Tensor]], rank: int) -> None:
         self.layout = layout
-        self.flats: list[list[torch.Tensor]] = []
+        self.flats = flats
         """Per worker, one flat tensor per dtype."""
+        self.own = flats[rank]
+        self._views = layout.buffers(self.own)
+        self._parameters = [slot.parameter for slot in layout.slots]
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    @classmethod
+    def shared(cls, layout: Layout, memory: Memory, rank: int, workers: int) -> Gradients:
+        """In memory that all workers map, each with a part of its own."""
+        flats: list[list[torch.Tensor]] = []
         offset = 0
         for _ in range(workers):
             tensors = []
             for flat in layout.flats:
                 tensors.append(memory.tensor(offset, flat.count, flat.dtype))
                 offset += flat.size
-            self.flats.append(tensors)
-        self.own = self.flats[rank]
-        self._views = layout.buffers(self.own)
-        self._parameters = [slot.parameter for slot in layout.slots]
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+            flats.append(tensors)
+        return cls(layout, flats, rank)
+
+    @classmethod
+    def private(cls, layout: Layout, device: torch.device) -> Gradients:
+        """In this worker's own memory, where its device computes."""
+        return cls(layout, [[torch.zeros(flat.count, dtype=flat.dtype, device=device) for flat in layout.flats]], 0)
 
     @classmethod
     def memory_size(cls, layout: Layout, workers: int) -> int:
@@ -93,11 +104,6 @@ class Gradients:
         """Let `.grad` of the used parameters (None: of all) be this worker's buffer, and of the others None."""
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             parameter.grad = view if used is None or used[index] else None
-
-    def copy_from(self, rank: int) -> None:
-        """Take another worker's gradients as this worker's own."""
-        for own, other in zip(self.own, self.flats[rank], strict=True):
-            own.copy_(other)
 
     def scale(self, factor: float) -> None:
         """Multiply what this worker has summed so far."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
+from torch import distributed
 
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout
@@ -22,14 +25,29 @@ def weighted_sum(total: torch.Tensor, parts: tuple[torch.Tensor, ...], weights: 
         total.add_(parts[rank], alpha=share * scale)
 
 
-class Reduction:
-    """Makes the mean gradient, of this worker's shard or of everything, in this worker's own buffer."""
+class Reduction(ABC):
+    """Makes the mean gradient in this worker's own buffer, in two steps between which the workers meet."""
+
+    @abstractmethod
+    def shard(self, weights: Weights, used: list[bytes] | None) -> int:
+        """Sum this worker's part; returns the bytes read from other workers."""
+
+    @abstractmethod
+    def gather(self) -> int:
+        """Take the other parts, once they are summed; returns the bytes read."""
+
+    @abstractmethod
+    def adopt(self, rank: int) -> None:
+        """Take what another worker's script has made of the mean, in place of this worker's own."""
+
+
+class SharedReduction(Reduction):
+    """Each worker sums a shard from everybody's buffers, which lie in memory that all share."""
 
     def __init__(self, layout: Layout, gradients: Gradients, rank: int) -> None:
         self._layout, self._gradients, self._rank = layout, gradients, rank
 
     def shard(self, weights: Weights, used: list[bytes] | None) -> int:
-        """Sum this worker's shard in place; returns the bytes read from other workers' memory."""
         read = 0
         for number, flat in enumerate(self._layout.flats):
             parts = tuple(tensors[number] for tensors in self._gradients.flats)
@@ -56,7 +74,6 @@ class Reduction:
             parts[self._rank][begin:end].copy_(piece)
 
     def gather(self) -> int:
-        """Copy the other workers' shards, once they are summed; returns the bytes copied."""
         copied = 0
         for number, flat in enumerate(self._layout.flats):
             own = self._gradients.own[number]
@@ -65,6 +82,10 @@ class Reduction:
                     own[start:stop].copy_(self._gradients.flats[rank][number][start:stop])
                     copied += (stop - start) * flat.dtype.itemsize
         return copied
+
+    def adopt(self, rank: int) -> None:
+        for own, other in zip(self._gradients.own, self._gradients.flats[rank], strict=True):
+            own.copy_(other)
 
     def norm(self, kind: float, used: bytes | None) -> float:
         """The norm of this worker's shard, raised to `kind` so that shards can be added (the norm itself for inf)."""
@@ -78,3 +99,30 @@ class Reduction:
                 value = float(torch.linalg.vector_norm(self._gradients.own[number][first:last], kind))
                 total = max(total, value) if kind == float("inf") else total + value**kind
         return total
+
+
+class CollectiveReduction(Reduction):
+    """torch.distributed sums the buffers where they lie: on accelerators, whose memory the host does not share."""
+
+    def __init__(self, layout: Layout, gradients: Gradients, rank: int) -> None:
+        self._layout, self._gradients, self._rank = layout, gradients, rank
+        if not distributed.is_initialized():
+            distributed.init_process_group()
+
+    def shard(self, weights: Weights, used: list[bytes] | None) -> int:
+        weight = dict(weights).get(self._rank, 0.0)
+        read = 0
+        for flat, tensor in zip(self._layout.flats, self._gradients.own, strict=True):
+            for slot in flat.slots:
+                if weight == 0.0 or (used is not None and not used[self._rank][slot.index]):
+                    slot.view(tensor).zero_()  # what lies there is of an earlier step
+            tensor.mul_(weight)
+            distributed.all_reduce(tensor)
+            read += flat.size
+        return read
+
+    def gather(self) -> int:
+        return 0
+
+    def adopt(self, rank: int) -> None:
+        pass

@@ -242,6 +242,10 @@ class ShardedOptimizer:
         piece.settled = True
         self._placed[piece.number] = 1
 
+    def state(self) -> list[torch.Tensor]:
+        """The state of all workers together, one flat tensor per name and dtype."""
+        return list(self._state.values())
+
     # -- state as plain torch knows it -------------------------------------------------------------------------------
 
     def export_state(self, optimizer: Optimizer) -> None:

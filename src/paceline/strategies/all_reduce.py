@@ -5,14 +5,14 @@ old version any more; each sums its shard from all buffers and writes its shard 
 and all of them see it.
 
 With `gradients="visible"`, or an optimizer that needs whole parameters, the sum is made at the end of the backward
-pass and copied to everybody's `.grad`, as DistributedDataParallel does.
+pass and copied to everybody's `.grad`, as DistributedDataParallel does. On accelerators torch.distributed makes it.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from paceline.events import Reduce, Update, Wait
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout
-from paceline.parameters.reduction import Reduction
+from paceline.parameters.reduction import CollectiveReduction, Reduction, SharedReduction
 from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.strategies.agreement import Agreement, Table
@@ -34,6 +34,11 @@ from paceline.strategies.takeover import Takeover
 from paceline.transport import Intent
 
 _VALUE = struct.Struct("=dd")
+
+
+def on_host(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether parameters lie where the workers of a machine can share them."""
+    return all(parameter.device.type == "cpu" for parameter in parameters)
 
 
 class AllReduceTrainer(Trainer):
@@ -46,8 +51,12 @@ class AllReduceTrainer(Trainer):
         self._meeting, self._recorder, self._stopwatch = members.meeting, around.recorder, around.stopwatch
         self._model, self._optimizer = model, optimizer
         self._rate = RateScaling(options.scale_lr, self._size, options.warmup)
-        sharded = type(optimizer) in ELEMENTWISE
-        if not sharded:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held]
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
+        shareable = on_host(parameter for _, parameter in named)
+        sharded = shareable and type(optimizer) in ELEMENTWISE
+        if type(optimizer) not in ELEMENTWISE:
             around.say(
                 f"{type(optimizer).__name__} is not known to treat every element by itself, so every worker runs "
                 "it on the whole mean gradient, not on a shard"
@@ -63,15 +72,16 @@ class AllReduceTrainer(Trainer):
         self._clipped: float | None = None
         """What to multiply the mean gradient with, once it has been made and clipped."""
 
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held]
-        rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
         self._layout = layout = Layout(named, self._size)
         self._table = Table(members, optimizer, len(layout.slots))
-        self._gradients = Gradients(
-            layout, members.share(Gradients.memory_size(layout, self._size)), self._rank, self._size
-        )
-        self._reduction = Reduction(layout, self._gradients, self._rank)
+        self._reduction: Reduction
+        if shareable:
+            memory = members.share(Gradients.memory_size(layout, self._size))
+            self._gradients = Gradients.shared(layout, memory, self._rank, self._size)
+            self._reduction = self._shards = SharedReduction(layout, self._gradients, self._rank)
+        else:
+            self._gradients = Gradients.private(layout, named[0][1].device)
+            self._reduction = CollectiveReduction(layout, self._gradients, self._rank)
         self._mirror([*rest, *model.buffers()])
         self._versions: Versions | None = None
         self._shard: ShardedOptimizer | None = None
@@ -101,7 +111,7 @@ class AllReduceTrainer(Trainer):
         for tensor in tensors:
             if tensor.numel() == 0:
                 continue
-            payload = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() if self._rank == 0 else b""
+            payload = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if self._rank == 0 else b""
             value = self._members.gather(bytes(payload), Intent.ALLOCATE)[0]
             if self._rank != 0:
                 with torch.no_grad():
@@ -258,7 +268,7 @@ class AllReduceTrainer(Trainer):
         """Run the user's optimizer on whole parameters, as every worker does."""
         if closure is None:
             if self._meeting.passive[self._rank]:
-                self._gradients.copy_from(agreed.weights[0][0])
+                self._reduction.adopt(agreed.weights[0][0])
                 self._gradients.show(agreed.anywhere())
             return self._takeover.plain_step()
         if any(self._meeting.passive):
@@ -286,7 +296,7 @@ class AllReduceTrainer(Trainer):
         _VALUE.pack_into(self._meeting.note, 0, limit, norm)
         self._meet(Intent.CLIP, _VALUE.size)
         limit, norm = _VALUE.unpack_from(self._meeting.notes[agreed.weights[0][0]])
-        part = self._reduction.norm(norm, agreed.anywhere())
+        part = self._shards.norm(norm, agreed.anywhere())
         _VALUE.pack_into(self._meeting.note, 0, part, 0.0)
         self._meet(Intent.CLIP, _VALUE.size)
         parts = [_VALUE.unpack_from(note)[0] for note in self._meeting.notes]
@@ -322,6 +332,11 @@ class AllReduceTrainer(Trainer):
         self._gradients.show(agreed.anywhere())
         # The others may change their gradients in place as soon as they have them; not before all have copied.
         self._meet(Intent.PUBLISH)
+
+    def addresses(self) -> list[int]:
+        """Where the shared parameters and the optimizer's state begin."""
+        tensors = [*(self._versions.flats if self._versions else []), *(self._shard.state() if self._shard else [])]
+        return [tensor.data_ptr() for tensor in tensors]
 
     # -- state as plain torch knows it -------------------------------------------------------------------------------
 

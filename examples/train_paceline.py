@@ -1,0 +1,30 @@
+"""Trains on as many workers as it is started with: `paceline run examples/train_paceline.py --workers 4`."""
+
+import sys
+
+import paceline
+import torch
+from digits import accuracy, datasets, network
+from torch.utils.data import DataLoader
+
+team = paceline.join()
+
+torch.manual_seed(0)
+train, test = datasets()
+model = network()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loader = DataLoader(train, batch_size=64, shuffle=True)
+model, optimizer, loader = team.setup(model, optimizer, loader, global_batch=64, balance="--balance" in sys.argv)
+
+for epoch in range(8):
+    for images, labels in loader:
+        with team.step():
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        team.report(loss=loss)
+    if team.is_lead:
+        score = accuracy(model, test)
+        team.report(accuracy=score)
+        print(f"epoch {epoch}: test accuracy {score:.1%}")

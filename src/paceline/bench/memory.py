@@ -1,0 +1,88 @@
+"""What a worker of the memory benchmark runs: train a little, then look at how much memory that took."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+import paceline
+from paceline.bench.contestants import OPTIMIZERS, Ddp, Paceline, plain_step
+from paceline.bench.workloads import workload
+from paceline.cluster.process import proportional_memory, release_freed_memory, return_freed_memory
+from paceline.strategies.all_reduce import AllReduceTrainer
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    contestant: str
+    optimizer: str
+    output: str
+
+
+class Result(msgspec.Struct):
+    """Bytes, summed over all workers."""
+
+    parameters_and_state: int
+    everything: int
+    """Gradients and their buffers too."""
+
+
+def main() -> None:
+    task = msgspec.json.decode(sys.argv[1], type=Task)
+    team = paceline.join()
+    work = workload(task.model)
+    return_freed_memory()
+    _warm_up(task.optimizer)
+    before = _settled()
+    if task.contestant == "paceline":
+        contestant = Paceline(work, work.batch, task.optimizer, "fp32", team)
+        return_freed_memory()
+        for _ in range(3):
+            contestant.step()
+        after = _settled()
+        trainer = team._trainer
+        assert isinstance(trainer, AllReduceTrainer)
+        parameters = proportional_memory(*trainer.addresses())
+    else:
+        # First without DDP, whose own buffers are neither parameters nor the optimizer's state.
+        model = work.build()
+        optimizer = OPTIMIZERS[task.optimizer](model.parameters())
+        step = plain_step(work, model, optimizer, work.batch_of(work.batch, team.rank), "fp32")
+        for _ in range(2):
+            step()
+        parameters = _settled() - before
+        del model, optimizer, step
+        before = _settled()
+        ddp = Ddp(work, work.batch, task.optimizer, "fp32", team)
+        for _ in range(3):
+            ddp.step()
+        after = _settled()
+    sums = team.per_replica([parameters, after - before]).values
+    if team.is_lead:
+        result = Result(sum(one for one, _ in sums), sum(two for _, two in sums))
+        Path(task.output).write_bytes(msgspec.json.encode(result))
+    team.barrier()
+
+
+def _warm_up(optimizer: str) -> None:
+    """Let torch load what it loads at first use, so that it is not counted as the model's."""
+    work = workload("mlp25m")
+    model = torch.nn.Linear(1024, 1024)
+    batch = (torch.randn(work.batch, 1024), torch.zeros(work.batch))
+    step = plain_step(work, model, OPTIMIZERS[optimizer](model.parameters()), batch, "fp32")
+    for _ in range(3):
+        step()
+
+
+def _settled() -> int:
+    gc.collect()
+    release_freed_memory()
+    return proportional_memory()
+
+
+if __name__ == "__main__":
+    main()

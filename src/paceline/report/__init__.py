@@ -1,0 +1,6 @@
+"""Pictures of runs, made from their events and from nothing else."""
+
+from paceline.report.page import write_page
+from paceline.report.timeline import timeline
+
+__all__ = ["timeline", "write_page"]

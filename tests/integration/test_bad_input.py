@@ -1,0 +1,91 @@
+"""Bad input is refused with one sentence that says what is allowed, and exit code 2; never with a traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import PACELINE, finished, write_script
+
+FINE = "print('this script should not have run')\n"
+
+
+def refused(command: list[str | Path], folder: Path, *words: str) -> None:
+    """Run a command that must be refused with these words."""
+    outcome = finished(command, folder)
+    assert outcome.code == 2, outcome.err
+    lines = outcome.err.splitlines()
+    assert len(lines) == 1, outcome.err
+    assert lines[0].startswith("paceline: ")
+    assert outcome.tracebacks == 0
+    for word in words:
+        assert word in lines[0]
+    assert outcome.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--strategy", "gossip"], ["unknown strategy 'gossip'", "'all-reduce'"]),
+        (["--strategy", "all-reduce:shape=ring"], ["'all-reduce'", "no option 'shape'"]),
+        (["--workers", "0"], ["--workers", "0", "at least 1"]),
+        (["--workers", "many"], ["--workers", "integer"]),
+        (["--slow", "2:3"], ["--slow '2:3'", "rank from 0 to 1", "'all'"]),
+        (["--slow", "1:often"], ["--slow '1:often'", "factor of at least 1", "exp(MEAN)", "pareto"]),
+        (["--name", "../elsewhere"], ["--name", "'../elsewhere'", "letters, digits"]),
+        (["--timeout", "0"], ["--timeout", "above 0"]),
+        (["--speed", "3"], ["--speed"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_a_wrong_command_line_is_refused_in_one_sentence(
+    options: list[str], words: list[str], tmp_path: Path
+) -> None:
+    script = write_script(tmp_path, FINE)
+    refused([PACELINE, "run", script, *options], tmp_path, *words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
+    refused([PACELINE, "run", "absent.py"], tmp_path, "no script", "absent.py")
+    assert not (tmp_path / "runs").exists()
+
+
+MISTAKES = """
+import sys
+import torch, paceline
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+mistake = sys.argv[1]
+model = torch.nn.Flatten() if mistake == "no parameters" else torch.nn.Linear(2, 1)
+source = model if mistake not in ("no parameters", "another model") else torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
+data = Stream() if mistake == "no length" else TensorDataset(torch.zeros(8, 2), torch.zeros(8, 1))
+loader = DataLoader(data, batch_size=2)
+options = {"small batch": {"global_batch": 1}, "gradients": {"gradients": "exact"}}.get(mistake, {})
+team = paceline.join()
+team.setup(model, optimizer, loader, **options)
+print("this setup should have been refused")
+"""
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("no parameters", ["model has no parameters"]),
+        ("no length", ["loader has no length", "IterableDataset"]),
+        ("another model", ["optimizer holds 2 parameters that the model does not have"]),
+        ("small batch", ["global_batch is 1", "at least the number of workers, 2"]),
+        ("gradients", ["gradients is 'exact'", "'local'", "'visible'"]),
+    ],
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
+)
+def test_a_wrong_setup_is_refused_in_one_sentence_for_all_workers(
+    mistake: str, words: list[str], tmp_path: Path
+) -> None:
+    script = write_script(tmp_path, MISTAKES)
+    refused([PACELINE, "run", script, "--", mistake], tmp_path, *words)
