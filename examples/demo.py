@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import msgspec
-from paceline.events.summary import Summary
-from paceline.report.page import HEADS, row, write_page
 from rich.console import Console
 from rich.table import Table
+
+from paceline.events.summary import Summary
+from paceline.report.page import HEADS, row, write_page
 
 SCRIPT = Path(__file__).with_name("train_paceline.py")
 WAYS = {

@@ -2,10 +2,11 @@
 
 import sys
 
-import paceline
 import torch
 from digits import accuracy, datasets, network
 from torch.utils.data import DataLoader
+
+import paceline
 
 team = paceline.join()
 

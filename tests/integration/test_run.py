@@ -339,7 +339,7 @@ def test_a_terminal_shows_how_far_the_run_is(on_a_terminal: tuple[Outcome, str])
     assert 0 < updates[0] < updates[-1] <= 100
     # Eight samples every 45 ms are 178 a second; machines under load do less.
     rates = [int(rate.replace(",", "")) for _, _, rate in lines]
-    assert 40 < statistics.median(rates) <= 200
+    assert 40 < statistics.median(rates) <= 250
 
 
 def test_drawn_slowness_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_drawn_slowness_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     lengths: list[dict[int, list[float]]] = []
     for name in ("one", "two"):
         command = [PACELINE, "run", script, "--name", name, "--slow", "all:exp(0.02)", "--seed", "3"]
-        outcome = finished([*command, "--", "60", "0"], tmp_path)
+        outcome = finished([*command, "--", "40", "0"], tmp_path)
         assert outcome.code == 0, outcome.err
         steps = [event for event in outcome.run.events(name) if event["event"] == "compute"]
         for step in steps:
@@ -356,11 +356,11 @@ def test_drawn_slowness_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
         lengths.append({rank: [s["seconds"] for s in steps if s["rank"] == rank] for rank in (0, 1)})
     one, two = lengths
     for rank in (0, 1):
-        assert len(one[rank]) == len(two[rank]) == 60
-        assert median_gap(one[rank], two[rank]) < 0.002
+        assert len(one[rank]) == len(two[rank]) == 40
+        assert median_gap(one[rank], two[rank]) < 0.004
         assert 0.01 < statistics.mean(one[rank][1:]) < 0.04
     # Ranks draw each for itself.
-    assert median_gap(one[0], one[1]) > 0.005
+    assert median_gap(one[0], one[1]) > 0.008
 
 
 def median_gap(some: list[float], others: list[float]) -> float:

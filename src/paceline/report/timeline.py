@@ -34,8 +34,8 @@ def timeline(events: Iterable[Event], title: str, updates: int = 8) -> str:
                 for kind, start, seconds, note in _spans(event):
                     first, last = max(begin, start), min(end, start + seconds)
                     if first < last:
-                        x, width = _LEFT + (first - begin) * scale, max(0.6, (last - first) * scale)
-                        shapes.append(_bar(x, y, width, kind, note))
+                        x, length = _LEFT + (first - begin) * scale, max(0.6, (last - first) * scale)
+                        shapes.append(_bar(x, y, length, kind, note))
     for moment in moments:
         if begin <= moment <= end:
             x = _LEFT + (moment - begin) * scale

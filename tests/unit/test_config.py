@@ -1,0 +1,303 @@
+import random
+import statistics
+from typing import ClassVar
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline import config
+from paceline.config import (
+    AllReduce,
+    Launch,
+    Place,
+    Slowness,
+    Strategy,
+    Timeouts,
+    one_of,
+    parse_slowness,
+    parse_strategy,
+    positive,
+)
+from paceline.errors import UsageError
+
+
+class Pack(Strategy, frozen=True, kw_only=True):
+    spec: ClassVar[str] = "pack"
+    riders: int
+    gap: float = 0.5
+    early: bool = False
+    shape: str = "line"
+
+
+@pytest.fixture(autouse=True)
+def with_a_strategy_that_has_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(config.STRATEGIES, "pack", Pack)
+
+
+# -- strategies ------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_alone_is_a_strategy() -> None:
+    assert parse_strategy("all-reduce") == AllReduce()
+
+
+def test_a_strategy_stays_what_it_is() -> None:
+    strategy = Pack(riders=3)
+    assert parse_strategy(strategy) is strategy
+
+
+def test_options_take_the_types_of_their_attributes() -> None:
+    strategy = parse_strategy("pack:riders=4,gap=0.25,early=true,shape=echelon")
+    assert strategy == Pack(riders=4, gap=0.25, early=True, shape="echelon")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [AllReduce(), Pack(riders=1), Pack(riders=7, gap=1e-3), Pack(riders=2, early=True, shape="echelon")],
+)
+def test_what_a_strategy_says_of_itself_is_its_spec(strategy: Strategy) -> None:
+    assert parse_strategy(str(strategy)) == strategy
+
+
+def test_a_spec_leaves_out_what_is_default() -> None:
+    assert str(AllReduce()) == "all-reduce"
+    assert str(Pack(riders=3)) == "pack:riders=3"
+
+
+@pytest.mark.parametrize("name", ["ring", "", "All-Reduce", "all-reduce "])
+def test_an_unknown_strategy_is_answered_with_those_there_are(name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_strategy(name)
+    message = str(caught.value)
+    assert f"'{name}'" in message
+    assert all(f"'{known}'" in message for known in config.STRATEGIES)
+
+
+def test_an_unknown_option_is_answered_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match="'pack' has no option 'wheels'; it takes 'riders', 'gap', 'early' or 'shape'"):
+        parse_strategy("pack:riders=2,wheels=3")
+    with pytest.raises(UsageError, match="'all-reduce' has no option 'k'; it takes no options"):
+        parse_strategy("all-reduce:k=3")
+
+
+@pytest.mark.parametrize("spec", ["pack:riders", "pack:riders=", "pack:gap=1,riders="])
+def test_an_option_without_a_value_is_answered_with_how_to_write_it(spec: str) -> None:
+    with pytest.raises(UsageError, match="option 'riders' of strategy 'pack' has no value; write riders=VALUE"):
+        parse_strategy(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "about"), [("pack:riders=many", "riders"), ("pack:gap=1", "riders"), ("pack:riders=1,gap=x", "gap")]
+)
+def test_a_value_of_the_wrong_kind_is_named(spec: str, about: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_strategy(spec)
+    assert str(caught.value).startswith(f"strategy '{spec}': ")
+    assert about in str(caught.value).removeprefix(f"strategy '{spec}': ")
+
+
+def test_a_strategy_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Pack(riders=1).riders = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("field", ["join", "meeting", "notice", "stop"])
+@pytest.mark.parametrize("seconds", [0, -1.0])
+def test_a_timeout_that_is_not_positive_is_refused_where_it_is_read(field: str, seconds: float) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({field: seconds}, Timeouts)
+
+
+# -- slowness --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "slow"),
+    [
+        ("1:4", {1: Slowness(factor=4.0)}),
+        ("0:1", {0: Slowness(factor=1.0)}),
+        ("2:1.5", {2: Slowness(factor=1.5)}),
+        ("0:2e1", {0: Slowness(factor=20.0)}),
+        ("all:exp(0.1)", dict.fromkeys(range(3), Slowness(mean=0.1))),
+        ("all:0.05+exp(0.05)", dict.fromkeys(range(3), Slowness(shift=0.05, mean=0.05))),
+        ("2:pareto(0.02,2.5)", {2: Slowness(least=0.02, shape=2.5)}),
+        (" 2 : pareto( 0.02, 2.5 ) ", {2: Slowness(least=0.02, shape=2.5)}),
+        ("1:1e-3+exp(.5)", {1: Slowness(shift=0.001, mean=0.5)}),
+    ],
+)
+def test_every_form_of_slowness_is_understood(spec: str, slow: dict[int, Slowness]) -> None:
+    assert parse_slowness([spec], 3) == slow
+
+
+def test_nobody_is_slow_unless_asked() -> None:
+    assert parse_slowness([], 4) == {}
+
+
+def test_a_later_word_about_a_worker_wins() -> None:
+    slow = parse_slowness(["1:2", "all:3", "0:4", "0:5"], 2)
+    assert slow == {0: Slowness(factor=5.0), 1: Slowness(factor=3.0)}
+
+
+@pytest.mark.parametrize("who", ["3", "-1", "one", "", "1.0", "ALL", "0,1"])
+def test_a_rank_that_is_not_there_is_named_with_those_that_are(who: str) -> None:
+    with pytest.raises(UsageError, match="is not a rank from 0 to 2, nor 'all'") as caught:
+        parse_slowness([f"{who}:2"], 3)
+    assert f"'{who}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "0.5",
+        "0",
+        "0.999",
+        "-2",
+        "",
+        "x",
+        "nan",
+        "inf",
+        "1e999",
+        "exp(0)",
+        "exp()",
+        "exp(-1)",
+        "exp(1e999)",
+        "1+exp",
+        "0.1+pareto(1,2)",
+        "pareto(1)",
+        "pareto(0,2)",
+        "pareto(1,0)",
+        "pareto(1,2",
+        "4x",
+    ],
+)
+def test_a_slowness_that_cannot_be_is_answered_with_the_allowed_forms(what: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_slowness([f"0:{what}"], 1)
+    message = str(caught.value)
+    assert f"'{what}'" in message
+    assert all(form in message for form in ("factor of at least 1", "exp(MEAN)", "SHIFT+exp(MEAN)", "pareto("))
+
+
+slownesses = st.one_of(
+    st.builds(Slowness, factor=st.floats(1, 50)),
+    st.builds(Slowness, shift=st.floats(0, 2), mean=st.floats(0.001, 2)),
+    st.builds(Slowness, least=st.floats(0.001, 2), shape=st.floats(0.5, 5)),
+)
+
+
+@given(slownesses, st.floats(0, 10), st.integers(0, 1000))
+def test_a_slow_step_never_lasts_less_than_its_computing(slow: Slowness, computing: float, seed: int) -> None:
+    source = random.Random(seed)
+    assert all(slow.seconds(computing, source) >= computing for _ in range(5))
+
+
+@given(st.floats(1, 50), st.floats(0, 10))
+def test_a_factor_multiplies_computing(factor: float, computing: float) -> None:
+    assert Slowness(factor=factor).seconds(computing, random.Random(0)) == factor * computing
+
+
+@pytest.mark.parametrize(
+    ("slow", "least", "mean", "deviation"),
+    [
+        (Slowness(mean=0.1), 0.0, 0.1, 0.1),
+        (Slowness(shift=0.05, mean=0.05), 0.05, 0.1, 0.05),
+        (Slowness(least=0.02, shape=4.0), 0.02, 0.02 * 4 / 3, 0.02 * (4 / (9 * 2)) ** 0.5),
+        (Slowness(least=0.5, shape=3.0), 0.5, 0.75, 0.5 * (3 / 4) ** 0.5),
+    ],
+)
+def test_drawn_steps_are_as_long_as_theory_says(slow: Slowness, least: float, mean: float, deviation: float) -> None:
+    source = random.Random(20)
+    count = 40_000
+    drawn = [slow.seconds(0.0, source) for _ in range(count)]
+    assert min(drawn) >= least
+    assert statistics.fmean(drawn) == pytest.approx(mean, abs=5 * deviation / count**0.5)
+
+
+def test_the_same_seed_draws_the_same_steps() -> None:
+    slow = Slowness(mean=0.1)
+    one, other = random.Random("3/1"), random.Random("3/1")
+    assert [slow.seconds(0, one) for _ in range(20)] == [slow.seconds(0, other) for _ in range(20)]
+
+
+# -- environment -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        Launch(),
+        Launch(
+            strategy="all-reduce",
+            timeouts=Timeouts(join=1.5, meeting=2.5, notice=0.5, stop=0.25),
+            slow={0: Slowness(factor=2.0), 11: Slowness(least=0.1, shape=2.0)},
+            seed=17,
+            folder="runs/über 1",
+            control=5,
+        ),
+    ],
+)
+def test_a_launch_reaches_the_workers_as_it_was(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = launch.to_environment()
+    assert list(variables) == [Launch.VARIABLE]
+    monkeypatch.setenv(Launch.VARIABLE, variables[Launch.VARIABLE])
+    assert Launch.from_environment() == launch
+
+
+def test_without_a_launcher_all_is_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(Launch.VARIABLE, raising=False)
+    assert Launch.from_environment() == Launch()
+
+
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def place(monkeypatch: pytest.MonkeyPatch, **variables: str) -> Place:
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return Place.from_environment()
+
+
+def test_plain_python_is_a_team_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place(monkeypatch) == Place(rank=0, local_rank=0, world_size=1, local_world_size=1)
+
+
+def test_a_place_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = place(monkeypatch, RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4")
+    assert found == Place(rank=5, local_rank=1, world_size=8, local_world_size=4)
+
+
+def test_without_local_values_all_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = place(monkeypatch, RANK="1", WORLD_SIZE="2")
+    assert found == Place(rank=1, local_rank=1, world_size=2, local_world_size=2)
+
+
+@pytest.mark.parametrize("name", PLACE)
+@pytest.mark.parametrize("value", ["", "one", "-1", "1.5", " 1"])
+def test_a_place_that_is_no_number_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=f"^{name} is '{value}' in the environment; it must be a whole number"):
+        place(monkeypatch, **{name: value})
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("2", "2"), ("7", "1"), ("0", "0")])
+def test_a_rank_beyond_the_world_is_refused(rank: str, world_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=f"RANK is {rank} and WORLD_SIZE {world_size}"):
+        place(monkeypatch, RANK=rank, WORLD_SIZE=world_size)
+
+
+# -- small checks ----------------------------------------------------------------------------------------------------
+
+
+def test_a_choice_that_is_not_there_is_answered_with_those_that_are() -> None:
+    assert one_of("gradients", "local", ("local", "visible")) == "local"
+    with pytest.raises(UsageError, match="gradients is 'own'; it must be one of 'local', 'visible'"):
+        one_of("gradients", "own", ("local", "visible"))
+
+
+@pytest.mark.parametrize("value", [0, -3, 1.0, True, "2", None, float("inf")])
+def test_what_is_not_a_whole_positive_number_is_refused(value: object) -> None:
+    with pytest.raises(UsageError, match=r"global_batch is .*; it must be a whole number of at least 1"):
+        positive("global_batch", value)  # type: ignore[arg-type]

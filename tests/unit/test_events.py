@@ -1,0 +1,282 @@
+import typing
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline.events import (
+    Balance,
+    Compute,
+    Event,
+    Join,
+    Leave,
+    Metric,
+    Recorder,
+    Reduce,
+    Update,
+    Wait,
+    decode,
+    recorder,
+)
+from paceline.events.schema import read, to_dict
+from paceline.events.summary import merge, summarise
+
+EVERY_KIND: list[Event] = [
+    Join(0, 1.25, 4711, "höst", "cpu", 1.7e9),
+    Compute(1, 1.5, 0.1, 3, 2, 64, 0.05),
+    Compute(1, 1.5, 0.1, 3, 1, 64),
+    Wait(2, 2.0, 0.25, 1),
+    Reduce(0, 2.5, 1e-9, 1 << 40),
+    Update(3, 3.0, 0.1 + 0.2, 4, 1024, 4, True),
+    Update(3, 3.0, 0.125, 4),
+    Balance(0, 3.5, 17, [3, 1, 0]),
+    Metric(0, 4.0, 5, {"loss": 0.1, "accuracy": 1.0}),
+    Metric(0, 4.0, 5, {}),
+    Leave(2, 5.0),
+]
+
+
+def names() -> list[str]:
+    return [type(event).__name__ for event in EVERY_KIND]
+
+
+# -- the schema ------------------------------------------------------------------------------------------------------
+
+
+def test_no_kind_is_left_out_here() -> None:
+    assert {type(event) for event in EVERY_KIND} == set(typing.get_args(Event))
+
+
+@pytest.mark.parametrize("event", EVERY_KIND, ids=names())
+def test_an_event_comes_back_from_json_as_it_was(event: Event) -> None:
+    line = msgspec.json.encode(event)
+    assert b"\n" not in line
+    assert decode(line) == event
+    assert type(decode(line)) is type(event)
+
+
+@pytest.mark.parametrize("event", EVERY_KIND, ids=names())
+def test_an_event_says_what_kind_it_is_who_did_it_and_when(event: Event) -> None:
+    for fields in (msgspec.json.decode(msgspec.json.encode(event)), to_dict(event)):
+        assert fields["event"] == type(event).__name__.lower()
+        assert (fields["rank"], fields["start"]) == (event.rank, event.start)
+
+
+def test_the_names_in_a_line_are_these() -> None:
+    line = msgspec.json.decode(msgspec.json.encode(Compute(1, 1.5, 0.1, 3, 2, 64)))
+    assert list(line) == ["event", "rank", "start", "seconds", "version", "minibatches", "samples", "slowed"]
+
+
+# -- the recorder ----------------------------------------------------------------------------------------------------
+
+
+def stream(folder: Path, rank: int) -> Path:
+    return folder / "streams" / f"{rank}.jsonl"
+
+
+def test_what_was_added_is_written_in_its_order(tmp_path: Path) -> None:
+    one = Recorder(tmp_path, 3)
+    assert one.on
+    for event in EVERY_KIND:
+        one.add(event)
+    one.close()
+    assert list(read(stream(tmp_path, 3))) == EVERY_KIND
+    assert not one.on
+
+
+def test_a_flush_writes_what_is_pending_once(tmp_path: Path) -> None:
+    one = Recorder(tmp_path, 0)
+    one.add(EVERY_KIND[0])
+    one.flush()
+    one.flush()
+    assert list(read(stream(tmp_path, 0))) == EVERY_KIND[:1]
+    one.add(EVERY_KIND[1])
+    one.flush()
+    assert list(read(stream(tmp_path, 0))) == EVERY_KIND[:2]
+    one.close()
+
+
+def test_a_reader_is_never_far_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_INTERVAL", 0.0)
+    one = Recorder(tmp_path, 0)
+    one.add(Leave(0, perf_counter() + 1))
+    assert len(list(read(stream(tmp_path, 0)))) == 1
+    one.close()
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
+    one = Recorder(None, 0)
+    assert not one.on
+    one.add(EVERY_KIND[0])
+    one.flush()
+    one.close()
+    assert one._pending == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_recorder_takes_nothing_more(tmp_path: Path) -> None:
+    one = Recorder(tmp_path, 0)
+    one.close()
+    one.add(EVERY_KIND[0])
+    one.close()
+    assert list(read(stream(tmp_path, 0))) == []
+
+
+def test_a_second_recorder_goes_on_where_the_first_ended(tmp_path: Path) -> None:
+    for event in EVERY_KIND[:2]:
+        one = Recorder(tmp_path, 0)
+        one.add(event)
+        one.close()
+    assert list(read(stream(tmp_path, 0))) == EVERY_KIND[:2]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 20])
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path, cut: int) -> None:
+    one = Recorder(tmp_path, 0)
+    for event in EVERY_KIND[:3]:
+        one.add(event)
+    one.close()
+    path = stream(tmp_path, 0)
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert list(read(path)) == EVERY_KIND[:2]
+
+
+def test_recording_a_step_costs_at_most_twenty_microseconds(tmp_path: Path) -> None:
+    steps = 20_000
+
+    def cost(number: int) -> float:
+        one = Recorder(tmp_path, number)
+        begin = perf_counter()
+        for step in range(steps):
+            now = perf_counter()
+            one.add(Compute(0, now, 0.001, step, 1, 32))
+            one.add(Wait(0, now, 0.0001, 1))
+            one.add(Update(0, now, 0.0002, step + 1, 4096, 2))
+            one.add(Wait(0, now, 0.0001, 1))
+        one.close()
+        seconds = perf_counter() - begin
+        assert sum(1 for _ in stream(tmp_path, number).open("rb")) == 4 * steps
+        return seconds / steps
+
+    assert min(cost(number) for number in range(3)) <= 20e-6
+
+
+# -- the summary -----------------------------------------------------------------------------------------------------
+
+RUN: list[Event] = [
+    Join(0, 10.0, 1, "host", "cpu", 0.0),
+    Join(1, 10.5, 2, "host", "cpu", 0.0),
+    Compute(0, 11.0, 1.0, 0, 1, 30),
+    Compute(1, 11.0, 1.5, 0, 1, 10),
+    Wait(0, 12.0, 0.5, 1),
+    Update(0, 12.5, 0.25, 1, 100, 2),
+    Update(1, 12.5, 0.5, 1, 100, 2),
+    Compute(0, 13.0, 1.0, 1, 2, 30),
+    Compute(1, 13.0, 1.0, 1, 2, 10),
+    Update(0, 14.0, 0.5, 1, 100, 2, True),
+    Update(1, 14.0, 0.5, 1, 100, 2, True),
+    Metric(0, 14.5, 1, {"loss": 2.0, "accuracy": 0.5}),
+    Metric(1, 14.5, 1, {"loss": 7.0, "grip": 0.125}),
+    Compute(0, 15.0, 1.0, 1, 1, 30),
+    Reduce(0, 16.0, 0.125, 50),
+    Compute(1, 15.0, 1.5, 1, 1, 10),
+    Wait(0, 16.25, 0.25, 1),
+    Update(0, 16.5, 0.5, 2, 100, 2),
+    Update(1, 16.5, 0.25, 2, 100, 2),
+    Compute(0, 17.0, 1.0, 2, 1, 20),
+    Wait(1, 17.0, 1.0, 0),
+    Update(0, 18.0, 1.0, 3, 100, 1),
+    Update(1, 18.0, 1.0, 3, 100, 1),
+    Metric(0, 19.0, 3, {"loss": 1.0}),
+    Metric(1, 19.25, 3, {"loss": 8.0, "grip": 0.25}),
+    Compute(0, 19.5, 0.5, 3, 1, 5),
+    Leave(0, 20.5),
+    Leave(1, 20.75),
+]
+SUMMARY: dict[str, Any] = {
+    "strategy": "all-reduce",
+    "world_size": 2,
+    "seconds": 10.75,
+    "updates": 3,
+    "minibatches": 10,
+    "cancelled": 0,
+    "dropped": 0,
+    # Versions 1, 2 and 3 were there at 13, 17 and 19.
+    "seconds_per_update": 3.0,
+    # Gradients that were ready in between: 30 and 10 at 14, 30 at 16, 10 at 16.5, 20 at 18.
+    "samples_per_second": 100 / 6,
+    "staleness": {"mean": 0.0, "max": 0, "histogram": {"0": 8}},
+    "last": {"loss": 1.0, "accuracy": 0.5, "grip": 0.25},
+    "workers": {
+        "0": {"computing": 4.5, "communicating": 2.375, "waiting": 0.75, "minibatches": 6, "samples": 115},
+        "1": {"computing": 4.0, "communicating": 2.25, "waiting": 1.0, "minibatches": 4, "samples": 30},
+    },
+}
+
+
+def test_a_summary_says_what_one_would_count_by_hand() -> None:
+    assert msgspec.to_builtins(summarise(RUN, "all-reduce", 2), str_keys=True) == SUMMARY
+
+
+def test_a_summary_does_not_depend_on_the_order_of_events() -> None:
+    by_rank = sorted(RUN, key=lambda event: event.rank)
+    assert msgspec.to_builtins(summarise(by_rank, "all-reduce", 2), str_keys=True) == SUMMARY
+
+
+def test_a_run_without_events_has_a_summary() -> None:
+    summary = summarise([], "all-reduce", 3)
+    assert (summary.seconds, summary.updates, summary.minibatches) == (0.0, 0, 0)
+    assert (summary.seconds_per_update, summary.samples_per_second) == (None, None)
+    assert (summary.last, list(summary.workers)) == ({}, [0, 1, 2])
+    assert summary.staleness.histogram == {}
+
+
+def test_one_update_alone_gives_no_pace() -> None:
+    summary = summarise(RUN[:7], "all-reduce", 2)
+    assert summary.updates == 1
+    assert summary.seconds_per_update is None
+    assert summary.samples_per_second is None
+
+
+def write(folder: Path, events: list[Event]) -> None:
+    for rank in {event.rank for event in events}:
+        one = Recorder(folder, rank)
+        for event in events:
+            if event.rank == rank:
+                one.add(event)
+        one.close()
+
+
+def test_streams_are_merged_by_time(tmp_path: Path) -> None:
+    write(tmp_path, RUN)
+    merge(tmp_path, "all-reduce", 2)
+    merged = list(read(tmp_path / "events.jsonl"))
+    starts = [event.start for event in merged]
+    assert starts == sorted(starts)
+    assert sorted(map(repr, merged)) == sorted(map(repr, RUN))
+
+
+def test_events_recorded_out_of_order_are_merged_in_order(tmp_path: Path) -> None:
+    # What lasted is recorded at its end, under the time of its beginning.
+    write(tmp_path, [Wait(0, 5.0, 1.0, 1), Compute(0, 1.0, 9.0, 0, 1, 1), Leave(1, 3.0)])
+    merge(tmp_path, "all-reduce", 2)
+    assert [event.start for event in read(tmp_path / "events.jsonl")] == [1.0, 3.0, 5.0]
+
+
+def test_the_folder_holds_the_summary_and_no_streams_any_more(tmp_path: Path) -> None:
+    write(tmp_path, RUN)
+    summary = merge(tmp_path, "all-reduce", 2)
+    written = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
+    assert written == msgspec.to_builtins(summary, str_keys=True) == SUMMARY
+    assert list(written) == list(SUMMARY)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "summary.json"]
+
+
+def test_a_stream_that_was_cut_off_is_merged_up_to_there(tmp_path: Path) -> None:
+    write(tmp_path, RUN)
+    path = stream(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[:-5])
+    merge(tmp_path, "all-reduce", 2)
+    assert len(list(read(tmp_path / "events.jsonl"))) == len(RUN) - 1

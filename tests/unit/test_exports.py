@@ -1,0 +1,28 @@
+import paceline
+
+
+def test_the_public_names_are_these_and_no_others() -> None:
+    assert paceline.__all__ == [
+        "AllReduce",
+        "JoinError",
+        "Mismatch",
+        "PacelineError",
+        "Team",
+        "TeamError",
+        "TeamTimeout",
+        "Timeouts",
+        "UsageError",
+        "WorkerLost",
+        "join",
+    ]
+
+
+def test_the_public_names_are_sorted_and_there() -> None:
+    assert paceline.__all__ == sorted(paceline.__all__)
+    assert all(hasattr(paceline, name) for name in paceline.__all__)
+
+
+def test_every_error_can_be_caught_as_one() -> None:
+    errors = [getattr(paceline, name) for name in paceline.__all__ if name.endswith(("Error", "Lost", "Timeout"))]
+    assert len(errors) == 6
+    assert all(issubclass(error, paceline.PacelineError) for error in [*errors, paceline.Mismatch])
