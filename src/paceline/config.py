@@ -134,9 +134,9 @@ def parse_slowness(specs: Iterable[str], workers: int) -> dict[int, Slowness]:
 
 
 def _slowness(spec: str, what: str) -> Slowness:
-    if _FACTOR.match(what) and float(what) >= 1:
+    if _FACTOR.match(what) and 1 <= float(what) < math.inf:
         return Slowness(factor=float(what))
-    if (match := _EXPONENTIAL.match(what)) and float(match["mean"]) > 0:
+    if (match := _EXPONENTIAL.match(what)) and 0 < float(match["mean"]) < math.inf:
         return Slowness(shift=float(match["shift"] or 0), mean=float(match["mean"]))
     if (match := _PARETO.match(what)) and float(match["least"]) > 0 and float(match["shape"]) > 0:
         return Slowness(least=float(match["least"]), shape=float(match["shape"]))

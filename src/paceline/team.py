@@ -89,16 +89,9 @@ class Team:
         self._round: tuple[TeamLoader, int] | None = None
         self._step, self._accumulating_step = _Step(self, False), _Step(self, True)
         self._closed = False
-        self._recorder.add(
-            Join(
-                self.rank,
-                time.perf_counter(),
-                os.getpid(),
-                socket.gethostname(),
-                str(self.device),
-                time.time(),
-            )
-        )
+        self._process = os.getpid()
+        where = (socket.gethostname(), str(self.device), str(self.strategy))
+        self._recorder.add(Join(self.rank, time.perf_counter(), os.getpid(), *where, time.time()))
         atexit.register(self._leave)
 
     @property
@@ -249,7 +242,7 @@ class Team:
     def _leave(self) -> None:
         """What is left to do when the script ends without `close`."""
         global _joined
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a fork of a worker is not a member
             return
         self._closed = True
         atexit.unregister(self._leave)
@@ -258,7 +251,7 @@ class Team:
         self._members.leave()
         if self._writes_summary and self.is_lead and self._folder is not None:
             self._members.wait_until_left()
-            merge(self._folder, str(self.strategy), self.world_size)
+            merge(self._folder, self.world_size)
         if _joined is self:
             _joined = None
 

@@ -175,17 +175,16 @@ def fault(rank):
 
 
 def test_a_stopped_worker_is_named_then_given_up_after_the_timeout(tmp_path: Path) -> None:
-    script = drill(tmp_path, STOP, "timeouts=paceline.Timeouts(meeting=3.0, notice=0.5)")
-    with started([PACELINE, "run", script, "-w", "3"], tmp_path) as run:
+    script = drill(tmp_path, STOP, "timeouts=paceline.Timeouts(meeting=2.0, notice=0.5)")
+    with started([PACELINE, "run", script, "-w", "2"], tmp_path) as run:
         stopped = run.note("stopped")["pid"]
         wait_until(lambda: state_of(stopped) == "T", 2, "the worker to be stopped")
         outcome = run.finish()
-        for rank in (0, 2):
-            caught = run.note(f"caught-{rank}")
-            assert caught["kind"] == "TeamTimeout"
-            assert caught["ranks"] == [1]
-            assert 3.0 <= caught["waited"] < 6.0
-            assert f"paceline: rank {rank} waits for rank 1 at an update" in outcome.err
+        caught = run.note("caught-0")
+        assert caught["kind"] == "TeamTimeout"
+        assert caught["ranks"] == [1]
+        assert 2.0 <= caught["waited"] < 5.0
+        assert "paceline: rank 0 waits for rank 1 at an update" in outcome.err
         assert outcome.code == 1
         assert "TeamTimeout" in outcome.err
         assert outcome.tracebacks == 0
@@ -313,7 +312,7 @@ def test_nothing_is_left_of_a_run_whose_launcher_gets_a_signal(number: signal.Si
         assert run.summary("cut")["updates"] >= 1
 
 
-@pytest.mark.parametrize("victim", ["worker-0", "worker-1", "loader-0-1", "loader-1-0"])
+@pytest.mark.parametrize("victim", ["worker-0", "worker-1", "loader-1-0"])
 def test_nothing_is_left_of_a_run_of_which_a_process_is_killed(victim: str, tmp_path: Path) -> None:
     with started([PACELINE, "run", write_script(tmp_path, LIVELY)], tmp_path) as run:
         port = in_the_middle_of_training(run)
@@ -328,4 +327,5 @@ def test_nothing_is_left_of_a_run_of_which_a_process_is_killed(victim: str, tmp_
             assert f"paceline: rank {rank} was killed by signal 9 (SIGKILL)" in outcome.err
         else:
             assert f"paceline: rank {rank} failed: RuntimeError: DataLoader worker (pid" in outcome.err
-            assert outcome.err.count("] RuntimeError: DataLoader worker (pid") == 1
+            assert "Traceback" in outcome.err
+            assert f"[{1 - int(rank)}] " not in outcome.err

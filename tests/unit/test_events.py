@@ -24,7 +24,7 @@ from paceline.events.schema import read, to_dict
 from paceline.events.summary import merge, summarise
 
 EVERY_KIND: list[Event] = [
-    Join(0, 1.25, 4711, "höst", "cpu", 1.7e9),
+    Join(0, 1.25, 4711, "höst", "cpu", "all-reduce", 1.7e9),
     Compute(1, 1.5, 0.1, 3, 2, 64, 0.05),
     Compute(1, 1.5, 0.1, 3, 1, 64),
     Wait(2, 2.0, 0.25, 1),
@@ -166,8 +166,8 @@ def test_recording_a_step_costs_at_most_twenty_microseconds(tmp_path: Path) -> N
 # -- the summary -----------------------------------------------------------------------------------------------------
 
 RUN: list[Event] = [
-    Join(0, 10.0, 1, "host", "cpu", 0.0),
-    Join(1, 10.5, 2, "host", "cpu", 0.0),
+    Join(0, 10.0, 1, "host", "cpu", "all-reduce", 0.0),
+    Join(1, 10.5, 2, "host", "cpu", "all-reduce", 0.0),
     Compute(0, 11.0, 1.0, 0, 1, 30),
     Compute(1, 11.0, 1.5, 0, 1, 10),
     Wait(0, 12.0, 0.5, 1),
@@ -217,16 +217,16 @@ SUMMARY: dict[str, Any] = {
 
 
 def test_a_summary_says_what_one_would_count_by_hand() -> None:
-    assert msgspec.to_builtins(summarise(RUN, "all-reduce", 2), str_keys=True) == SUMMARY
+    assert msgspec.to_builtins(summarise(RUN, 2), str_keys=True) == SUMMARY
 
 
 def test_a_summary_does_not_depend_on_the_order_of_events() -> None:
     by_rank = sorted(RUN, key=lambda event: event.rank)
-    assert msgspec.to_builtins(summarise(by_rank, "all-reduce", 2), str_keys=True) == SUMMARY
+    assert msgspec.to_builtins(summarise(by_rank, 2), str_keys=True) == SUMMARY
 
 
 def test_a_run_without_events_has_a_summary() -> None:
-    summary = summarise([], "all-reduce", 3)
+    summary = summarise([], 3)
     assert (summary.seconds, summary.updates, summary.minibatches) == (0.0, 0, 0)
     assert (summary.seconds_per_update, summary.samples_per_second) == (None, None)
     assert (summary.last, list(summary.workers)) == ({}, [0, 1, 2])
@@ -234,7 +234,7 @@ def test_a_run_without_events_has_a_summary() -> None:
 
 
 def test_one_update_alone_gives_no_pace() -> None:
-    summary = summarise(RUN[:7], "all-reduce", 2)
+    summary = summarise(RUN[:7], 2)
     assert summary.updates == 1
     assert summary.seconds_per_update is None
     assert summary.samples_per_second is None
@@ -251,7 +251,7 @@ def write(folder: Path, events: list[Event]) -> None:
 
 def test_streams_are_merged_by_time(tmp_path: Path) -> None:
     write(tmp_path, RUN)
-    merge(tmp_path, "all-reduce", 2)
+    merge(tmp_path, 2)
     merged = list(read(tmp_path / "events.jsonl"))
     starts = [event.start for event in merged]
     assert starts == sorted(starts)
@@ -261,13 +261,13 @@ def test_streams_are_merged_by_time(tmp_path: Path) -> None:
 def test_events_recorded_out_of_order_are_merged_in_order(tmp_path: Path) -> None:
     # What lasted is recorded at its end, under the time of its beginning.
     write(tmp_path, [Wait(0, 5.0, 1.0, 1), Compute(0, 1.0, 9.0, 0, 1, 1), Leave(1, 3.0)])
-    merge(tmp_path, "all-reduce", 2)
+    merge(tmp_path, 2)
     assert [event.start for event in read(tmp_path / "events.jsonl")] == [1.0, 3.0, 5.0]
 
 
 def test_the_folder_holds_the_summary_and_no_streams_any_more(tmp_path: Path) -> None:
     write(tmp_path, RUN)
-    summary = merge(tmp_path, "all-reduce", 2)
+    summary = merge(tmp_path, 2)
     written = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
     assert written == msgspec.to_builtins(summary, str_keys=True) == SUMMARY
     assert list(written) == list(SUMMARY)
@@ -278,5 +278,5 @@ def test_a_stream_that_was_cut_off_is_merged_up_to_there(tmp_path: Path) -> None
     write(tmp_path, RUN)
     path = stream(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-5])
-    merge(tmp_path, "all-reduce", 2)
+    merge(tmp_path, 2)
     assert len(list(read(tmp_path / "events.jsonl"))) == len(RUN) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -13,7 +14,6 @@ import paceline
 from paceline.bench.contestants import OPTIMIZERS, Ddp, Paceline, plain_step
 from paceline.bench.workloads import workload
 from paceline.cluster.process import proportional_memory, release_freed_memory, return_freed_memory
-from paceline.strategies.all_reduce import AllReduceTrainer
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +44,7 @@ def main() -> None:
         for _ in range(3):
             contestant.step()
         after = _settled()
-        trainer = team._trainer
-        assert isinstance(trainer, AllReduceTrainer)
+        trainer: Any = team._trainer
         parameters = proportional_memory(*trainer.addresses())
     else:
         # First without DDP, whose own buffers are neither parameters nor the optimizer's state.

@@ -33,6 +33,9 @@ def main() -> None:
         code = _complain(str(error), 2)
     except PacelineError as error:
         code = _complain(str(error), 1)
+    except BrokenPipeError:  # whoever read our output has stopped
+        sys.stdout = None
+        code = 1
     sys.exit(code or 0)
 
 

@@ -76,7 +76,7 @@ def run(
         "script": str(script),
         "arguments": arguments or [],
         "workers": workers,
-        "strategy": chosen or "all-reduce",
+        "strategy": chosen,
         "slow": slow or [],
         "seed": seed,
         "timeout": timeout,
@@ -94,7 +94,7 @@ def run(
         progress.note(f"stopped by {signal.Signals(stop.number).name}; all workers have ended")
         code = 128 + stop.number
     finally:
-        summary = merge(folder, chosen or "all-reduce", workers)
+        summary = merge(folder, workers)
     if not quiet:
         _close(folder, summary, code)
     raise typer.Exit(code)

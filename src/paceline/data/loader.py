@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.config import positive
 from paceline.data.balance import Balancer
@@ -46,7 +46,8 @@ class _Shares:
 
     def __init__(self, loader: DataLoader[Any], crew: Crew, balancer: Balancer, total: int) -> None:
         self._loader, self._crew, self._balancer, self._total = loader, crew, balancer, total
-        self._custom = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+        # A loader that was given a batch sampler has no batch size: not even if it is one of torch's own.
+        self._custom = loader.batch_sampler is not None and loader.batch_size is None
         self.first = 0
         """The number of this epoch's first round, counted over all epochs."""
         self.given: deque[tuple[int, float, int]] = deque()
@@ -192,6 +193,11 @@ def global_batch_of(loader: DataLoader[Any], workers: int, global_batch: int | N
     if global_batch is not None:
         if positive("global_batch", global_batch) < workers:
             raise UsageError(f"global_batch is {global_batch}; it must be at least the number of workers, {workers}")
+        if loader.batch_size is None and global_batch != workers:
+            raise UsageError(
+                f"global_batch is {global_batch}, but the loader has no batch size to divide it by: "
+                "its batches come from a batch sampler, or it has none; leave global_batch out"
+            )
         return global_batch
     return workers * (loader.batch_size or 1)
 

@@ -26,6 +26,7 @@ class Join(_Event, frozen=True, gc=False):
     pid: int
     host: str
     device: str
+    strategy: str
     wall: float
     """Seconds since 1970 at `start`."""
 

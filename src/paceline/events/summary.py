@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.events.schema import Compute, Event, Metric, Reduce, Update, Wait, read
+from paceline.events.schema import Compute, Event, Join, Metric, Reduce, Update, Wait, read
 
 
 class Staleness(msgspec.Struct, kw_only=True):
@@ -32,7 +32,8 @@ class Worker(msgspec.Struct, kw_only=True):
 class Summary(msgspec.Struct, kw_only=True):
     """What `summary.json` says; scripts rely on these names."""
 
-    strategy: str
+    strategy: str | None
+    """None if no worker got as far as joining."""
     world_size: int
     seconds: float
     """From the first event to the last."""
@@ -50,18 +51,21 @@ class Summary(msgspec.Struct, kw_only=True):
     workers: dict[int, Worker]
 
 
-def summarise(events: Iterable[Event], strategy: str, world_size: int) -> Summary:
+def summarise(events: Iterable[Event], world_size: int) -> Summary:
     workers = {rank: Worker() for rank in range(world_size)}
     updates: dict[int, float] = {}
     gradients: list[tuple[float, int]] = []
     last: dict[str, tuple[int, float]] = {}
     minibatches = 0
+    strategy: str | None = None
     first, final = float("inf"), float("-inf")
     for event in events:
         end = event.start + getattr(event, "seconds", 0.0)
         first, final = min(first, event.start), max(final, end)
         worker = workers.setdefault(event.rank, Worker())
         match event:
+            case Join():
+                strategy = event.strategy
             case Compute():
                 worker.computing += event.seconds
                 worker.minibatches += event.minibatches
@@ -98,7 +102,7 @@ def summarise(events: Iterable[Event], strategy: str, world_size: int) -> Summar
     )
 
 
-def merge(folder: Path, strategy: str, world_size: int) -> Summary:
+def merge(folder: Path, world_size: int) -> Summary:
     """Merge a run's streams by time into `events.jsonl`, and write `summary.json`."""
     streams = sorted((folder / "streams").glob("*.jsonl"))
     encoder = msgspec.json.Encoder()
@@ -107,7 +111,7 @@ def merge(folder: Path, strategy: str, world_size: int) -> Summary:
         for event in heapq.merge(*(sorted(read(path), key=_start) for path in streams), key=_start):
             events.append(event)
             file.write(encoder.encode(event) + b"\n")
-    summary = summarise(events, strategy, world_size)
+    summary = summarise(events, world_size)
     text = msgspec.json.format(encoder.encode(summary), indent=2)
     (folder / "summary.json").write_bytes(text + b"\n")
     for path in streams:

@@ -38,7 +38,10 @@ class Hyperparameters:
         """Write this worker's values if they have changed; returns the number of their current state."""
         # A rate kept in a tensor is changed in place, so it never looks changed.
         if self._in_tensors or self._groups != self._seen:
-            self._seen = [dict(group) for group in self._groups]
+            self._seen = [
+                {key: list(value) if isinstance(value, list) else value for key, value in group.items()}
+                for group in self._groups
+            ]
             self._in_tensors = any(isinstance(value, torch.Tensor) for group in self._seen for value in group.values())
             self.version += 1
             text = msgspec.json.encode([_plain(group) for group in self._groups])

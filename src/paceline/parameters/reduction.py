@@ -89,7 +89,7 @@ class SharedReduction(Reduction):
 
     def norm(self, kind: float, used: bytes | None) -> float:
         """The norm of this worker's shard, raised to `kind` so that shards can be added (the norm itself for inf)."""
-        total = 0.0
+        values = [0.0]
         for number, flat in enumerate(self._layout.flats):
             start, stop = flat.shards[self._rank]
             for slot in flat.slots:
@@ -97,8 +97,13 @@ class SharedReduction(Reduction):
                 if first >= last or (used is not None and not used[slot.index]):
                     continue
                 value = float(torch.linalg.vector_norm(self._gradients.own[number][first:last], kind))
-                total = max(total, value) if kind == float("inf") else total + value**kind
-        return total
+                values.append(value if kind == float("inf") else value**kind)
+        return together(values, kind)
+
+
+def together(parts: list[float], kind: float) -> float:
+    """The norms of parts as one, both raised to `kind` (the largest for inf); a NaN among them is never hidden."""
+    return float(torch.tensor(parts, dtype=torch.float64).amax()) if kind == float("inf") else sum(parts)
 
 
 class CollectiveReduction(Reduction):

@@ -100,7 +100,12 @@ class ShardedOptimizer:
                     self._pieces.append(piece)
                     if owner == rank:
                         self._own.append(piece)
-        self._spec = {flat.dtype: _state_spec(optimizer, flat.dtype) for flat in layout.flats}
+        self._spec_of = {flat.dtype: _state_spec(optimizer, flat.dtype) for flat in layout.flats}
+        """By dtype and parameter group."""
+        self._spec = {
+            dtype: {name: kind for spec in specs for name, kind in spec.items()}
+            for dtype, specs in self._spec_of.items()
+        }
         self._names = sorted({name for spec in self._spec.values() for name in spec})
         self._chunks = self._make_chunks()
         self._inner = self._make_inner()
@@ -223,6 +228,11 @@ class ShardedOptimizer:
             self._step({piece.group: [piece.parameter]}, [piece])
 
     def _step(self, by_group: dict[int, list[torch.nn.Parameter]], pieces: list[_Piece]) -> None:
+        if len({piece.settled for piece in pieces}) > 1:
+            # Some have had no gradient before: torch's fused SGD wants momentum of all of them, or of none.
+            for piece in pieces:
+                self._step({piece.group: [piece.parameter]}, [piece])
+            return
         inner = self._inner
         for number, group in enumerate(inner.param_groups):
             group["params"] = by_group.get(number, [])
@@ -259,17 +269,22 @@ class ShardedOptimizer:
                 continue
             slot = self._layout.slots[index]
             state: dict[str, torch.Tensor] = {}
-            for name, (is_full, _) in self._spec[self._layout.flats[piece.flat].dtype].items():
+            for name, (is_full, _) in self._spec_of[self._layout.flats[piece.flat].dtype][piece.group].items():
                 home = self._home(piece, name)
                 if home is not None:
                     state[name] = slot.view(self._state[piece.flat, name]) if is_full else home
-            optimizer.state[slot.parameter] = state
+            if state:
+                optimizer.state[slot.parameter] = state
 
     def import_state(self, optimizer: Optimizer) -> None:
         """Take this worker's part of the state that lies in `optimizer.state`, and empty that."""
         for piece in self._own:
             state = optimizer.state.get(piece.slot.parameter)
             if not state:
+                # It has none there, so it starts anew here too.
+                self._inner.state.pop(piece.parameter, None)
+                piece.settled = False
+                self._placed[piece.number] = 0
                 continue
             taken: dict[str, Any] = {}
             for name, value in state.items():
@@ -327,15 +342,14 @@ def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     return kind(groups)  # type: ignore[call-arg]
 
 
-def _state_spec(optimizer: Optimizer, dtype: torch.dtype) -> dict[str, tuple[bool, torch.dtype]]:
-    """What state this kind of optimizer keeps: name -> (one value per element?, dtype). Found by trying."""
-    spec: dict[str, tuple[bool, torch.dtype]] = {}
+def _state_spec(optimizer: Optimizer, dtype: torch.dtype) -> list[dict[str, tuple[bool, torch.dtype]]]:
+    """What state this optimizer keeps, by group: name -> (one value per element?, dtype). Found by trying."""
+    specs = []
     for group in optimizer.param_groups:
         probe = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
         probe.grad = torch.zeros(1, dtype=dtype)
         trial = _like(optimizer, [{**_hyperparameters(group), "params": [probe]}])
         trial.step()
-        for name, value in trial.state[probe].items():
-            if isinstance(value, torch.Tensor):
-                spec[name] = (value.dim() == 1, value.dtype)
-    return spec
+        state = trial.state[probe].items()
+        specs.append({name: (v.dim() == 1, v.dtype) for name, v in state if isinstance(v, torch.Tensor)})
+    return specs

@@ -25,7 +25,7 @@ from paceline.events import Reduce, Update, Wait
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout
-from paceline.parameters.reduction import CollectiveReduction, Reduction, SharedReduction
+from paceline.parameters.reduction import CollectiveReduction, Reduction, SharedReduction, together
 from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.strategies.agreement import Agreement, Table
@@ -300,7 +300,7 @@ class AllReduceTrainer(Trainer):
         _VALUE.pack_into(self._meeting.note, 0, part, 0.0)
         self._meet(Intent.CLIP, _VALUE.size)
         parts = [_VALUE.unpack_from(note)[0] for note in self._meeting.notes]
-        total = max(parts) if norm == float("inf") else sum(parts) ** (1.0 / norm)
+        total = together(parts, norm) ** (1.0 if norm == float("inf") else 1.0 / norm)
         self._clipped = min(1.0, limit / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
         return torch.tensor(total, dtype=self._layout.flats[0].dtype)
 

@@ -97,16 +97,23 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-def synchronise(model: nn.Module, exchange: Exchange) -> nn.Module:
-    """Replace every batch norm layer; parameters and buffers stay the same objects."""
+def synchronise(model: nn.Module, exchange: Exchange, done: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
+    """Replace every batch norm layer; parameters and buffers stay the same objects, and one used twice stays one."""
+    done = {} if done is None else done
+    if model in done:
+        return done[model]
+    done[model] = model
     if isinstance(model, _BatchNorm) and not isinstance(model, (TeamBatchNorm, nn.modules.batchnorm._LazyNormBase)):
         layer = TeamBatchNorm(model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats)
         layer._parameters, layer._buffers = model._parameters, model._buffers
         layer.training = model.training
         layer.exchange = exchange
+        done[model] = layer
         return layer
-    for name, child in model.named_children():
-        replacement = synchronise(child, exchange)
+    for name, child in list(model._modules.items()):
+        if child is None:
+            continue
+        replacement = synchronise(child, exchange, done)
         if replacement is not child:
             setattr(model, name, replacement)
     return model

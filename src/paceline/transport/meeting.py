@@ -8,6 +8,7 @@ there is.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import struct
 import sys
@@ -70,6 +71,15 @@ class Watch(Protocol):
 
     def lost(self, rank: int) -> str | None:
         """Why `rank` can not come any more, or None while it can."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Waiting:
+    """One member's wait in one meeting, for however many others."""
+
+    since: float
+    notice: float
+    """When next to say for whom."""
 
 
 class Meeting:
@@ -147,6 +157,12 @@ class Meeting:
                     "all workers must do the same"
                 )
             return intent
+        if self._departed and intent is not Intent.PASSIVE:
+            gone = min(self._departed)
+            raise WorkerLost(
+                f"rank {gone} has left the team: its script has ended; rank {self.rank} needs it at {intent.spoken}",
+                [gone],
+            )
         self._count += 1
         count = self._count & 0xFFFFFFFF
         slots = self._slots[self._count & 1]
@@ -156,6 +172,7 @@ class Meeting:
         before = (count - 1) & 0xFFFFFFFF
         values, step, yield_core = words.values, words.step, os.sched_yield
         self.last = self.rank
+        waiting: _Waiting | None = None
         # A member can be one meeting behind or ahead, never two, so "not here yet" is a single value.
         for peer in self._slowest:
             place = peer * step
@@ -169,7 +186,8 @@ class Meeting:
                     while spins and values[place] == before:
                         spins -= 1
                 if values[place] == before:
-                    self._await(peer, before, intent)
+                    waiting = waiting or _Waiting(time.monotonic(), self.timeouts.notice)
+                    self._await(peer, before, intent, waiting)
                 self.last = peer
         if self.last != self.rank and self._slowest[0] != self.last:
             # Whoever was late is likely late again: waiting for it first means waking once, not once per peer.
@@ -208,16 +226,14 @@ class Meeting:
         before = (self._count - 1) & 0xFFFFFFFF
         return [peer for peer in self._peers if self._words.values[peer * self._words.step] == before]
 
-    def _await(self, peer: int, before: int, intent: Intent) -> None:
+    def _await(self, peer: int, before: int, intent: Intent, waiting: _Waiting) -> None:
         words = self._words
         place = peer * words.step
-        start = time.monotonic()
-        notice = self.timeouts.notice
         while words.values[place] == before:
             words.sleep(peer, before, _SLICE)
             if words.values[place] != before:
                 return
-            waited = time.monotonic() - start
+            waited = time.monotonic() - waiting.since
             if waited < _SLICE / 2:
                 continue
             if intent is Intent.PASSIVE and self.has_left(peer):
@@ -233,14 +249,14 @@ class Meeting:
                         f"the timeout is {self.timeouts.meeting:g} s",
                         late,
                     )
-            elif waited >= notice:
+            elif waited >= waiting.notice:
                 late = self.missing()
                 if late:
                     self._say(
                         f"rank {self.rank} waits for {names(late)} at {intent.spoken}: {waited:.0f} s so far, "
                         f"the timeout is {self.timeouts.meeting:g} s"
                     )
-                notice *= 2
+                waiting.notice *= 2
 
     def _check_alive(self, intent: Intent) -> None:
         for peer in self.missing():
