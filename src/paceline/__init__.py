@@ -1,5 +1,7 @@
 """Train PyTorch models over many devices and machines at the pace of the pack, not of the slowest rider."""
 
+from typing import TYPE_CHECKING, Any
+
 from paceline.config import AllReduce, Timeouts
 from paceline.errors import (
     JoinError,
@@ -10,7 +12,9 @@ from paceline.errors import (
     UsageError,
     WorkerLost,
 )
-from paceline.team import Team, join
+
+if TYPE_CHECKING:
+    from paceline.team import Team, join
 
 __all__ = [
     "AllReduce",
@@ -25,3 +29,12 @@ __all__ = [
     "WorkerLost",
     "join",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is asked for: a launcher that only starts workers does without."""
+    if name in ("Team", "join"):
+        from paceline import team
+
+        return getattr(team, name)
+    raise AttributeError(f"module 'paceline' has no attribute '{name}'")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from paceline.bench import memory, worker
+from paceline.bench.tasks import Race, Times, Weighing, Weight
 from paceline.cluster.local import LocalEngine
 from paceline.config import Launch
 from paceline.errors import PacelineError
@@ -18,33 +17,19 @@ from paceline.errors import PacelineError
 Result = TypeVar("Result")
 
 
-def measure(task: worker.Task, workers: int, strategy: str | None = None, label: str = "") -> worker.Result:
+def measure(race: Race, workers: int, strategy: str | None = None, label: str = "") -> Times:
     """Let contestants take turns on so many workers."""
-    return _run(
-        worker.__file__,
-        lambda output: msgspec.structs.replace(task, output=output),
-        worker.Result,
-        workers,
-        strategy,
-        label,
-    )
+    return _run("worker.py", race, Times, workers, strategy, label)
 
 
-def weigh(task: memory.Task, workers: int, label: str = "") -> memory.Result:
+def weigh(weighing: Weighing, workers: int, label: str = "") -> Weight:
     """Find out how much memory one contestant takes on so many workers."""
-    return _run(
-        memory.__file__,
-        lambda output: msgspec.structs.replace(task, output=output),
-        memory.Result,
-        workers,
-        None,
-        label,
-    )
+    return _run("memory.py", weighing, Weight, workers, None, label)
 
 
 def _run(
     script: str,
-    task: Callable[[str], msgspec.Struct],
+    task: Race | Weighing,
     result: type[Result],
     workers: int,
     strategy: str | None,
@@ -58,11 +43,10 @@ def _run(
 
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         output = Path(folder) / "result.json"
-        arguments = [msgspec.json.encode(task(str(output))).decode()]
+        arguments = [msgspec.json.encode(msgspec.structs.replace(task, output=str(output))).decode()]
+        path = Path(__file__).with_name(script)
         say(f"{label} starting")
-        endings = LocalEngine(
-            Path(script), arguments, workers, Launch(strategy=strategy, folder=folder), relay=relay
-        ).run()
+        endings = LocalEngine(path, arguments, workers, Launch(strategy=strategy, folder=folder), relay=relay).run()
         say("")
         for ending in endings:
             if ending.failed:

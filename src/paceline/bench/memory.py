@@ -12,29 +12,15 @@ import torch
 
 import paceline
 from paceline.bench.contestants import OPTIMIZERS, Ddp, Paceline, plain_step
-from paceline.bench.workloads import workload
+from paceline.bench.tasks import Weighing, Weight
+from paceline.bench.workloads import WORKLOADS
 from paceline.cluster.process import proportional_memory, release_freed_memory, return_freed_memory
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    model: str
-    contestant: str
-    optimizer: str
-    output: str
-
-
-class Result(msgspec.Struct):
-    """Bytes, summed over all workers."""
-
-    parameters_and_state: int
-    everything: int
-    """Gradients and their buffers too."""
-
-
 def main() -> None:
-    task = msgspec.json.decode(sys.argv[1], type=Task)
+    task = msgspec.json.decode(sys.argv[1], type=Weighing)
     team = paceline.join()
-    work = workload(task.model)
+    work = WORKLOADS[task.model]
     return_freed_memory()
     _warm_up(task.optimizer)
     before = _settled()
@@ -62,14 +48,14 @@ def main() -> None:
         after = _settled()
     sums = team.per_replica([parameters, after - before]).values
     if team.is_lead:
-        result = Result(sum(one for one, _ in sums), sum(two for _, two in sums))
+        result = Weight(sum(one for one, _ in sums), sum(two for _, two in sums))
         Path(task.output).write_bytes(msgspec.json.encode(result))
     team.barrier()
 
 
 def _warm_up(optimizer: str) -> None:
     """Let torch load what it loads at first use, so that it is not counted as the model's."""
-    work = workload("mlp25m")
+    work = WORKLOADS["mlp25m"]
     model = torch.nn.Linear(1024, 1024)
     batch = (torch.randn(work.batch, 1024), torch.zeros(work.batch))
     step = plain_step(work, model, OPTIMIZERS[optimizer](model.parameters()), batch, "fp32")

@@ -11,34 +11,15 @@ import msgspec
 
 import paceline
 from paceline.bench.contestants import CONTESTANTS, Contestant
-from paceline.bench.workloads import workload
+from paceline.bench.tasks import Race, Times
+from paceline.bench.workloads import WORKLOADS
 from paceline.cluster.process import keep_freed_memory, return_freed_memory
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure."""
-
-    model: str
-    contestants: list[str]
-    batch: int
-    optimizer: str = "sgd"
-    precision: str = "fp32"
-    rounds: int = 5
-    seconds: float = 1.0
-    """How long a contestant's turn lasts, about."""
-    output: str
-
-
-class Result(msgspec.Struct):
-    """Seconds per step of each contestant, one value per round."""
-
-    seconds: dict[str, list[float]]
-
-
 def main() -> None:
-    task = msgspec.json.decode(sys.argv[1], type=Task)
+    task = msgspec.json.decode(sys.argv[1], type=Race)
     team = paceline.join()
-    work = workload(task.model)
+    work = WORKLOADS[task.model]
     contestants = {}
     counts = {}
     for name in task.contestants:
@@ -55,7 +36,7 @@ def main() -> None:
         if team.is_lead:
             print(f"round {number + 1} of {task.rounds}", file=sys.stderr, flush=True)
     if team.is_lead:
-        Path(task.output).write_bytes(msgspec.json.encode(Result(seconds)))
+        Path(task.output).write_bytes(msgspec.json.encode(Times(seconds)))
 
 
 def _time(team: paceline.Team, contestant: Contestant, count: int) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from paceline.errors import UsageError
+from paceline.bench.tasks import MODELS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,15 +70,9 @@ def _transformer() -> nn.Module:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("small", 64, lambda: _mlp(64, 256, 10), lambda n: torch.randn(n, 64)),
-        Workload("mlp25m", 8, lambda: _mlp(1024, 4096, 4096, 1024), lambda n: torch.randn(n, 1024)),
-        Workload("convnet", 32, _convnet, lambda n: torch.randn(n, 1, 28, 28), 10),
-        Workload("transformer", 8, _transformer, lambda n: torch.randint(0, 256, (n, 64)), 10),
+        Workload("small", MODELS["small"], lambda: _mlp(64, 256, 10), lambda n: torch.randn(n, 64)),
+        Workload("mlp25m", MODELS["mlp25m"], lambda: _mlp(1024, 4096, 4096, 1024), lambda n: torch.randn(n, 1024)),
+        Workload("convnet", MODELS["convnet"], _convnet, lambda n: torch.randn(n, 1, 28, 28), 10),
+        Workload("transformer", MODELS["transformer"], _transformer, lambda n: torch.randint(0, 256, (n, 64)), 10),
     )
 }
-
-
-def workload(name: str) -> Workload:
-    if name not in WORKLOADS:
-        raise UsageError(f"unknown model '{name}'; there is {', '.join(WORKLOADS)}")
-    return WORKLOADS[name]

@@ -12,18 +12,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.contestants import CONTESTANTS, OPTIMIZERS, PRECISIONS
 from paceline.bench.figures import draw_scaling
 from paceline.bench.harness import measure, weigh
-from paceline.bench.memory import Task as MemoryTask
-from paceline.bench.worker import Task
-from paceline.bench.workloads import WORKLOADS, workload
+from paceline.bench.tasks import MODELS, OPTIMIZERS, PEERS, PRECISIONS, Race, Weighing
 from paceline.config import one_of, parse_strategy
 from paceline.errors import UsageError
 
 app = typer.Typer(help="Measure this machine, as ratios of things measured in one go.", no_args_is_help=True)
 
-Model = Annotated[str, typer.Option(help=f"What to train: {', '.join(WORKLOADS)}.")]
+Model = Annotated[str, typer.Option(help=f"What to train: {', '.join(MODELS)}.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Rounds = Annotated[int, typer.Option(help="Rounds in which the contestants take turns.")]
 Optimizer = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
@@ -48,17 +45,17 @@ def train(
 
     Example: `paceline bench train --model mlp25m --workers 2 --against ddp`
     """
-    one_of("--against", against, [name for name in CONTESTANTS if name != "paceline"])
-    task = _task(model, ["paceline", against], workers, batch, optimizer, precision, rounds, seconds)
+    one_of("--against", against, PEERS)
+    race = _race(model, ["paceline", against], workers, batch, optimizer, precision, rounds, seconds)
     chosen = str(parse_strategy(strategy))
-    result = measure(task, workers, chosen, label=f"{model}, {workers} workers:")
+    result = measure(race, workers, chosen, label=f"{model}, {workers} workers:")
     ours, theirs = result.seconds["paceline"], result.seconds[against]
     facts: dict[str, Any] = {
         "model": model,
         "workers": workers,
         "strategy": chosen,
         "against": against,
-        "batch": task.batch,
+        "batch": race.batch,
         "optimizer": optimizer,
         "precision": precision,
         "ratio": min(theirs) / min(ours),
@@ -69,7 +66,7 @@ def train(
     if json:
         _print_json(facts)
         return
-    table = Table("", "best round", "median round", title=f"{model}, {workers} workers, batch {task.batch} each")
+    table = Table("", "best round", "median round", title=f"{model}, {workers} workers, batch {race.batch} each")
     for name in ("paceline", against):
         times = result.seconds[name]
         table.add_row(name, f"{min(times) * 1e3:.3g} ms/step", f"{statistics.median(times) * 1e3:.3g} ms/step")
@@ -103,12 +100,12 @@ def scaling(
         raise UsageError(f"--plot is '{plot}'; it must end in .html")
     points: list[dict[str, Any]] = []
     for precise in precision.split(","):
-        for size in _numbers("--batch", batch) if batch else [workload(model).batch]:
+        for size in _numbers("--batch", batch) if batch else [_usual(model)]:
             for count in _numbers("--workers", workers):
                 contestants = ["paceline", "single", "alone", "alone-keeping"]
-                task = _task(model, contestants, count, size, optimizer, precise, rounds, seconds)
+                race = _race(model, contestants, count, size, optimizer, precise, rounds, seconds)
                 label = f"{model}, {count} workers, batch {size}, {precise}:"
-                best = {name: min(times) for name, times in measure(task, count, chosen, label).seconds.items()}
+                best = {name: min(times) for name, times in measure(race, count, chosen, label).seconds.items()}
                 points.append(
                     {
                         "workers": count,
@@ -157,9 +154,9 @@ def memory(
     if workers < 2:
         raise UsageError(f"--workers is {workers}; it must be at least 2")
     one_of("--optimizer", optimizer, OPTIMIZERS)
-    workload(model)
+    one_of("--model", model, MODELS)
     taken = {
-        name: weigh(MemoryTask(model=model, contestant=name, optimizer=optimizer, output=""), workers, f"{name}:")
+        name: weigh(Weighing(model=model, contestant=name, optimizer=optimizer), workers, f"{name}:")
         for name in ("paceline", "ddp")
     }
     ours, theirs = taken["paceline"], taken["ddp"]
@@ -190,7 +187,7 @@ def _numbers(name: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _task(
+def _race(
     model: str,
     contestants: list[str],
     workers: int,
@@ -199,23 +196,27 @@ def _task(
     precision: str,
     rounds: int,
     seconds: float,
-) -> Task:
+) -> Race:
     for name, value in (("--workers", workers), ("--rounds", rounds), ("--batch", batch)):
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}; it must be at least 1")
     if not seconds > 0:
         raise UsageError(f"--seconds is {seconds:g}; it must be above 0")
-    return Task(
+    return Race(
         model=model,
         contestants=contestants,
-        batch=batch or workload(model).batch,
+        batch=batch or _usual(model),
         optimizer=one_of("--optimizer", optimizer, OPTIMIZERS),
         precision=one_of("--precision", precision, PRECISIONS),
         rounds=rounds,
         seconds=seconds,
-        output="",
     )
 
 
 def _print_json(facts: dict[str, Any]) -> None:
     sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
+
+
+def _usual(model: str) -> int:
+    """The batch size that a model is usually measured at."""
+    return MODELS[one_of("--model", model, MODELS)]

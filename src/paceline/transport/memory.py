@@ -11,8 +11,10 @@ import contextlib
 import mmap
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _PAGE = mmap.PAGESIZE
 
@@ -58,6 +60,8 @@ class Memory:
         return memoryview(self._map)[offset : offset + size]
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        import torch  # only here: a launcher that makes memory for others need not load it
+
         if count == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
