@@ -10,8 +10,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import paceline
 import torch
+
+import paceline
 from paceline.config import Launch, Timeouts
 from paceline.transport import Meeting, Memory
 
@@ -33,7 +34,7 @@ def run_team(
         theirs.close()
         ends.append((process, ours))
     results, failure = [], None
-    for rank, (process, end) in enumerate(ends):
+    for rank, (_, end) in enumerate(ends):
         try:
             assert end.poll(timeout), f"rank {rank} said nothing for {timeout} s"
             fine, value = pickle.loads(end.recv_bytes())

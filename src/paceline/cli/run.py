@@ -76,13 +76,13 @@ def run(
         "script": str(script),
         "arguments": arguments or [],
         "workers": workers,
-        "strategy": chosen,
+        "strategy": chosen,  # until the workers have said what the script wants
         "slow": slow or [],
         "seed": seed,
         "timeout": timeout,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    (folder / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
+    _write_config(folder, config)
     progress = Progress(folder, workers, all_output=all_output, quiet=quiet)
     engine = LocalEngine(script, arguments or [], workers, launch, relay=progress.relay, tick=progress.tick)
     code = 0
@@ -95,9 +95,14 @@ def run(
         code = 128 + stop.number
     finally:
         summary = merge(folder, workers)
-    if not quiet:
+        _write_config(folder, {**config, "strategy": summary.strategy or chosen})
+    if not quiet and code != 2:
         _close(folder, summary, code)
     raise typer.Exit(code)
+
+
+def _write_config(folder: Path, config: dict[str, object]) -> None:
+    (folder / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
 
 
 def _make_folder(script: Path, name: str | None) -> Path:

@@ -6,6 +6,7 @@ has no name, and the port is only held, not listened on. So even `kill -9` of th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import selectors
@@ -197,6 +198,9 @@ class LocalEngine:
     def _bury(self, rank: int, descriptor: int) -> Ending:
         """A worker has ended: take its last words."""
         process = self._processes[rank]
+        # What it started ends with it. Nobody else can have its id yet: it has not been waited for.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
         self._selector.unregister(descriptor)
         os.close(descriptor)

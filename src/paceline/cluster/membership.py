@@ -46,10 +46,11 @@ class Pulse:
 class Members:
     """This process among the others: a chair at their meetings, and shared memory on demand."""
 
-    def __init__(self, place: Place, meeting: Meeting, pulse: Pulse) -> None:
+    def __init__(self, place: Place, meeting: Meeting, pulse: Pulse, store: Store | None) -> None:
         self.rank, self.size = place.rank, place.world_size
         self.meeting = meeting
         self._pulse = pulse
+        self._store = store  # rank 0 may be its host, and goes on being it as long as the team lasts
 
     def share(self, size: int) -> Memory:
         """New memory that all members map; all must ask for it, with the same size."""
@@ -112,7 +113,7 @@ def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callabl
             f"this team has {place.world_size} workers of which {place.local_world_size} on this machine; "
             "a team must be on one machine"
         )
-    memory = _control_memory(place, launch, timeouts)
+    memory, store = _control_memory(place, launch, timeouts)
     patience = Timeouts(join=timeouts.join, meeting=timeouts.join, notice=timeouts.notice)
     meeting = Meeting(memory, place.rank, place.world_size, patience, say)
     meeting.sign_in()
@@ -125,25 +126,26 @@ def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callabl
     # Nobody goes on before all have taken the pulse of all: a process id must not be reused in between.
     meeting.meet(Intent.BARRIER)
     memory.close_descriptor()
-    return Members(place, meeting, pulse)
+    return Members(place, meeting, pulse, store)
 
 
-def _control_memory(place: Place, launch: Launch, timeouts: Timeouts) -> Memory:
+def _control_memory(place: Place, launch: Launch, timeouts: Timeouts) -> tuple[Memory, Store | None]:
+    """The memory in which the team meets, and the store through which it was found."""
     if launch.control is not None:
-        return Memory.inherited(launch.control)
+        return Memory.inherited(launch.control), None
     size = Meeting.memory_size(place.world_size)
     if place.world_size == 1:
-        return Memory.create(size)
+        return Memory.create(size), None
     store = _store(place, timeouts)
     if place.rank == 0:
         memory = Memory.create(size)
         store.set("control", f"{os.getpid()} {memory.descriptor} {_machine()}")
-        return memory
+        return memory, store
     try:
         pid, descriptor, machine = store.get("control").decode().split()
         if machine != _machine():
             raise JoinError("this worker is not on rank 0's machine, or not in its pid namespace", [place.rank])
-        return Memory.of(int(pid), int(descriptor))
+        return Memory.of(int(pid), int(descriptor)), store
     except DistStoreError as error:
         raise JoinError(f"rank {place.rank} did not hear from rank 0 in {timeouts.join:g} s: {error}") from None
     except OSError as error:
