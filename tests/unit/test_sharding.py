@@ -226,9 +226,14 @@ def test_all_state_lies_in_shared_memory_and_stays_there(kind: type[Optimizer], 
     places = [value.data_ptr() for value in team.states()]
     assert bool(places) == bool(kept)
     assert all(begin <= place < begin + team.memory.size for place in places)
+    pieces = [(shard._inner.state, piece.parameter) for shard in team.shards for piece in shard._own]
+    own = [value.data_ptr() for state, piece in pieces for value in state[piece].values()]
+    assert len(set(own)) == len(own)
     train(team, plain, range(1, 6))
-    assert [value.data_ptr() for value in team.states()] == places
-    assert len(set(places)) == len(places)
+    # Neighbours that are updated as one have their state at the same places, seen as one.
+    later = [value.data_ptr() for value in team.states()]
+    assert set(places) <= set(later)
+    assert all(begin <= place < begin + team.memory.size for place in later)
 
 
 @pytest.mark.parametrize("some_unused", [False, True])

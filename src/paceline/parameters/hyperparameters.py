@@ -94,6 +94,13 @@ class RateScaling:
         if self.warmup < 0:
             raise UsageError(f"warmup is {self.warmup}; it must be a number of updates, 0 or more")
 
+    def scaled(self, groups: list[dict[str, Any]], update: int) -> list[dict[str, Any]]:
+        """These groups with their learning rates scaled; the very same where there is nothing to scale."""
+        factor = self.factor(update)
+        if factor == 1.0:
+            return groups
+        return [{**group, "lr": group["lr"] * factor} if "lr" in group else group for group in groups]
+
     def factor(self, update: int) -> float:
         if self.rule is None:
             return 1.0

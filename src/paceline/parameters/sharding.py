@@ -41,6 +41,13 @@ _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.
 """Those whose whole step torch does in one pass over memory, also on the CPU."""
 
 
+ByGroup = dict[int, list[torch.nn.Parameter]]
+"""What to update, by parameter group."""
+
+_OWN, _AT_HEAD = 1, 2
+"""Marks of a piece whose state is placed: its scalars (the number of steps, say) are its own, or its run's head's."""
+
+
 @dataclasses.dataclass(slots=True)
 class _Piece:
     """The part of one parameter that lies in one chunk."""
@@ -49,10 +56,13 @@ class _Piece:
     flat: int
     slot: Slot
     group: int
+    chunk: int
     start: int
     stop: int
     parameter: torch.nn.Parameter
     """Its values, with the summed gradient as `.grad`: what the optimizer sees."""
+    head: int = 0
+    """The number of the first piece of its run: neighbours of one group that can be updated as one."""
     settled: bool = False
     """Whether its state lies in shared memory."""
 
@@ -63,7 +73,7 @@ class _Chunk:
     start: int
     stop: int
     pieces: list[_Piece]
-    by_group: dict[int, list[torch.nn.Parameter]]
+    by_group: ByGroup
     gradients: tuple[torch.Tensor, ...]
     """Each worker's gradients of this chunk."""
     total: torch.Tensor
@@ -95,8 +105,12 @@ class ShardedOptimizer:
         self._own: list[_Piece] = []
         for owner in range(workers):
             for number, flat in enumerate(layout.flats):
+                before: _Piece | None = None
                 for piece in _cut(number, flat.slots, flat.shards[owner], flat.dtype, group_of):
-                    piece.number = len(self._pieces)
+                    piece.number = piece.head = len(self._pieces)
+                    if before is not None and (before.group, before.chunk) == (piece.group, piece.chunk):
+                        piece.head = before.head
+                    before = piece
                     self._pieces.append(piece)
                     if owner == rank:
                         self._own.append(piece)
@@ -111,6 +125,12 @@ class ShardedOptimizer:
         self._inner = self._make_inner()
         # Without the profiling and the user's hooks that torch wraps around it: those belong to the whole update.
         self._raw_step: Callable[[Optimizer], Any] = inspect.unwrap(type(optimizer).step)
+        self._unsettled = len(self._own)
+        """How many pieces have no state in shared memory yet."""
+        self._runs: list[ByGroup] = []
+        """Per chunk, its runs, once pieces are updated together."""
+        self._apart = False
+        """Whether parameters have turned out to be used unevenly, so that each must be updated by itself."""
         self._bytes = sum(chunk.total.nbytes for chunk in self._chunks)
         self._memory: Memory | None = None
         self._state: dict[tuple[int, str], torch.Tensor] = {}
@@ -129,7 +149,7 @@ class ShardedOptimizer:
             for begin in range(start, stop, step):
                 end = min(begin + step, stop)
                 inside = [piece for piece in pieces if begin <= piece.start < end]
-                by_group: dict[int, list[torch.nn.Parameter]] = {}
+                by_group: ByGroup = {}
                 for piece in inside:
                     by_group.setdefault(piece.group, []).append(piece.parameter)
                     piece.parameter.data = self._versions.flats[number][piece.start : piece.stop]
@@ -183,15 +203,16 @@ class ShardedOptimizer:
     def _full(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         return {name: kind for name, (is_full, kind) in self._spec[dtype].items() if is_full}
 
-    def _home(self, piece: _Piece, name: str) -> torch.Tensor | None:
-        """Where a piece's state of this name lives."""
+    def _home(self, piece: _Piece, name: str, number: int | None = None) -> torch.Tensor | None:
+        """Where a piece's state of this name lives; its scalars, if a number is given, at that other piece."""
         spec = self._spec[self._layout.flats[piece.flat].dtype]
         if name not in spec or self._memory is None:
             return None
         is_full, dtype = spec[name]
         if is_full:
             return self._state[piece.flat, name][piece.start : piece.stop]
-        place = self._scalars + 8 * (piece.number * len(self._names) + self._names.index(name))
+        number = piece.number if number is None else number
+        place = self._scalars + 8 * (number * len(self._names) + self._names.index(name))
         return self._memory.tensor(place, 1, dtype).view(())
 
     # -- updating ----------------------------------------------------------------------------------------------------
@@ -206,13 +227,17 @@ class ShardedOptimizer:
         `used` says per worker which parameters have a gradient; None if all have, everywhere. Gradients that were
         reduced before are passed as this worker's own with weight 1. Returns the bytes read from other workers.
         """
+        if used is not None:
+            self._part()
+        elif not (self._runs or self._apart or self._unsettled):
+            self._join()
         with torch.no_grad():
-            for chunk in self._chunks:
-                if used is None:
-                    weighted_sum(chunk.total, chunk.gradients, weights, scale)
-                    self._step(chunk.by_group, chunk.pieces)
-                else:
+            for number, chunk in enumerate(self._chunks):
+                if used is not None:
                     self._update_used(chunk, weights, used, scale)
+                    continue
+                weighted_sum(chunk.total, chunk.gradients, weights, scale)
+                self._step(self._runs[number] if self._runs else chunk.by_group, chunk.pieces)
         others = sum(rank != self._rank for rank, _ in weights)
         return others * self._bytes
 
@@ -227,8 +252,60 @@ class ShardedOptimizer:
             weighted_sum(chunk.total[begin:end], parts, contributing, scale)
             self._step({piece.group: [piece.parameter]}, [piece])
 
-    def _step(self, by_group: dict[int, list[torch.nn.Parameter]], pieces: list[_Piece]) -> None:
-        if len({piece.settled for piece in pieces}) > 1:
+    def _join(self) -> None:
+        """Let neighbouring pieces be updated as one from now on: many small parameters cost as much as one large."""
+        for chunk in self._chunks:
+            heads: dict[int, list[_Piece]] = {}
+            for piece in chunk.pieces:
+                heads.setdefault(piece.head, []).append(piece)
+            runs: ByGroup = {}
+            for pieces in heads.values():
+                joined = [self._run(chunk, pieces)] if len(pieces) > 1 and self._alike(pieces) else []
+                for parameter in joined or [piece.parameter for piece in pieces]:
+                    runs.setdefault(pieces[0].group, []).append(parameter)
+            self._runs.append(runs)
+
+    def _run(self, chunk: _Chunk, pieces: list[_Piece]) -> torch.nn.Parameter:
+        """Pieces that lie side by side, with what padding is between them, as one; its scalars are the first one's."""
+        start, stop = pieces[0].start, pieces[-1].stop
+        run = torch.nn.Parameter(self._versions.flats[chunk.flat][start:stop])
+        run.grad = chunk.total[start - chunk.start : stop - chunk.start]
+        state = {}
+        for name, value in self._inner.state[pieces[0].parameter].items():
+            full = isinstance(value, torch.Tensor) and value.dim() > 0
+            state[name] = self._state[chunk.flat, name][start:stop] if full else value
+        if state:
+            self._inner.state[run] = state
+        for piece in pieces[1:]:
+            self._placed[piece.number] = _AT_HEAD
+        return run
+
+    def _alike(self, pieces: list[_Piece]) -> bool:
+        """Whether all have had the same number of steps, and state of the same kinds in shared memory."""
+        first, *others = (self._inner.state[piece.parameter] for piece in pieces)
+        if not all(name in self._names for name in first):
+            return False
+        scalars = {name: value for name, value in first.items() if value.dim() == 0}
+        return all(
+            other.keys() == first.keys() and all(torch.equal(other[name], scalars[name]) for name in scalars)
+            for other in others
+        )
+
+    def _part(self) -> None:
+        """Give every piece its own scalars again."""
+        self._apart = True
+        for piece in self._own if self._runs else ():
+            if self._placed[piece.number] != _AT_HEAD:
+                continue
+            head = self._pieces[piece.head]
+            for name, value in self._inner.state[piece.parameter].items():
+                if value.dim() == 0:
+                    value.copy_(self._inner.state[head.parameter][name])
+            self._placed[piece.number] = _OWN
+        self._runs = []
+
+    def _step(self, by_group: ByGroup, pieces: list[_Piece]) -> None:
+        if self._unsettled and len({piece.settled for piece in pieces}) > 1:
             # Some have had no gradient before: torch's fused SGD wants momentum of all of them, or of none.
             for piece in pieces:
                 self._step({piece.group: [piece.parameter]}, [piece])
@@ -237,9 +314,10 @@ class ShardedOptimizer:
         for number, group in enumerate(inner.param_groups):
             group["params"] = by_group.get(number, [])
         self._raw_step(inner)
-        for piece in pieces:
-            if not piece.settled:
-                self._settle(piece)
+        if self._unsettled:
+            for piece in pieces:
+                if not piece.settled:
+                    self._settle(piece)
 
     def _settle(self, piece: _Piece) -> None:
         """Move a piece's state, which the optimizer has just made, to where it lives from now on."""
@@ -250,7 +328,8 @@ class ShardedOptimizer:
                 home.copy_(value)
                 state[name] = home
         piece.settled = True
-        self._placed[piece.number] = 1
+        self._unsettled -= 1
+        self._placed[piece.number] = _OWN
 
     def state(self) -> list[torch.Tensor]:
         """The state of all workers together, one flat tensor per name and dtype."""
@@ -265,12 +344,13 @@ class ShardedOptimizer:
             first.setdefault(piece.slot.index, piece)
         optimizer.state.clear()
         for index, piece in first.items():
-            if not self._placed[piece.number]:
+            mark = self._placed[piece.number]
+            if not mark:
                 continue
             slot = self._layout.slots[index]
             state: dict[str, torch.Tensor] = {}
             for name, (is_full, _) in self._spec_of[self._layout.flats[piece.flat].dtype][piece.group].items():
-                home = self._home(piece, name)
+                home = self._home(piece, name, piece.head if mark == _AT_HEAD else None)
                 if home is not None:
                     state[name] = slot.view(self._state[piece.flat, name]) if is_full else home
             if state:
@@ -278,6 +358,8 @@ class ShardedOptimizer:
 
     def import_state(self, optimizer: Optimizer) -> None:
         """Take this worker's part of the state that lies in `optimizer.state`, and empty that."""
+        self._part()
+        self._apart = False
         for piece in self._own:
             state = optimizer.state.get(piece.slot.parameter)
             if not state:
@@ -300,7 +382,8 @@ class ShardedOptimizer:
                 taken[name] = home
             self._inner.state[piece.parameter] = taken
             piece.settled = True
-            self._placed[piece.number] = 1
+            self._placed[piece.number] = _OWN
+        self._unsettled = sum(not piece.settled for piece in self._own)
         optimizer.state.clear()
 
 
@@ -318,9 +401,10 @@ def _cut(
         start = max(first, slot.offset)
         stop = min(last, slot.offset + slot.count)
         while start < stop:
-            end = min(stop, first + ((start - first) // step + 1) * step)
+            chunk = (start - first) // step
+            end = min(stop, first + (chunk + 1) * step)
             empty = torch.nn.Parameter(torch.empty(0, dtype=dtype))
-            yield _Piece(0, flat, slot, group_of[id(slot.parameter)], start, end, empty)
+            yield _Piece(0, flat, slot, group_of[id(slot.parameter)], chunk, start, end, empty)
             start = end
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -14,8 +13,7 @@ from paceline.parameters.hyperparameters import SLOT, Hyperparameters
 _NOTE = struct.Struct("=dqqqdq")  # weight, skip, number of the hyperparameters, all used, seconds, samples
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(NamedTuple):
     """The same on every worker."""
 
     weights: list[tuple[int, float]]

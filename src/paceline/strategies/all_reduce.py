@@ -34,6 +34,8 @@ from paceline.strategies.takeover import Takeover
 from paceline.transport import Intent
 
 _VALUE = struct.Struct("=dd")
+_NOTABLE = 5e-6
+"""Seconds below which nobody can be said to have waited."""
 
 
 def on_host(parameters: Iterable[torch.nn.Parameter]) -> bool:
@@ -66,6 +68,8 @@ class AllReduceTrainer(Trainer):
         self.version = 0
         self.paces = [(0.0, 0)] * self._size
         self._weight = 1.0 / self._size
+        self._groups: list[dict[str, Any]] = []
+        """The hyperparameters that the shard was last updated with."""
         self._accumulating = False
         self._exchanging = False
         """Whether the end of the running backward pass will exchange gradients."""
@@ -204,7 +208,9 @@ class AllReduceTrainer(Trainer):
         start = time.perf_counter()
         topic = self._meeting.meet(intent, length)
         if self._meeting.last != self._rank:
-            self._recorder.add(Wait(self._rank, start, time.perf_counter() - start, self._meeting.last))
+            waited = time.perf_counter() - start
+            if waited > _NOTABLE:
+                self._recorder.add(Wait(self._rank, start, waited, self._meeting.last))
         return topic
 
     def _bring(self, unscale: float, skip: bool, final: bool = True) -> None:
@@ -221,12 +227,10 @@ class AllReduceTrainer(Trainer):
         loss = None
         read = 0
         if not agreed.skip:
-            factor = self._rate.factor(self.version)
-            groups = [{**group, "lr": group["lr"] * factor} if "lr" in group else group for group in agreed.groups]
             if self._shard is not None:
-                read = self._update_shard(agreed, groups)
+                read = self._update_shard(agreed)
             else:
-                with self._takeover.values(groups):
+                with self._takeover.values(self._rate.scaled(agreed.groups, self.version)):
                     loss = self._run_whole(agreed, closure)
         self._clipped = None
         end = time.perf_counter()
@@ -249,9 +253,12 @@ class AllReduceTrainer(Trainer):
         self._stopwatch.restart(time.perf_counter())
         return loss
 
-    def _update_shard(self, agreed: Agreement, groups: list[dict[str, Any]]) -> int:
+    def _update_shard(self, agreed: Agreement) -> int:
         assert self._shard is not None
-        self._shard.set_hyperparameters(groups)
+        groups = self._rate.scaled(agreed.groups, self.version)
+        if groups is not self._groups:
+            self._groups = groups
+            self._shard.set_hyperparameters(groups)
         if not self._visible and self._clipped is None:
             return self._shard.update(agreed.weights, agreed.used)
         # The mean is made already and lies in this worker's own buffer.

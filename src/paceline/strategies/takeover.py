@@ -23,6 +23,10 @@ class Takeover:
         self.plain_step: Callable[..., Any] = types.MethodType(type(optimizer).step, optimizer)
         """The optimizer's own step."""
         self._replaced: set[str] = set()
+        self._hooks: dict[str, dict[int, Callable[..., Any]]] = {
+            "pre": optimizer._optimizer_step_pre_hooks,
+            "post": optimizer._optimizer_step_post_hooks,
+        }
 
     def replace(self, name: str, function: Callable[..., Any]) -> None:
         def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +60,6 @@ class Takeover:
 
     def run_hooks(self, kind: str) -> None:
         """The user's own hooks around a step."""
-        hooks = vars(self._optimizer).get(f"_optimizer_step_{kind}_hooks")
-        for hook in list(hooks.values()) if hooks else ():
-            hook(self._optimizer, (), {})
+        if self._hooks[kind]:
+            for hook in list(self._hooks[kind].values()):
+                hook(self._optimizer, (), {})
