@@ -29,7 +29,7 @@ _SLICE = 0.1
 """How long a sleeper sleeps before it looks whether those it waits for still live."""
 _SPINS = 4000
 """How often to look before sleeping when there is a core for everybody: some two hundred microseconds at most."""
-_YIELDS = 200
+_YIELDS = 1000
 """How often to give the core away before sleeping when there are more members than cores."""
 
 
