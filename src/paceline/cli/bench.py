@@ -37,8 +37,8 @@ def train(
     batch: Annotated[int | None, typer.Option(help="Samples per worker and step.")] = None,
     optimizer: Optimizer = "sgd",
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16 (autocast).")] = "fp32",
-    rounds: Rounds = 15,
-    seconds: Annotated[float, typer.Option(help="How long each turn lasts, about.")] = 0.4,
+    rounds: Rounds = 9,
+    seconds: Annotated[float, typer.Option(help="How long each turn lasts, about.")] = 1.0,
     json: Json = False,
 ) -> None:
     """Train a model with a team and with a peer, in turns, and print how many times as fast the team is.
@@ -83,7 +83,7 @@ def scaling(
     precision: Annotated[str, typer.Option(help="Of fp32, bf16, fp16, as fp32,bf16.")] = "fp32",
     optimizer: Optimizer = "sgd",
     rounds: Rounds = 9,
-    seconds: Annotated[float, typer.Option(help="How long each turn lasts, about.")] = 0.4,
+    seconds: Annotated[float, typer.Option(help="How long each turn lasts, about.")] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="Write the curves to this HTML file.")] = None,
     json: Json = False,
 ) -> None:
