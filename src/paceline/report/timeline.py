@@ -8,7 +8,8 @@ from html import escape
 from paceline.events import Compute, Event, Reduce, Update, Wait
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
-_COLOURS = {"computing": "#0072B2", "slowed on purpose": "#56B4E9", "updating": "#E69F00", "waiting": "none"}
+_COLOURS = {"computing": "#0072B2", "slowed on purpose": "#56B4E9", "updating": "#E69F00", "waiting": "#ffffff"}
+_OTHER = "#f0f0f0"
 _WIDTH, _ROW, _LEFT, _TOP = 960, 34, 76, 46
 
 
@@ -28,7 +29,7 @@ def timeline(events: Iterable[Event], title: str, updates: int = 8) -> str:
         y = _TOP + row * _ROW
         shapes.append(f"<text x='{_LEFT - 10}' y='{y + 19}' text-anchor='end'>worker {rank}</text>")
         width = _WIDTH - _LEFT - 16
-        shapes.append(f"<rect x='{_LEFT}' y='{y}' width='{width}' height='{_ROW - 8}' fill='#f4f4f4' stroke='#ddd'/>")
+        shapes.append(f"<rect x='{_LEFT}' y='{y}' width='{width}' height='{_ROW - 8}' fill='{_OTHER}' stroke='#ddd'/>")
         for event in events:
             if event.rank == rank:
                 for kind, start, seconds, note in _spans(event):
@@ -73,10 +74,8 @@ def _spans(event: Event) -> list[tuple[str, float, float, str]]:
 
 
 def _bar(x: float, y: float, width: float, kind: str, note: str) -> str:
-    colour = _COLOURS[kind]
-    fill = "fill='#ffffff'" if colour == "none" else f"fill='{colour}'"
     return (
-        f"<rect x='{x:.2f}' y='{y + 1}' width='{width:.2f}' height='{_ROW - 10}' {fill}>"
+        f"<rect x='{x:.2f}' y='{y + 1}' width='{width:.2f}' height='{_ROW - 10}' fill='{_COLOURS[kind]}'>"
         f"<title>{escape(kind)}: {escape(note)}</title></rect>"
     )
 
@@ -92,9 +91,8 @@ def _axis(seconds: float, y: int) -> str:
 def _frame(title: str, rows: int, shapes: list[str]) -> str:
     height = _TOP + rows * _ROW + 44
     legend, x = [], _LEFT
-    for kind, colour in _COLOURS.items():
-        fill = "#ffffff" if colour == "none" else colour
-        legend.append(f"<rect x='{x}' y='{height - 20}' width='12' height='12' fill='{fill}' stroke='#bbb'/>")
+    for kind, colour in {**_COLOURS, "not training": _OTHER}.items():
+        legend.append(f"<rect x='{x}' y='{height - 20}' width='12' height='12' fill='{colour}' stroke='#bbb'/>")
         legend.append(f"<text x='{x + 18}' y='{height - 9}' class='small'>{kind}</text>")
         x += 34 + 7 * len(kind)
     return (
