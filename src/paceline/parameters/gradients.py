@@ -85,11 +85,12 @@ class Gradients:
             used[index] = 1
             view = self._views[index]
             if gradient is not view:
-                sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+                if gradient.requires_grad or gradient.is_sparse:
+                    gradient = gradient.detach().to_dense()
+                sources.append(gradient)
                 targets.append(view)
         if sources:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(targets, sources)
         return bytes(used)
 
     def used(self) -> bytes:

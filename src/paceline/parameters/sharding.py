@@ -60,7 +60,7 @@ class _Piece:
     start: int
     stop: int
     parameter: torch.nn.Parameter
-    """Its values, with the summed gradient as `.grad`: what the optimizer sees."""
+    """Its values, with the summed gradient as `.grad`: what the optimizer sees. Autograd knows nothing of it."""
     head: int = 0
     """The number of the first piece of its run: neighbours of one group that can be updated as one."""
     settled: bool = False
@@ -231,13 +231,12 @@ class ShardedOptimizer:
             self._part()
         elif not (self._runs or self._apart or self._unsettled):
             self._join()
-        with torch.no_grad():
-            for number, chunk in enumerate(self._chunks):
-                if used is not None:
-                    self._update_used(chunk, weights, used, scale)
-                    continue
-                weighted_sum(chunk.total, chunk.gradients, weights, scale)
-                self._step(self._runs[number] if self._runs else chunk.by_group, chunk.pieces)
+        for number, chunk in enumerate(self._chunks):
+            if used is not None:
+                self._update_used(chunk, weights, used, scale)
+                continue
+            weighted_sum(chunk.total, chunk.gradients, weights, scale)
+            self._step(self._runs[number] if self._runs else chunk.by_group, chunk.pieces)
         others = sum(rank != self._rank for rank, _ in weights)
         return others * self._bytes
 
@@ -268,7 +267,7 @@ class ShardedOptimizer:
     def _run(self, chunk: _Chunk, pieces: list[_Piece]) -> torch.nn.Parameter:
         """Pieces that lie side by side, with what padding is between them, as one; its scalars are the first one's."""
         start, stop = pieces[0].start, pieces[-1].stop
-        run = torch.nn.Parameter(self._versions.flats[chunk.flat][start:stop])
+        run = torch.nn.Parameter(self._versions.flats[chunk.flat][start:stop], requires_grad=False)
         run.grad = chunk.total[start - chunk.start : stop - chunk.start]
         state = {}
         for name, value in self._inner.state[pieces[0].parameter].items():
@@ -403,7 +402,7 @@ def _cut(
         while start < stop:
             chunk = (start - first) // step
             end = min(stop, first + (chunk + 1) * step)
-            empty = torch.nn.Parameter(torch.empty(0, dtype=dtype))
+            empty = torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
             yield _Piece(0, flat, slot, group_of[id(slot.parameter)], chunk, start, end, empty)
             start = end
 
