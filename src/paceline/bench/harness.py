@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,9 +21,29 @@ from paceline.errors import PacelineError
 Result = TypeVar("Result")
 
 
+_PROBE = """
+import torch
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    torch.nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()
+"""
+_WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
+
+
+@functools.cache
+def _environment(precision: str) -> dict[str, str]:
+    """What workers run in. Some virtual machines announce AMX and then cannot run it: torch dies of that in bf16."""
+    environment = dict(os.environ)
+    if precision != "fp32" and not _WITHOUT_AMX.keys() & environment.keys():
+        died = subprocess.run([sys.executable, "-c", _PROBE], check=False, capture_output=True).returncode
+        if died == -signal.SIGILL:
+            print("paceline: this machine cannot run the AMX that it announces; measuring without", file=sys.stderr)
+            environment |= _WITHOUT_AMX
+    return environment
+
+
 def measure(race: Race, workers: int, strategy: str | None = None, label: str = "") -> Times:
     """Let contestants take turns on so many workers."""
-    return _run("worker.py", race, Times, workers, strategy, label)
+    return _run("worker.py", race, Times, workers, strategy, label, _environment(race.precision))
 
 
 def weigh(weighing: Weighing, workers: int, label: str = "") -> Weight:
@@ -34,6 +58,7 @@ def _run(
     workers: int,
     strategy: str | None,
     label: str,
+    environment: dict[str, str] | None = None,
 ) -> Result:
     say = _say if sys.stderr.isatty() else lambda _line: None
 
@@ -46,7 +71,9 @@ def _run(
         arguments = [msgspec.json.encode(msgspec.structs.replace(task, output=str(output))).decode()]
         path = Path(__file__).with_name(script)
         say(f"{label} starting")
-        endings = LocalEngine(path, arguments, workers, Launch(strategy=strategy, folder=folder), relay=relay).run()
+        endings = LocalEngine(
+            path, arguments, workers, Launch(strategy=strategy, folder=folder), relay=relay, environment=environment
+        ).run()
         say("")
         for ending in endings:
             if ending.failed:

@@ -124,7 +124,7 @@ def scaling(
     if json:
         _print_json(facts)
         return
-    heads = ("precision", "batch", "workers", "at once", "single", "same allocator", "speedup", "samples/s")
+    heads = ("", "batch", "workers", "at once", "single", "same alloc.", "speedup", "samples/s")
     table = Table(*heads, title=f"Scaling efficiency of {model} under {chosen}")
     for point in points:
         table.add_row(

@@ -26,6 +26,7 @@ from paceline.transport.meeting import Meeting
 from paceline.transport.memory import Memory
 
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+_HINT = "; a machine that announces AMX but cannot run it needs ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
 _TICK = 0.2
 """Seconds between looks at the clock while nothing happens."""
 
@@ -57,7 +58,8 @@ class Ending:
     @property
     def spoken(self) -> str:
         if self.code < 0:
-            return f"rank {self.rank} was killed by signal {-self.code} ({signal.Signals(-self.code).name})"
+            hint = _HINT if -self.code == signal.SIGILL else ""
+            return f"rank {self.rank} was killed by signal {-self.code} ({signal.Signals(-self.code).name}){hint}"
         return f"rank {self.rank} ended with exit code {self.code}"
 
 
