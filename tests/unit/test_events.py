@@ -20,7 +20,7 @@ from paceline.events import (
     decode,
     recorder,
 )
-from paceline.events.schema import read, to_dict
+from paceline.events.schema import read
 from paceline.events.summary import merge, summarise
 
 EVERY_KIND: list[Event] = [
@@ -59,7 +59,7 @@ def test_an_event_comes_back_from_json_as_it_was(event: Event) -> None:
 
 @pytest.mark.parametrize("event", EVERY_KIND, ids=names())
 def test_an_event_says_what_kind_it_is_who_did_it_and_when(event: Event) -> None:
-    for fields in (msgspec.json.decode(msgspec.json.encode(event)), to_dict(event)):
+    for fields in (msgspec.json.decode(msgspec.json.encode(event)), msgspec.to_builtins(event)):
         assert fields["event"] == type(event).__name__.lower()
         assert (fields["rank"], fields["start"]) == (event.rank, event.start)
 

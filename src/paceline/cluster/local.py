@@ -48,7 +48,6 @@ class Ending:
 
     rank: int
     code: int
-    at: float
     farewell: Farewell | None
 
     @property
@@ -218,7 +217,7 @@ class LocalEngine:
                     self._selector.unregister(key.fd)
         path = self._folder / f"{rank}.json"
         farewell = msgspec.json.decode(path.read_bytes(), type=Farewell) if path.exists() else None
-        return Ending(rank, code, time.monotonic(), farewell)
+        return Ending(rank, code, farewell)
 
     def _schedule(self, endings: list[Ending]) -> None:
         """After the first failure: time for the others to say whom they miss, then the order to stop, then the end."""

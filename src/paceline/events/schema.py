@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -108,7 +107,3 @@ def read(path: Path) -> Iterator[Event]:
         for line in file:
             if line.endswith(b"\n"):
                 yield _DECODER.decode(line)
-
-
-def to_dict(event: Event) -> dict[str, Any]:
-    return dict(msgspec.to_builtins(event))

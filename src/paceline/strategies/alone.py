@@ -23,7 +23,8 @@ class AloneTrainer(Trainer):
         one_of("gradients", options.gradients, ("local", "visible"))
         self._model, self._optimizer = model, optimizer
         self._recorder, self._stopwatch = around.recorder, around.stopwatch
-        self._rate = RateScaling(options.scale_lr, 1, options.warmup)
+        # Only to refuse what a larger team would: one worker scales its rate by 1.
+        RateScaling(options.scale_lr, 1, options.warmup)
         self._accumulating = False
         self.version = 0
         self.paces = [(0.0, 0)]

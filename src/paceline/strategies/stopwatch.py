@@ -47,8 +47,3 @@ class Stopwatch:
     def restart(self, now: float) -> None:
         """An update is over: what comes next is computing again."""
         self._last = now
-
-    def reset(self) -> None:
-        """Forget batches that led to no gradient: those of an evaluation."""
-        self._started = None
-        self._samples = self._minibatches = 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import struct
-import sys
 import time
 from collections.abc import Callable
 from enum import IntEnum
@@ -269,8 +268,3 @@ class Meeting:
                 raise WorkerLost(
                     f"rank {peer} {reason}; rank {self.rank} was waiting for it at {intent.spoken}", [peer]
                 )
-
-
-def say_on_stderr(message: str) -> None:
-    """How a member speaks when nobody else listens."""
-    print(f"paceline: {message}", file=sys.stderr, flush=True)
