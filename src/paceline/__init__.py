@@ -1,7 +1,9 @@
 """Train PyTorch models over many devices and machines at the pace of the pack, not of the slowest rider."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+from paceline.collectives.registration import register as _register
 from paceline.config import AllReduce, Timeouts
 from paceline.errors import (
     JoinError,
@@ -15,6 +17,9 @@ from paceline.errors import (
 
 if TYPE_CHECKING:
     from paceline.team import Team, join
+
+if "torch" in sys.modules:  # otherwise torch will ask for it, once it is imported
+    _register()
 
 __all__ = [
     "AllReduce",

@@ -1,8 +1,8 @@
 """Everything Paceline raises on purpose.
 
 PacelineError
-├── UsageError            what was asked for cannot be; says what is allowed      (exit code 2)
-└── TeamError             the team cannot go on
+├── UsageError            what was asked for cannot be; says what is allowed      (a ValueError; exit code 2)
+└── TeamError             the team cannot go on                                   (a RuntimeError)
     ├── JoinError         the members did not come together
     ├── WorkerLost        a worker died, or its script ended, while others needed it
     ├── TeamTimeout       a worker is alive but did not come in time
@@ -16,11 +16,11 @@ class PacelineError(Exception):
     """The root of the tree: catches everything below and nothing else."""
 
 
-class UsageError(PacelineError):
+class UsageError(PacelineError, ValueError):
     """Bad input: one sentence that says what was wrong and what is allowed."""
 
 
-class TeamError(PacelineError):
+class TeamError(PacelineError, RuntimeError):
     """The team cannot go on; `ranks` names those to blame."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:

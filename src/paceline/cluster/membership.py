@@ -12,13 +12,13 @@ from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # ty
 
 from paceline.config import Launch, Place, Timeouts
 from paceline.errors import JoinError, TeamTimeout, UsageError
-from paceline.transport import Intent, Meeting, Memory
+from paceline.transport import Intent, Meeting, Memory, Steps
 
 
 class Pulse:
     """Watches the processes of the other members through pidfds: ready to read once the process has died."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Steps) -> None:
         self._descriptors: dict[int, int] = {}
         self._gone: set[int] = set()
         for rank in range(meeting.size):
@@ -139,11 +139,11 @@ def _control_memory(place: Place, launch: Launch, timeouts: Timeouts) -> tuple[M
     store = _store(place, timeouts)
     if place.rank == 0:
         memory = Memory.create(size)
-        store.set("control", f"{os.getpid()} {memory.descriptor} {_machine()}")
+        store.set("control", f"{os.getpid()} {memory.descriptor} {machine()}")
         return memory, store
     try:
         pid, descriptor, machine = store.get("control").decode().split()
-        if machine != _machine():
+        if machine != machine():
             raise JoinError("this worker is not on rank 0's machine, or not in its pid namespace", [place.rank])
         return Memory.of(int(pid), int(descriptor)), store
     except DistStoreError as error:
@@ -175,8 +175,8 @@ def _store(place: Place, timeouts: Timeouts) -> Store:
     return PrefixStore(f"paceline/{attempt}", store)
 
 
-def _machine() -> str:
-    """Equal in two processes exactly if they can find each other in /proc."""
+def machine() -> str:
+    """Equal in two processes exactly if they can find each other in /proc, and have the same network."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
         boot = file.read().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
+    return "/".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])  # noqa: PTH115

@@ -2,5 +2,6 @@
 
 from paceline.transport.meeting import Intent, Meeting
 from paceline.transport.memory import Memory
+from paceline.transport.steps import Steps
 
-__all__ = ["Intent", "Meeting", "Memory"]
+__all__ = ["Intent", "Meeting", "Memory", "Steps"]

@@ -25,10 +25,10 @@ class Memory:
     def __init__(self, descriptor: int, size: int) -> None:
         self.descriptor = descriptor
         self.size = size
-        self._map = mmap.mmap(descriptor, size)
+        self.map = mmap.mmap(descriptor, size)
         # Fewer, larger pages where the system allows them for shared memory; a hint, so a refusal is fine.
         with contextlib.suppress(AttributeError, OSError):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+            self.map.madvise(mmap.MADV_HUGEPAGE)
 
     @classmethod
     def create(cls, size: int) -> Memory:
@@ -57,11 +57,11 @@ class Memory:
             self.descriptor = -1
 
     def bytes(self, offset: int, size: int) -> memoryview:
-        return memoryview(self._map)[offset : offset + size]
+        return memoryview(self.map)[offset : offset + size]
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         import torch  # only here: a launcher that makes memory for others need not load it
 
         if count == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
+        return torch.frombuffer(self.map, dtype=dtype, count=count, offset=offset)

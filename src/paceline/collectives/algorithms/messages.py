@@ -1,0 +1,65 @@
+"""What the algorithms share: how to send without waiting, in which order to combine, and whom to send to first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.transport.channel import Channel, Sending
+
+Combine = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds the second tensor to the first, in place. It may also be a maximum, a product or the like."""
+
+
+@contextmanager
+def outgoing(channel: Channel) -> Iterator[Callable[[int, torch.Tensor], None]]:
+    """Send inside the block, wait at its end.
+
+    Inside, nobody waits for a message to leave, so two ranks that send to each other never block each other. After the
+    block the tensors may be changed. They are held until then, since a message may still be read from their memory.
+    """
+    held: list[tuple[Sending, torch.Tensor]] = []
+
+    def send(peer: int, tensor: torch.Tensor) -> None:
+        held.append((channel.send(peer, tensor), tensor))
+
+    yield send
+    for sending, _ in held:
+        sending.wait()
+
+
+def others(channel: Channel) -> list[int]:
+    """All other ranks, from the next one on: if all began with rank 0, its incoming port would be the bottleneck."""
+    return [(channel.rank + step) % channel.size for step in range(1, channel.size)]
+
+
+def combine_all(channel: Channel, tensor: torch.Tensor, combine: Combine) -> None:
+    """Receive one message from every other rank and combine them all into `tensor`, in the order of ranks.
+
+    Sums of floating point numbers depend on their order. The order of arrival changes from run to run, the order of
+    ranks does not, so the same tensors always give the same bits.
+    """
+    if channel.size == 1:
+        return
+    own, arriving = tensor.clone(), torch.empty_like(tensor)
+    for rank in range(channel.size):
+        if rank != channel.rank:
+            channel.receive(rank, arriving)
+        term = own if rank == channel.rank else arriving
+        if rank == 0:
+            tensor.copy_(term)
+        else:
+            combine(tensor, term)
+
+
+def one_each(channel: Channel, tensors: list[torch.Tensor] | None) -> list[torch.Tensor]:
+    """The tensors that only the root of a gather or a scatter has, after a check that there is one for each rank."""
+    if tensors is None or len(tensors) != channel.size:
+        given = "none" if tensors is None else len(tensors)
+        raise UsageError(
+            f"rank {channel.rank} is the root, so it needs {channel.size} tensors, one for each rank; it has {given}"
+        )
+    return tensors

@@ -1,0 +1,99 @@
+"""The members of one machine that do collectives together, and how they come together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import msgspec
+import torch
+from torch.distributed import DistStoreError, Store
+
+from paceline.cluster.membership import Pulse, machine
+from paceline.collectives.lane import Lane
+from paceline.collectives.operation import DTYPES, Kind, operation
+from paceline.collectives.shared import Shared
+from paceline.config import Timeouts
+from paceline.errors import JoinError, names
+from paceline.transport.board import Board
+from paceline.transport.mailbox import Mailbox
+from paceline.transport.memory import Memory
+from paceline.transport.reach import Reach
+
+Exchange = Callable[[bytes], list[bytes]]
+"""Everybody's bytes, by rank: how members exchange addresses before they share memory."""
+_MAGIC = 0x5061_6365
+
+
+class _Card(msgspec.Struct, array_like=True):
+    """What a member tells the others about itself."""
+
+    machine: str
+    pid: int
+    descriptor: int
+    address: int
+
+
+class Group:
+    """One member of a group on one machine: its place at the board, its mailbox, and the order of its operations."""
+
+    def __init__(
+        self, rank: int, size: int, exchange: Exchange, timeouts: Timeouts, say: Callable[[str], None]
+    ) -> None:
+        self.rank, self.size = rank, size
+        mail = -(-Board.memory_size(size) // 4096) * 4096
+        made = Memory.create(mail + Mailbox.memory_size(size)) if rank == 0 else None
+        signature = torch.tensor([_MAGIC + rank])
+        card = _Card(machine(), os.getpid(), made.descriptor if made else -1, signature.data_ptr())
+        cards = [msgspec.json.decode(text, type=_Card) for text in exchange(msgspec.json.encode(card))]
+        memory = made or _map(cards[0], rank)
+        self.board = Board(memory, rank, size, Timeouts(meeting=timeouts.join, notice=timeouts.notice), say)
+        self.board.sign_in()
+        self.reach = Reach([card.pid for card in cards])
+        self.shared = Shared(self.board, self.reach)
+        permitted = self.reach.permit([card.address for card in cards], _MAGIC)
+        coming, _ = operation(Kind.BARRIER, torch.uint8, 0)
+        self.board.row[1] = permitted
+        self.reach.private = all([row[1] for row in self.board.step(coming)])
+        # Nobody goes on before all have taken the pulse of all: a process id must not be reused in between.
+        self.board.watch = Pulse(self.board)
+        self.board.step(coming)
+        memory.close_descriptor()
+        self.board.timeouts = timeouts
+        letters = Reach([card.pid for card in cards])
+        letters.private = self.reach.private
+        self.mailbox = Mailbox(memory, mail, self.board, letters, DTYPES)
+        self.lane = Lane(self.shared, self.board.fail)
+
+    def close(self) -> None:
+        """Tell the others that this member does nothing more with them."""
+        self.board.sign_out()
+        self.lane.close()
+        self.mailbox.close()
+
+
+def _map(card: _Card, rank: int) -> Memory:
+    try:
+        return Memory.of(card.pid, card.descriptor)
+    except OSError as error:
+        raise JoinError(f"rank {rank} cannot map the memory of rank 0: {error}", [0]) from None
+
+
+class StoreExchange:
+    """Members find each other through torch's key-value store."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeouts: Timeouts) -> None:
+        self._store, self._rank, self._size, self._timeouts = store, rank, size, timeouts
+        self._round = 0
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        self._round += 1
+        keys = [f"{self._round}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], payload)
+        try:
+            return [self._store.get(key) for key in keys]
+        except DistStoreError:
+            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise JoinError(
+                f"rank {self._rank} did not hear from {names(late)} in {self._timeouts.join:g} s", late
+            ) from None

@@ -1,0 +1,115 @@
+"""The order of a group's collectives: one at a time, as they were begun, by whichever thread has time.
+
+A collective that is waited for is done by whoever waits. One that is not, is done by a thread in the background, which
+is started when it is first needed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from paceline.collectives.shared import Shared
+from paceline.errors import Mismatch, TeamTimeout, UsageError
+
+
+class Job:
+    """Something that was begun."""
+
+    __slots__ = ("done", "error", "run", "told")
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+        self.done = False
+        self.error: BaseException | None = None
+        self.told: Callable[[], None] | None = None
+        """Called once it is done, from whatever thread did it."""
+
+
+class Lane:
+    """Does the jobs of one group in their order."""
+
+    def __init__(self, shared: Shared, give_up: Callable[[str], None]) -> None:
+        self._shared, self._give_up = shared, give_up
+        self._turn = threading.Lock()
+        self._queue: deque[Job] = deque()
+        self._signals: SimpleQueue[bool] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def now(self, run: Callable[[], None]) -> None:
+        """Do it in this thread, after all that was begun before."""
+        if not self._queue and self._turn.acquire(blocking=False):
+            try:
+                if not self._queue:
+                    self._shared.spin = True
+                    run()
+                    return
+            except (Mismatch, UsageError):
+                raise
+            except BaseException as error:
+                self._give_up(_first_line(error))
+                raise
+            finally:
+                self._turn.release()
+        job = Job(run)
+        self._queue.append(job)
+        self.wait(job)
+
+    def later(self, run: Callable[[], None], told: Callable[[], None] | None = None) -> Job:
+        """Begin it: it will be done in the background, or by whoever waits for it or for a later one."""
+        job = Job(run)
+        job.told = told
+        self._queue.append(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="paceline-collectives", daemon=True)
+            self._thread.start()
+        self._signals.put(True)
+        return job
+
+    def wait(self, job: Job, timeout: float | None = None) -> None:
+        """Until it is done; raises what went wrong."""
+        if timeout is None:
+            while not job.done:
+                with self._turn:
+                    self._advance(job, spin=True)
+        else:
+            until = time.monotonic() + timeout
+            while not job.done:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise TeamTimeout(f"an operation was not done after {timeout:g} s")
+                # Whoever does the job can not leave it half done, so this thread only looks.
+                time.sleep(min(left, 0.001))
+        if job.error is not None:
+            raise job.error
+
+    def close(self) -> None:
+        self._signals.put(False)
+
+    def _work(self) -> None:
+        while self._signals.get():
+            with self._turn:
+                self._advance(None, spin=False)
+
+    def _advance(self, until: Job | None, spin: bool) -> None:
+        """Do what is in the queue, up to this job; called by one thread at a time."""
+        self._shared.spin = spin
+        while self._queue and not (until is not None and until.done):
+            job = self._queue.popleft()
+            try:
+                job.run()
+            except (Mismatch, UsageError) as error:
+                job.error = error
+            except BaseException as error:
+                self._give_up(_first_line(error))
+                job.error = error
+            job.done = True
+            if job.told is not None:
+                job.told()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,121 @@
+"""How values of several members become one: for each operator and dtype the quickest way that this torch has.
+
+Values are always combined in the order of ranks, so that the same values give the same bits, whatever the size of the
+tensor and whoever does the combining.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy
+import torch
+
+from paceline.collectives.operation import Op
+from paceline.errors import UsageError
+
+Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+"""First operand, second operand, where to put the result: which may be the first operand."""
+
+_TORCH: dict[Op, Any] = {
+    Op.SUM: torch.add,
+    Op.AVG: torch.add,
+    Op.PREMUL_SUM: torch.add,
+    Op.PRODUCT: torch.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+    Op.BAND: torch.bitwise_and,
+    Op.BOR: torch.bitwise_or,
+    Op.BXOR: torch.bitwise_xor,
+}
+_NUMPY: dict[Op, Any] = {
+    Op.SUM: numpy.add,
+    Op.AVG: numpy.add,
+    Op.PREMUL_SUM: numpy.add,
+    Op.PRODUCT: numpy.multiply,
+    Op.MIN: numpy.minimum,
+    Op.MAX: numpy.maximum,
+    Op.BAND: numpy.bitwise_and,
+    Op.BOR: numpy.bitwise_or,
+    Op.BXOR: numpy.bitwise_xor,
+}
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
+class Reducer:
+    """One operator on one dtype."""
+
+    def __init__(self, op: Op, dtype: torch.dtype) -> None:
+        self.op, self.dtype = op, dtype
+        self._combine = _combine(op, dtype)
+
+    def merge(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """All parts, in their order, as one; `out` may be one of them if it is the first."""
+        if len(parts) == 1:
+            if out is not parts[0]:
+                out.copy_(parts[0])
+        else:
+            self._combine(parts[0], parts[1], out)
+            for part in parts[2:]:
+                self._combine(out, part, out)
+        if self.op is Op.AVG:
+            self.divide(out, len(parts))
+
+    def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
+        """One more part; an average is still to be divided."""
+        self._combine(total, part, total)
+
+    def divide(self, total: torch.Tensor, count: int) -> None:
+        """Make a sum an average, where that is asked for; whole numbers are rounded towards zero."""
+        if self.op is not Op.AVG:
+            return
+        if self.dtype in _UNSIGNED:
+            array = total.numpy()
+            numpy.floor_divide(array, array.dtype.type(count), out=array)
+        elif self.dtype.is_floating_point or self.dtype.is_complex:
+            wide = _wide(self.dtype)
+            total.copy_(total.to(wide) / count) if wide else total.div_(count)
+        else:
+            total.div_(count, rounding_mode="trunc")
+
+
+@lru_cache(maxsize=1024)
+def reducer(op: Op, dtype: torch.dtype) -> Reducer:
+    """The way to combine values of this dtype, or one sentence about why there is none."""
+    return Reducer(op, dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    """What a dtype is computed in, if torch does not compute in it."""
+    if dtype is torch.complex32:
+        return torch.complex64
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return torch.float32
+    return None
+
+
+def _combine(op: Op, dtype: torch.dtype) -> Combine:
+    if op is Op.AVG and dtype is torch.bool:
+        raise UsageError("avg is not defined for bool; sum, product, min, max and the bitwise operators are")
+    if dtype in _UNSIGNED:
+        ufunc = _NUMPY[op]
+        return lambda first, second, out: ufunc(first.numpy(), second.numpy(), out=out.numpy())
+    function, wide = _TORCH[op], _wide(dtype)
+    probe = torch.empty(2, dtype=wide or dtype)
+    try:
+        function(probe, probe, out=probe)
+        if wide:
+            torch.empty(2, dtype=dtype).copy_(probe)
+    except (RuntimeError, TypeError, NotImplementedError):
+        raise UsageError(f"{op.spoken} is not defined for {str(dtype).removeprefix('torch.')}") from None
+    if wide:
+        return lambda first, second, out: out.copy_(function(first.to(wide), second.to(wide)))
+    return lambda first, second, out: function(first, second, out=out)
+
+
+def scaled(tensor: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    """What this member contributes to a premultiplied sum."""
+    return operator.mul(tensor, factor).to(tensor.dtype)

@@ -1,0 +1,480 @@
+"""`torch.distributed.init_process_group("paceline")`: c10d's operations on CPU tensors, over shared memory.
+
+What torch asks for is translated here into what `Shared` and `Mailbox` do: lists of tensors into contiguous parts,
+options into operators and roots. Nothing is computed here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import ReduceOp, Store
+
+from paceline.collectives.group import Group, StoreExchange
+from paceline.collectives.operation import Op
+from paceline.collectives.work import DONE, LaneWork, LetterWork, PacelineWork
+from paceline.config import Timeouts
+from paceline.errors import TeamTimeout, UsageError, WorkerLost, names
+from paceline.transport.mailbox import ANY
+
+NAME = "paceline"
+_CPU = torch.device("cpu")
+_OPERATORS = {getattr(ReduceOp.RedOpType, op.name): op for op in Op if op is not Op.NONE}
+_CALL, _ANSWER = -11, -12
+"""Tags of a monitored barrier; what users send has none below zero."""
+
+Tensors = list[torch.Tensor]
+
+
+class PacelineProcessGroup(distributed.ProcessGroup):
+    """One member's process group on one machine."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        super().__init__(rank, size)
+        seconds = timeout.total_seconds()
+        store.set_timeout(timeout)
+        timeouts = Timeouts(join=seconds, meeting=seconds, notice=max(30.0, seconds / 10))
+        exchange = StoreExchange(store, rank, size, timeouts)
+        self.members = Group(rank, size, exchange, timeouts, _say)
+        self._rank, self._size = rank, size
+        self._shared, self._lane, self._mailbox = self.members.shared, self.members.lane, self.members.mailbox
+        self._name, self._description = "", ""
+
+    # -- reductions --------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> PacelineWork:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        op, factor = _operator(opts)
+        if len(tensors) == 1 and not _later(opts):
+            tensor = tensors[0]
+            if tensor.is_cpu and not tensor.requires_grad and not tensor.is_sparse:
+                self._lane.now(lambda: self._shared.all_reduce(tensor, op, factor))
+                return DONE
+        dense = [_plain(tensor) for tensor in tensors]
+
+        def run() -> None:
+            for tensor in dense:
+                if tensor.is_sparse:
+                    self._all_reduce_sparse(tensor, op)
+                else:
+                    self._shared.all_reduce(tensor, op, factor)
+
+        return self._begin(run, opts, tensors)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> PacelineWork:
+        return self.allreduce(tensors, opts)
+
+    def reduce(
+        self, tensors: Tensors | torch.Tensor, opts: Any = None, op: Any = None, timeout: Any = None
+    ) -> PacelineWork:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        root = opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
+        combine, factor = _operator(op if isinstance(opts, int) else opts)
+        dense = [_plain(tensor) for tensor in tensors]
+
+        def run() -> None:
+            for tensor in dense:
+                self._shared.reduce(tensor, root, combine, factor)
+
+        return self._begin(run, opts, tensors)
+
+    def reduce_scatter(
+        self, outputs: Tensors | torch.Tensor, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> PacelineWork:
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        for output, parts in zip(outputs, inputs, strict=True):
+            self._count("reduce_scatter", "input", parts)
+            if parts[self._rank].numel() != output.numel():
+                raise UsageError(
+                    f"reduce_scatter: the output has {output.numel()} elements, the input for this rank "
+                    f"{parts[self._rank].numel()}; they must be as many"
+                )
+        return self._reduce_scatter(outputs, inputs, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> PacelineWork:
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> PacelineWork:
+        parts = []
+        for output, source in zip(outputs, inputs, strict=True):
+            self._whole("reduce_scatter_tensor", "input", source, "output", output)
+            parts.append(_pieces(_given(source), self._size))
+        return self._reduce_scatter(outputs, parts, opts)
+
+    def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Sequence[torch.Tensor]], opts: Any) -> PacelineWork:
+        op, factor = _operator(opts)
+        filled = _Filled(outputs)
+        sources = [[_given(part) for part in parts] for parts in inputs]
+
+        def run() -> None:
+            for output, parts in zip(filled.parts, sources, strict=True):
+                self._shared.reduce_scatter(output, parts, op, factor)
+            filled.back()
+
+        return self._begin(run, opts, outputs)
+
+    def _all_reduce_sparse(self, tensor: torch.Tensor, op: Op) -> None:
+        """Sum tensors of which each member has other entries: everybody adds up everybody's."""
+        if op not in (Op.SUM, Op.AVG):
+            raise UsageError(f"all_reduce of sparse tensors takes sum or avg, not {op.spoken}")
+        own = tensor.coalesce()
+        counts = [torch.empty(1, dtype=torch.int64) for _ in range(self._size)]
+        self._shared.all_gather(counts, torch.tensor([own._nnz()]))
+        shape = (own.sparse_dim(), own.values().shape[1:])
+        indices = [torch.empty(shape[0], int(count), dtype=torch.int64) for count in counts]
+        values = [torch.empty(int(count), *shape[1], dtype=own.dtype) for count in counts]
+        self._shared.all_gather(indices, own.indices().contiguous())
+        self._shared.all_gather(values, own.values().contiguous())
+        total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), own.shape).coalesce()
+        tensor.copy_(total / self._size if op is Op.AVG else total)
+
+    # -- moving ------------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> PacelineWork:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        root = opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
+        filled = _Filled(tensors, keep=self._rank == root)
+
+        def run() -> None:
+            for part in filled.parts:
+                self._shared.broadcast(part, root)
+            if self._rank != root:
+                filled.back()
+
+        return self._begin(run, opts, tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> PacelineWork:
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        for parts in outputs:
+            self._count("all_gather", "output", parts)
+        return self._all_gather([list(parts) for parts in outputs], inputs, opts, outputs)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> PacelineWork:
+        # Here torch has one list per rank, each with a tensor per input.
+        by_input = [[parts[number] for parts in outputs] for number in range(len(inputs))]
+        return self._all_gather(by_input, inputs, opts, outputs)
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> PacelineWork:
+        return self.all_gather_single_coalesced([output], [source], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> PacelineWork:
+        whole = _Filled(outputs)
+        parts = []
+        for output, source in zip(whole.parts, inputs, strict=True):
+            self._whole("all_gather_into_tensor", "output", output, "input", source)
+            parts.append(_pieces(output, self._size))
+        return self._all_gather(parts, inputs, opts, outputs, whole)
+
+    def _all_gather(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any, result: Any, whole: _Filled | None = None
+    ) -> PacelineWork:
+        filled = [_Filled(parts) for parts in outputs]
+        sources = [_given(source) for source in inputs]
+
+        def run() -> None:
+            for place, source in zip(filled, sources, strict=True):
+                self._shared.all_gather(place.parts, source)
+                place.back()
+            if whole is not None:
+                whole.back()
+
+        return self._begin(run, opts, result)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> PacelineWork:
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs] if outputs else [], [inputs]
+        root = opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
+        at_root = self._rank == root
+        if at_root:
+            for parts in outputs:
+                self._count("gather", "output", parts)
+        filled = [_Filled(parts) for parts in outputs] if at_root else [None] * len(inputs)
+        sources = [_given(source) for source in inputs]
+
+        def run() -> None:
+            for place, source in zip(filled, sources, strict=True):
+                self._shared.gather(place.parts if place else None, source, root)
+                if place:
+                    place.back()
+
+        return self._begin(run, opts, outputs)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> PacelineWork:
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs] if inputs else []
+        root = opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
+        sources: list[Tensors | None] = [None] * len(outputs)
+        if self._rank == root:
+            for parts in inputs:
+                self._count("scatter", "input", parts)
+            sources = [[_given(part) for part in parts] for parts in inputs]
+        filled = _Filled(outputs)
+
+        def run() -> None:
+            for output, parts in zip(filled.parts, sources, strict=True):
+                self._shared.scatter(output, parts, root)
+            filled.back()
+
+        return self._begin(run, opts, outputs)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> PacelineWork:
+        self._count("all_to_all", "output", outputs)
+        self._count("all_to_all", "input", inputs)
+        filled = _Filled(outputs)
+        sources = [_given(part) for part in inputs]
+
+        def run() -> None:
+            self._shared.all_to_all(filled.parts, sources)
+            filled.back()
+
+        return self._begin(run, opts, outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> PacelineWork:
+        filled = _Filled([output])
+        outs = self._split("output", filled.parts[0], output_splits)
+        parts = self._split("input", _given(source), input_splits)
+
+        def run() -> None:
+            self._shared.all_to_all(outs, parts)
+            filled.back()
+
+        return self._begin(run, opts, [output])
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> PacelineWork:
+        return self._begin(self._shared.barrier, opts, [])
+
+    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier in which rank 0 learns who does not come; the group stays usable for those who do."""
+        limit = timeout.total_seconds() if timeout is not None else self.members.board.timeouts.meeting
+        nothing = torch.empty(0, dtype=torch.uint8)
+        if self._rank:
+            self._mailbox.send(0, nothing, _CALL)
+            self._mailbox.receive(0, nothing, _ANSWER).wait(limit)
+            return
+        calls = {rank: self._mailbox.receive(rank, nothing, _CALL) for rank in range(1, self._size)}
+        late = []
+        for rank, call in calls.items():
+            try:
+                call.wait(0.05 if late else limit)
+            except (TeamTimeout, WorkerLost):
+                late.append(rank)
+                if not wait_all_ranks:
+                    break
+        if late:
+            raise TeamTimeout(f"{names(late)} did not come to the monitored barrier in {limit:g} s", late)
+        for rank in calls:
+            self._mailbox.send(rank, nothing, _ANSWER)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> PacelineWork:
+        (tensor,) = tensors
+        sending = self._mailbox.send(self._peer(peer), _given(tensor), tag)
+        if not sending.done:
+            self._mailbox.attend()
+        return LetterWork(sending, tensors)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> PacelineWork:
+        filled = _Filled(tensors)
+        receiving = self._mailbox.receive(peer if peer == ANY else self._peer(peer), filled.parts[0], tag)
+        work = LetterWork(receiving, tensors, filled.back if filled.copies else None)
+        if not receiving.done:
+            self._mailbox.attend()
+        return work
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PacelineWork:
+        return self.recv(tensors, ANY, tag)
+
+    # -- what torch asks of a process group --------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Operations inside a coalescing block are begun at once; its end is the last of them."""
+
+    def _end_coalescing(self, device: torch.device) -> PacelineWork:
+        return LaneWork(self._lane, lambda: None, [])
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._size
+
+    def name(self) -> str:
+        return NAME
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        return None
+
+    def _get_backend(self, device: torch.device) -> PacelineProcessGroup:
+        return self
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        board = self.members.board
+        board.timeouts = Timeouts(meeting=timeout.total_seconds(), notice=board.timeouts.notice)
+
+    def shutdown(self) -> None:
+        self.members.close()
+
+    def abort(self) -> None:
+        self.members.board.fail("the process group was aborted")
+        self.members.close()
+
+    # -- what these have in common -----------------------------------------------------------------------------------
+
+    def _begin(self, run: Callable[[], None], opts: Any, outputs: Any) -> PacelineWork:
+        """Do it now if the caller waits anyway, else begin it."""
+        if _later(opts):
+            return LaneWork(self._lane, run, outputs)
+        self._lane.now(run)
+        return DONE
+
+    def _peer(self, rank: int) -> int:
+        if not 0 <= rank < self._size:
+            raise UsageError(f"there is no rank {rank} in this group; ranks are 0 to {self._size - 1}")
+        return rank
+
+    def _count(self, name: str, which: str, parts: Sequence[torch.Tensor]) -> None:
+        if len(parts) != self._size:
+            raise UsageError(f"{name} was given {len(parts)} {which} tensors; it needs one per rank, {self._size}")
+
+    def _whole(self, name: str, large: str, whole: torch.Tensor, small: str, part: torch.Tensor) -> None:
+        if whole.numel() != part.numel() * self._size:
+            raise UsageError(
+                f"{name}: the {large} has {whole.numel()} elements and the {small} {part.numel()}; "
+                f"with {self._size} ranks the {large} must have {part.numel() * self._size}"
+            )
+
+    def _split(self, which: str, tensor: torch.Tensor, splits: Sequence[int]) -> Tensors:
+        """Parts of the first dimension, one per rank."""
+        rows = tensor.size(0) if tensor.dim() else 1
+        if not splits:
+            if rows % self._size:
+                raise UsageError(
+                    f"all_to_all_single: the {which} has {rows} rows, which do not divide by {self._size} ranks; "
+                    "give split sizes"
+                )
+            splits = [rows // self._size] * self._size
+        if len(splits) != self._size or sum(splits) != rows:
+            raise UsageError(
+                f"all_to_all_single: the split sizes of the {which} are {list(splits)}; they must be {self._size}, "
+                f"and {rows} together"
+            )
+        return list(tensor.split(list(splits)))
+
+
+class _Filled:
+    """Tensors that will be filled: themselves where they are contiguous, else copies, to be put back."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], keep: bool = False) -> None:
+        self.parts: Tensors = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for tensor in tensors:
+            plain = _plain(tensor)
+            if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
+                self.parts.append(plain)
+                continue
+            copy = _given(plain) if keep else torch.empty(plain.shape, dtype=plain.dtype)
+            self.parts.append(copy)
+            self.copies.append((plain, copy))
+
+    def back(self) -> None:
+        for plain, copy in self.copies:
+            plain.copy_(copy)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor outside autograd."""
+    if not tensor.is_cpu:
+        raise UsageError(f"the process group 'paceline' is for CPU tensors; this one is on {tensor.device}")
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _given(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor in one piece."""
+    plain = _plain(tensor)
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return plain.contiguous()
+
+
+def _pieces(whole: torch.Tensor, count: int) -> Tensors:
+    """A contiguous tensor in equal parts."""
+    flat = whole.view(-1)
+    length = flat.numel() // count
+    return [flat[length * number : length * (number + 1)] for number in range(count)]
+
+
+def _operator(opts: Any) -> tuple[Op, float | torch.Tensor | None]:
+    """Which operator is asked for, and by what a premultiplied sum multiplies."""
+    if opts is None:
+        return Op.SUM, None
+    wanted = opts if isinstance(opts, ReduceOp | ReduceOp.RedOpType) else opts.reduceOp
+    kind = wanted.op if isinstance(wanted, ReduceOp) else wanted
+    op = _OPERATORS[kind]
+    return op, wanted.factor if op is Op.PREMUL_SUM else None
+
+
+def _later(opts: Any) -> bool:
+    """Whether the caller goes on without waiting; those who do not say, may."""
+    return bool(getattr(opts, "asyncOp", True))
+
+
+def _say(message: str) -> None:
+    print(f"paceline: {message}", file=sys.stderr, flush=True)
+
+
+for _old, _new in (
+    ("_allgather_base", "all_gather_single"),
+    ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    ("_reduce_scatter_base", "reduce_scatter_single"),
+    ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    ("alltoall_base", "all_to_all_single"),
+):
+    setattr(PacelineProcessGroup, _old, getattr(PacelineProcessGroup, _new))
+
+
+def create(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> PacelineProcessGroup:
+    """What torch.distributed calls for a new group."""
+    return PacelineProcessGroup(store, rank, size, timeout)

@@ -1,0 +1,139 @@
+"""What torch.distributed is given for an operation that was begun: something to wait for."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import Work
+from torch.futures import Future
+
+from paceline.collectives.lane import Job, Lane
+from paceline.transport.mailbox import Transfer
+
+Result = list[torch.Tensor]
+
+
+class PacelineWork(Work):
+    """An operation of a group; `outputs` are the tensors that it fills."""
+
+    def __init__(self, outputs: Any = ()) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._future: Future[Any] | None = None
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return self._outputs
+
+    def get_future(self) -> Future[Any]:
+        if self._future is None:
+            self._future = Future()
+            self._watch(self._complete)
+        return self._future
+
+    def _source_rank(self) -> int:
+        raise RuntimeError("only a receive has a source")
+
+    def source_rank(self) -> int:
+        return self._source_rank()
+
+    def _watch(self, told: Callable[[], None]) -> None:
+        """Have this called once the operation is done."""
+        told()
+
+    def _complete(self) -> None:
+        future = self._future
+        if future is None or future.done():
+            return
+        error = self.exception()
+        if error is None:
+            future.set_result(self._outputs)
+        else:
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
+
+
+DONE = PacelineWork()
+"""Of an operation that was done before its call returned, where nobody will ask for more."""
+
+
+class LaneWork(PacelineWork):
+    """A collective that the group's lane will do."""
+
+    def __init__(self, lane: Lane, run: Callable[[], None], outputs: Any) -> None:
+        super().__init__(outputs)
+        self._lane = lane
+        self._job: Job = lane.later(run, self._complete)
+
+    def is_completed(self) -> bool:
+        return self._job.done
+
+    def exception(self) -> BaseException | None:
+        return self._job.error
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        self._lane.wait(self._job, _seconds(timeout))
+        return True
+
+    def _watch(self, told: Callable[[], None]) -> None:
+        if self._job.done:  # otherwise the lane will tell
+            told()
+
+
+class LetterWork(PacelineWork):
+    """A message, sent or awaited."""
+
+    def __init__(self, transfer: Transfer, outputs: Result, back: Callable[[], None] | None = None) -> None:
+        super().__init__(outputs)
+        self._transfer, self._back = transfer, back
+        if back is not None:
+            transfer.told = self._complete
+
+    def is_completed(self) -> bool:
+        if not self._transfer.done:
+            self._transfer.look()
+        return self._transfer.done
+
+    def exception(self) -> BaseException | None:
+        return self._transfer.error
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        self._transfer.wait(_seconds(timeout))
+        self._complete()
+        return True
+
+    def _watch(self, told: Callable[[], None]) -> None:
+        self._transfer.told = told
+        if self._transfer.done:
+            told()
+
+    def _complete(self) -> None:
+        back, self._back = self._back, None
+        if back is not None and self._transfer.error is None:
+            back()
+        super()._complete()
+
+    def _source_rank(self) -> int:
+        return self._transfer.peer
+
+
+def _seconds(timeout: datetime.timedelta | None) -> float | None:
+    """None where no limit of its own was asked for: torch says so with zero or less."""
+    seconds = timeout.total_seconds() if timeout is not None else 0.0
+    return seconds if seconds > 0 else None

@@ -1,0 +1,160 @@
+"""A channel: one member's way to send tensors to each of the others. Algorithms know this and nothing else.
+
+Between two members messages arrive in the order in which they were sent. `Rehearsal` is the in-process double: the
+members are threads, nothing leaves the process, and a clock that nobody waits for says how long it would have taken on
+links of a given latency and bandwidth.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from bisect import bisect_right
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import msgspec
+
+from paceline.errors import Mismatch
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+class Sending(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> None:
+        """Until the tensor may be changed again."""
+
+
+class Channel(Protocol):
+    """One member among `size`, able to send flat, contiguous tensors to any other."""
+
+    rank: int
+    size: int
+
+    def send(self, peer: int, tensor: torch.Tensor) -> Sending:
+        """Begin to send; does not wait for the peer."""
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> None:
+        """Wait for the next message from `peer`, and put it into `tensor`."""
+
+
+class Traffic(msgspec.Struct):
+    """What one member has sent and received."""
+
+    sent: int = 0
+    """Messages."""
+    bytes_sent: int = 0
+    received: int = 0
+    bytes_received: int = 0
+
+
+class Counted:
+    """A channel that counts what goes through it; `told` hears of each message as (direction, peer, bytes)."""
+
+    def __init__(self, channel: Channel, told: Callable[[str, int, int], None] | None = None) -> None:
+        self.rank, self.size = channel.rank, channel.size
+        self.traffic = Traffic()
+        self._channel, self._told = channel, told
+
+    def send(self, peer: int, tensor: torch.Tensor) -> Sending:
+        self.traffic.sent += 1
+        self.traffic.bytes_sent += tensor.nbytes
+        if self._told:
+            self._told("send", peer, tensor.nbytes)
+        return self._channel.send(peer, tensor)
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> None:
+        self._channel.receive(peer, tensor)
+        self.traffic.received += 1
+        self.traffic.bytes_received += tensor.nbytes
+        if self._told:
+            self._told("receive", peer, tensor.nbytes)
+
+
+class _Sent:
+    """A message that was copied when it was sent."""
+
+    def wait(self) -> None:
+        return
+
+
+class Rehearsal:
+    """A channel between threads, with a clock of its own.
+
+    A member sends one message at a time and receives one at a time, each way at full speed: a message of S bytes takes
+    `latency` + S / `bandwidth`, and keeps a port busy for S / `bandwidth`. Messages leave in the order in which they
+    were sent, and come in when the port is free: one that has arrived does not wait for one that is yet to come, even
+    if the member asks for that one first.
+    """
+
+    def __init__(self, rank: int, boxes: list[list[queue.Queue[tuple[torch.Tensor, float]]]], link: Link) -> None:
+        self.rank, self.size = rank, len(boxes)
+        self.clock = 0.0
+        """Seconds that have passed for this member."""
+        self._boxes, self._link = boxes, link
+        self._out = 0.0
+        """When the outgoing port is free again."""
+        self._in: list[tuple[float, float]] = []
+        """When the incoming port was or will be busy, in the order of time."""
+
+    def send(self, peer: int, tensor: torch.Tensor) -> Sending:
+        start = max(self.clock, self._out)
+        self._out = start + tensor.nbytes / self._link.bandwidth
+        self._boxes[self.rank][peer].put((tensor.clone(), start))
+        return _Sent()
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> None:
+        message, sent = self._boxes[peer][self.rank].get(timeout=60)
+        if (message.dtype, message.shape) != (tensor.dtype, tensor.shape):
+            raise Mismatch(
+                f"rank {peer} has sent {tuple(message.shape)} of {message.dtype}, "
+                f"but rank {self.rank} expects {tuple(tensor.shape)} of {tensor.dtype}",
+                (peer, self.rank),
+            )
+        end = self._take(sent + self._link.latency, message.nbytes / self._link.bandwidth)
+        self.clock = max(self.clock, end)
+        tensor.copy_(message)
+
+    def _take(self, ready: float, duration: float) -> float:
+        """Keep the incoming port busy in the first gap after `ready` that is long enough; returns its end."""
+        index = bisect_right(self._in, ready, key=itemgetter(1))
+        needed = duration * (1 - 1e-9)  # a gap that is too short by a rounding error will do
+        while index < len(self._in) and self._in[index][0] < ready + needed:
+            ready = max(ready, self._in[index][1])
+            index += 1
+        if duration:
+            self._in.insert(index, (ready, ready + duration))
+        return ready + duration
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """What a message costs."""
+
+    latency: float = 0.0
+    """Seconds per message."""
+    bandwidth: float = float("inf")
+    """Bytes per second, each way."""
+
+
+def rehearse(size: int, work: Callable[[Rehearsal], T], link: Link | None = None) -> tuple[list[T], float]:
+    """Let `size` threads do `work`, each with its own channel; what each returned, and the seconds on the clock."""
+    boxes: list[list[queue.Queue[tuple[torch.Tensor, float]]]] = [
+        [queue.Queue() for _ in range(size)] for _ in range(size)
+    ]
+    members = [Rehearsal(rank, boxes, link or Link()) for rank in range(size)]
+    start = threading.Barrier(size)
+
+    def play(member: Rehearsal) -> T:
+        start.wait()
+        return work(member)
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(play, members))
+    return results, max(member.clock for member in members)

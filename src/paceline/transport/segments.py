@@ -1,0 +1,95 @@
+"""Tensors that lie in shared memory, so that other processes of this machine can map them instead of copying them."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import math
+import mmap
+import os
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from paceline.transport.memory import Memory
+
+_HEADER = mmap.PAGESIZE
+"""The first page of a segment: a byte that tells whether its owner has let it go."""
+_numbers = itertools.count(1)
+_lock = threading.Lock()
+_starts: list[int] = []
+_segments: dict[int, Segment] = {}
+
+
+class Segment(NamedTuple):
+    """Where a tensor's memory is, in words that another process understands."""
+
+    number: int
+    """Never used twice by one process."""
+    descriptor: int
+    start: int
+    size: int
+
+
+def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A new zeroed tensor in shared memory; other members read and write it in place."""
+    dtype = dtype or torch.get_default_dtype()
+    count = math.prod(shape)
+    memory = Memory.create(_HEADER + max(1, count * dtype.itemsize))
+    flat = memory.tensor(_HEADER, count, dtype)
+    if count:
+        segment = Segment(next(_numbers), memory.descriptor, flat.data_ptr(), memory.size - _HEADER)
+        with _lock:
+            bisect.insort(_starts, segment.start)
+            _segments[segment.start] = segment
+        # The map lives exactly as long as a tensor on it, since only tensors refer to it.
+        weakref.finalize(memory.map, _release, segment)
+        memory.descriptor = -1  # kept open for those who have yet to map it
+    return flat.view(shape)
+
+
+def find(tensor: torch.Tensor) -> Segment | None:
+    """The segment that this contiguous tensor lies in, if it lies in one."""
+    if not _starts:
+        return None
+    address = tensor.data_ptr()
+    with _lock:
+        place = bisect.bisect_right(_starts, address) - 1
+        if place < 0:
+            return None
+        segment = _segments[_starts[place]]
+    return segment if address + tensor.nbytes <= segment.start + segment.size else None
+
+
+def _release(segment: Segment) -> None:
+    with _lock:
+        _starts.remove(segment.start)
+        del _segments[segment.start]
+    with contextlib.suppress(OSError):
+        os.pwrite(segment.descriptor, b"\1", 0)
+        os.close(segment.descriptor)
+
+
+class Mapped:
+    """Segments of other processes that this one has mapped, each until its owner lets it go."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[Memory, torch.Tensor]] = {}
+
+    def tensor(self, pid: int, number: int, descriptor: int) -> torch.Tensor:
+        """The bytes of a segment."""
+        known = self._known.get((pid, number))
+        if known is None:
+            self._forget()
+            memory = Memory.of(pid, descriptor)
+            memory.close_descriptor()
+            known = memory, memory.tensor(_HEADER, memory.size - _HEADER, torch.uint8)
+            self._known[pid, number] = known
+        return known[1]
+
+    def _forget(self) -> None:
+        for key in [key for key, (memory, _) in self._known.items() if memory.bytes(0, 1)[0]]:
+            del self._known[key]
