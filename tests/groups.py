@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import pickle
@@ -67,7 +68,8 @@ class Pool:
 
     def close(self) -> None:
         for _, end in self._members:
-            end.close()
+            with contextlib.suppress(OSError):  # it may be dead
+                end.send_bytes(pickle.dumps((None, ())))
         for process, _ in self._members:
             process.join(5.0)
             if process.is_alive():
@@ -95,9 +97,8 @@ def _member(end: Connection, rank: int, size: int, backend: str, timeout: float,
     limit = datetime.timedelta(seconds=timeout)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     while True:
-        try:
-            work, arguments = pickle.loads(end.recv_bytes())
-        except (EOFError, OSError):
+        work, arguments = pickle.loads(end.recv_bytes())
+        if work is None:
             break
         try:
             result = work(rank, *arguments)
