@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.collectives.algorithms import ALGORITHMS, OPERATIONS, costs, find, ring, tree
@@ -26,6 +26,7 @@ Call = Callable[..., None]
 
 SIZES = [1, 2, 3, 4, 5, 8]
 TOPOLOGIES = list(ALGORITHMS)
+POOL = ThreadPoolExecutor(32)
 LINK = Link(latency=10e-6, bandwidth=12.5e9 / 500)
 """A link of 100 Gbit/s, whose bandwidth is scaled so that 200 kB take as long as 100 MB."""
 LINKS = [LINK, Link(latency=10e-6, bandwidth=1e12), Link(latency=1e-9, bandwidth=1e6)]
@@ -53,7 +54,7 @@ class Strict:
     So an algorithm that changes a tensor too early, or two ranks that wait for each other, are found out.
     """
 
-    def __init__(self, rank: int, boxes: list[list[queue.Queue[Message]]]) -> None:
+    def __init__(self, rank: int, boxes: list[list[queue.SimpleQueue[Message]]]) -> None:
         self.rank, self.size, self.boxes = rank, len(boxes), boxes
         self.sent: list[Message] = []
 
@@ -75,10 +76,9 @@ class Strict:
 
 def strictly(size: int, work: Callable[[Strict], T]) -> list[T]:
     """Let all ranks do `work`; returns what each returned, after a check that no message is left."""
-    boxes: list[list[queue.Queue[Message]]] = [[queue.Queue() for _ in range(size)] for _ in range(size)]
+    boxes: list[list[queue.SimpleQueue[Message]]] = [[queue.SimpleQueue() for _ in range(size)] for _ in range(size)]
     channels = [Strict(rank, boxes) for rank in range(size)]
-    with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(work, channels))
+    results = list(POOL.map(work, channels))
     assert all(message.awaited and message.taken.is_set() for channel in channels for message in channel.sent)
     return results
 
@@ -224,7 +224,7 @@ EVERYTHING = [(topology, operation) for topology in TOPOLOGIES for operation in 
 @pytest.mark.parametrize(("topology", "operation"), EVERYTHING)
 def test_everybody_gets_what_a_single_process_would_compute(topology: str, operation: str, size: int) -> None:
     roots = {0, size // 2, size - 1} if operation in ROOTED else {0}
-    for length in (0, 1, 2 * size, 4 * size + 3):
+    for length in (0, 1, 4 * size + 3):
         for root in roots:
             CHECKS[operation](find(topology, operation), size, length, root)
 
@@ -236,12 +236,12 @@ def test_any_rank_can_be_the_hub(operation: str, size: int, hub: int) -> None:
         CHECKS[operation](partial(find("hub", operation), hub=hub), size, 7, root)
 
 
-@pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_many_ranks_get_it_too(topology: str, size: int) -> None:
-    check_all_reduce(find(topology, "all_reduce"), size, 3 * size + 5, 0)
+def test_many_ranks_get_it_too(topology: str) -> None:
+    check_all_reduce(find(topology, "all_reduce"), 16, 53, 0)
 
 
+@settings(max_examples=60)
 @given(st.sampled_from(TOPOLOGIES), st.integers(1, 9), st.integers(0, 40), st.integers(0, 1000))
 def test_everybody_gets_the_same_bits_every_time(topology: str, size: int, length: int, seed: int) -> None:
     torch.manual_seed(seed)
@@ -315,12 +315,12 @@ def counted(topology: str, size: int, length: int, operation: str = "all_reduce"
 @pytest.mark.parametrize("size", [*SIZES, 6, 7, 11, 16])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_traffic_of_each_rank_is_as_foretold(topology: str, size: int) -> None:
-    for length in (0, 1, 5, 4 * size, 4 * size + 3):
+    for length in (0, 5, 4 * size + 3):
         foretold = [costs.traffic(topology, rank, size, 4 * length, itemsize=4) for rank in range(size)]
         assert counted(topology, size, length) == foretold
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 64])
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 16])
 @pytest.mark.parametrize("topology", ["ring", "direct"])
 def test_ring_and_direct_send_as_little_as_can_be(topology: str, size: int) -> None:
     whole = 4 * 6 * size
@@ -328,7 +328,7 @@ def test_ring_and_direct_send_as_little_as_can_be(topology: str, size: int) -> N
     assert counted(topology, size, whole // 4) == [Traffic(2 * (size - 1), least, 2 * (size - 1), least)] * size
 
 
-@pytest.mark.parametrize("levels", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("levels", [1, 2, 3, 4])
 def test_halving_doubling_sends_as_little_in_few_messages(levels: int) -> None:
     size = 2**levels
     whole = 4 * 6 * size
@@ -373,7 +373,7 @@ def clock_of_all_reduce(topology: str, size: int, length: int, link: Link) -> fl
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_clock_of_an_all_reduce_equals_the_formula(topology: str, link: Link) -> None:
-    for size in [*range(1, 10), 12, 15, 16, 17]:
+    for size in [*range(1, 10), 12, 15, 17]:
         length = 64 * size  # divides into N, and into the power of two within N
         wanted = costs.seconds(topology, size, length, link)
         assert clock_of_all_reduce(topology, size, length, link) == pytest.approx(wanted, rel=1e-7, abs=0), size
@@ -389,9 +389,18 @@ def test_the_clock_of_an_all_reduce_equals_the_formula(topology: str, link: Link
         ("tree", 64, 88.12),
     ],
 )
-def test_the_clock_shows_the_times_of_the_reference(topology: str, size: int, milliseconds: float) -> None:
+def test_the_reference_is_met_by_what_runs(topology: str, size: int, milliseconds: float) -> None:
     """For 100 MB and 64 ranks, not counting a hub; the reference's 96.12 ms are of a single tree, see `costs`."""
-    assert 1000 * clock_of_all_reduce(topology, size, 200_000, LINK) == pytest.approx(milliseconds, abs=0.005)
+
+    def work(channel: Rehearsal) -> Traffic:
+        counting, tensor = Counted(channel), torch.ones(200_000, dtype=torch.uint8)
+        find(topology, "all_reduce")(counting, tensor, add)
+        assert tensor.amin() == tensor.amax() == size
+        return counting.traffic
+
+    traffic, time = rehearse(size, work, LINK)
+    assert 1000 * time == pytest.approx(milliseconds, abs=0.005)
+    assert traffic == [costs.traffic(topology, rank, size, 200_000) for rank in range(size)]
 
 
 def test_the_formulas_give_the_values_of_the_reference() -> None:

@@ -23,11 +23,11 @@ ROOMS: dict[str, set[str]] = {
     "server": LEAVES | {"transport", "cluster", "parameters", "data"},
     "strategies": LEAVES | {"transport", "cluster", "parameters", "data", "collectives", "server"},
     "team": LEAVES | {"transport", "cluster", "parameters", "data", "strategies"},
-    "bench": {"team", "cluster", "config", "errors", "events"},
+    "bench": {"team", "cluster", "collectives", "transport", "config", "errors", "events"},
     "simulate": LEAVES,
     "plan": LEAVES | {"simulate"},
     "report": LEAVES | {"simulate", "plan"},
-    "__init__": {"team", "config", "errors", "policies"},
+    "__init__": {"team", "collectives", "config", "errors", "policies"},
     "__main__": {"cli"},
 }
 ROOMS["cli"] = set(ROOMS) - {"__init__", "__main__"}

@@ -94,7 +94,10 @@ class Members:
 
     def leave(self) -> None:
         """Tell the others that this member will not come again."""
+        global _current
         self.meeting.sign_out()
+        if _current is self:
+            _current = None
 
     def wait_until_left(self, seconds: float = 10.0) -> None:
         """Until all others have left or died, but not for ever."""
@@ -106,8 +109,19 @@ class Members:
                 time.sleep(0.02)
 
 
+_current: Members | None = None
+
+
+def current() -> Members | None:
+    """The team that this process is in, if it has come together."""
+    return _current
+
+
 def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callable[[str], None]) -> Members:
-    """Meet the other members of this team for the first time."""
+    """Meet the other members of this team; a second time there is nothing left to do."""
+    global _current
+    if _current is not None:
+        return _current
     if place.local_world_size != place.world_size:
         raise UsageError(
             f"this team has {place.world_size} workers of which {place.local_world_size} on this machine; "
@@ -126,7 +140,8 @@ def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callabl
     # Nobody goes on before all have taken the pulse of all: a process id must not be reused in between.
     meeting.meet(Intent.BARRIER)
     memory.close_descriptor()
-    return Members(place, meeting, pulse, store)
+    _current = Members(place, meeting, pulse, store)
+    return _current
 
 
 def _control_memory(place: Place, launch: Launch, timeouts: Timeouts) -> tuple[Memory, Store | None]:
@@ -142,8 +157,8 @@ def _control_memory(place: Place, launch: Launch, timeouts: Timeouts) -> tuple[M
         store.set("control", f"{os.getpid()} {memory.descriptor} {machine()}")
         return memory, store
     try:
-        pid, descriptor, machine = store.get("control").decode().split()
-        if machine != machine():
+        pid, descriptor, where = store.get("control").decode().split()
+        if where != machine():
             raise JoinError("this worker is not on rank 0's machine, or not in its pid namespace", [place.rank])
         return Memory.of(int(pid), int(descriptor)), store
     except DistStoreError as error:

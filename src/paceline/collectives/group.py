@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 
 import msgspec
 import torch
-from torch.distributed import DistStoreError, Store
+from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from paceline.cluster.membership import Pulse, machine
 from paceline.collectives.lane import Lane
@@ -54,7 +55,7 @@ class Group:
         permitted = self.reach.permit([card.address for card in cards], _MAGIC)
         coming, _ = operation(Kind.BARRIER, torch.uint8, 0)
         self.board.row[1] = permitted
-        self.reach.private = all([row[1] for row in self.board.step(coming)])
+        self.reach.private = all(row[1] for row in self.board.step(coming))
         # Nobody goes on before all have taken the pulse of all: a process id must not be reused in between.
         self.board.watch = Pulse(self.board)
         self.board.step(coming)
@@ -89,7 +90,7 @@ class StoreExchange:
     def __call__(self, payload: bytes) -> list[bytes]:
         self._round += 1
         keys = [f"{self._round}/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], payload)
+        self._store.set(keys[self._rank], payload.decode())
         try:
             return [self._store.get(key) for key in keys]
         except DistStoreError:
@@ -97,3 +98,9 @@ class StoreExchange:
             raise JoinError(
                 f"rank {self._rank} did not hear from {names(late)} in {self._timeouts.join:g} s", late
             ) from None
+
+    def forget(self) -> None:
+        """Once all have come together: a later group may find the same store, and must not find what was said here."""
+        for number in range(1, self._round + 1):
+            with contextlib.suppress(RuntimeError):  # some stores only grow
+                self._store.delete_key(f"{number}/{self._rank}")

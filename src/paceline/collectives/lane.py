@@ -11,9 +11,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Protocol
 
-from paceline.collectives.shared import Shared
 from paceline.errors import Mismatch, TeamTimeout, UsageError
+
+
+class Engine(Protocol):
+    """Whoever does the work."""
+
+    spin: bool
+    """Whether to wait by looking for a while; not from a thread in the background."""
 
 
 class Job:
@@ -32,8 +39,8 @@ class Job:
 class Lane:
     """Does the jobs of one group in their order."""
 
-    def __init__(self, shared: Shared, give_up: Callable[[str], None]) -> None:
-        self._shared, self._give_up = shared, give_up
+    def __init__(self, engine: Engine, give_up: Callable[[str], None]) -> None:
+        self._engine, self._give_up = engine, give_up
         self._turn = threading.Lock()
         self._queue: deque[Job] = deque()
         self._signals: SimpleQueue[bool] = SimpleQueue()
@@ -44,7 +51,7 @@ class Lane:
         if not self._queue and self._turn.acquire(blocking=False):
             try:
                 if not self._queue:
-                    self._shared.spin = True
+                    self._engine.spin = True
                     run()
                     return
             except (Mismatch, UsageError):
@@ -96,7 +103,7 @@ class Lane:
 
     def _advance(self, until: Job | None, spin: bool) -> None:
         """Do what is in the queue, up to this job; called by one thread at a time."""
-        self._shared.spin = spin
+        self._engine.spin = spin
         while self._queue and not (until is not None and until.done):
             job = self._queue.popleft()
             try:

@@ -55,7 +55,7 @@ class Operation(NamedTuple):
 
     kind: Kind
     dtype: torch.dtype = torch.uint8
-    count: int = 0
+    length: int = 0
     """Elements, where all members must have the same number; 0 where they may differ."""
     op: Op = Op.NONE
     root: int = 0
@@ -64,7 +64,7 @@ class Operation(NamedTuple):
     def signature(self) -> int:
         """All of it in 64 bits."""
         dtype = _NUMBERS[self.dtype]
-        return self.kind | self.op << 5 | dtype << 9 | self.root << 16 | self.count << 28
+        return self.kind | self.op << 5 | dtype << 9 | self.root << 16 | self.length << 28
 
     @classmethod
     def of(cls, signature: int) -> Operation | None:
@@ -79,7 +79,7 @@ class Operation(NamedTuple):
         if self.kind is Kind.BARRIER:
             return "barrier"
         words = [self.kind.spoken, "of"]
-        words += [f"{self.count} x {_short(self.dtype)}"] if self.count else [_short(self.dtype)]
+        words += [f"{self.length} x {_short(self.dtype)}"] if self.length else [_short(self.dtype)]
         if self.op is not Op.NONE:
             words.append(f"({self.op.spoken})")
         if self.kind in (Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER):

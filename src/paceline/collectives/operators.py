@@ -6,7 +6,6 @@ tensor and whoever does the combining.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -118,4 +117,4 @@ def _combine(op: Op, dtype: torch.dtype) -> Combine:
 
 def scaled(tensor: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
     """What this member contributes to a premultiplied sum."""
-    return operator.mul(tensor, factor).to(tensor.dtype)
+    return torch.mul(tensor, factor).to(tensor.dtype)

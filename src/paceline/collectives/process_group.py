@@ -7,17 +7,20 @@ options into operators and roots. Nothing is computed here.
 from __future__ import annotations
 
 import datetime
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import ReduceOp, Store
+from torch.distributed import ReduceOp, Store, distributed_c10d  # type: ignore[attr-defined]
 
+from paceline.cluster.membership import machine
 from paceline.collectives.group import Group, StoreExchange
+from paceline.collectives.machines import Machines
 from paceline.collectives.operation import Op
-from paceline.collectives.work import DONE, LaneWork, LetterWork, PacelineWork
+from paceline.collectives.work import DONE, GlooWork, LaneWork, LetterWork, PacelineWork
 from paceline.config import Timeouts
 from paceline.errors import TeamTimeout, UsageError, WorkerLost, names
 from paceline.transport.mailbox import ANY
@@ -32,18 +35,35 @@ Tensors = list[torch.Tensor]
 
 
 class PacelineProcessGroup(distributed.ProcessGroup):
-    """One member's process group on one machine."""
+    """One member's process group: over shared memory on one machine, and gloo between machines."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
-        super().__init__(rank, size)
+    has_monitored_barrier = True
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: datetime.timedelta, others: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._store, self._timeout, self._others = store, timeout, others or {}
+        self._elsewhere: dict[str, distributed.ProcessGroup] = {}
         seconds = timeout.total_seconds()
         store.set_timeout(timeout)
         timeouts = Timeouts(join=seconds, meeting=seconds, notice=max(30.0, seconds / 10))
         exchange = StoreExchange(store, rank, size, timeouts)
-        self.members = Group(rank, size, exchange, timeouts, _say)
+        places = [place.decode() for place in exchange(machine().encode())]
+        self._machines = Machines(store, rank, places, timeouts, _say) if len(set(places)) > 1 else None
+        self.group = self._machines.group if self._machines else Group(rank, size, exchange, timeouts, _say)
+        """The members on this machine."""
+        exchange.forget()
+        self._name = self._description = ""
         self._rank, self._size = rank, size
-        self._shared, self._lane, self._mailbox = self.members.shared, self.members.lane, self.members.mailbox
-        self._name, self._description = "", ""
+        self._shared = self._machines or self.group.shared
+        self._lane = self._machines.lane if self._machines else self.group.lane
+        self._gloo = self._machines.gloo if self._machines else None
+        self._mailbox = self.group.mailbox
+
+    @property
+    def on_one_machine(self) -> bool:
+        return self._machines is None
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
@@ -254,19 +274,22 @@ class PacelineProcessGroup(distributed.ProcessGroup):
 
         return self._begin(run, opts, [output])
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> PacelineWork:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> PacelineWork:  # type: ignore[override]
         return self._begin(self._shared.barrier, opts, [])
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier in which rank 0 learns who does not come; the group stays usable for those who do."""
-        limit = timeout.total_seconds() if timeout is not None else self.members.board.timeouts.meeting
+        if self._gloo is not None:
+            self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+            return
+        limit = timeout.total_seconds() if timeout is not None else self.group.board.timeouts.meeting
         nothing = torch.empty(0, dtype=torch.uint8)
         if self._rank:
             self._mailbox.send(0, nothing, _CALL)
             self._mailbox.receive(0, nothing, _ANSWER).wait(limit)
             return
         calls = {rank: self._mailbox.receive(rank, nothing, _CALL) for rank in range(1, self._size)}
-        late = []
+        late: list[int] = []
         for rank, call in calls.items():
             try:
                 call.wait(0.05 if late else limit)
@@ -281,8 +304,10 @@ class PacelineProcessGroup(distributed.ProcessGroup):
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> PacelineWork:
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
         (tensor,) = tensors
+        if self._gloo is not None:
+            return self._gloo.send([_given(tensor)], self._peer(peer), tag)
         sending = self._mailbox.send(self._peer(peer), _given(tensor), tag)
         if not sending.done:
             self._mailbox.attend()
@@ -290,11 +315,18 @@ class PacelineProcessGroup(distributed.ProcessGroup):
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> PacelineWork:
         filled = _Filled(tensors)
+        if self._gloo is not None:
+            work = (
+                self._gloo.recv_anysource(filled.parts, tag)
+                if peer == ANY
+                else self._gloo.recv(filled.parts, peer, tag)
+            )
+            return GlooWork(work, filled.back)
         receiving = self._mailbox.receive(peer if peer == ANY else self._peer(peer), filled.parts[0], tag)
-        work = LetterWork(receiving, tensors, filled.back if filled.copies else None)
+        letter = LetterWork(receiving, tensors, filled.back if filled.copies else None)
         if not receiving.done:
             self._mailbox.attend()
-        return work
+        return letter
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PacelineWork:
         return self.recv(tensors, ANY, tag)
@@ -327,7 +359,7 @@ class PacelineProcessGroup(distributed.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU]
+        return [_CPU, *(torch.device(device) for device in self._others)]
 
     @property
     def supports_splitting(self) -> bool:
@@ -341,7 +373,37 @@ class PacelineProcessGroup(distributed.ProcessGroup):
     def bound_device_id(self) -> torch.device | None:
         return None
 
-    def _get_backend(self, device: torch.device) -> PacelineProcessGroup:
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        """Of no use here."""
+
+    @property
+    def group_name(self) -> Any:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._description = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._description = desc
+
+    def _get_backend(self, device: torch.device) -> Any:
         return self
 
     def _get_backend_name(self) -> str:
@@ -351,15 +413,35 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         self.set_timeout(timeout)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        board = self.members.board
+        board = self.group.board
         board.timeouts = Timeouts(meeting=timeout.total_seconds(), notice=board.timeouts.notice)
 
     def shutdown(self) -> None:
-        self.members.close()
+        (self._machines or self.group).close()
 
     def abort(self) -> None:
-        self.members.board.fail("the process group was aborted")
-        self.members.close()
+        self.group.board.fail("the process group was aborted")
+        self.shutdown()
+
+    def elsewhere(self, device: str) -> distributed.ProcessGroup:
+        """The group for tensors of another device: all members ask for it when they first need it."""
+        if device not in self._others:
+            raise UsageError(
+                f"the process group 'paceline' is for CPU tensors; for {device} give its backend, too: "
+                f"init_process_group('cpu:paceline,{device}:…')"
+            )
+        if device not in self._elsewhere:
+            group, _ = distributed_c10d._new_process_group_helper(
+                self._size,
+                self._rank,
+                [],
+                f"{device}:{self._others[device]}",
+                self._store,
+                distributed_c10d.GroupName(f"{self.group_name}/{device}"),
+                timeout=self._timeout,
+            )
+            self._elsewhere[device] = group
+        return self._elsewhere[device]
 
     # -- what these have in common -----------------------------------------------------------------------------------
 
@@ -450,8 +532,8 @@ def _operator(opts: Any) -> tuple[Op, float | torch.Tensor | None]:
     """Which operator is asked for, and by what a premultiplied sum multiplies."""
     if opts is None:
         return Op.SUM, None
-    wanted = opts if isinstance(opts, ReduceOp | ReduceOp.RedOpType) else opts.reduceOp
-    kind = wanted.op if isinstance(wanted, ReduceOp) else wanted
+    wanted: Any = opts if isinstance(opts, ReduceOp | ReduceOp.RedOpType) else opts.reduceOp
+    kind = getattr(wanted, "op", wanted)
     op = _OPERATORS[kind]
     return op, wanted.factor if op is Op.PREMUL_SUM else None
 
@@ -465,6 +547,51 @@ def _say(message: str) -> None:
     print(f"paceline: {message}", file=sys.stderr, flush=True)
 
 
+def _by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that hands tensors of other devices to the backend that was asked for there."""
+
+    def choose(self: PacelineProcessGroup, *arguments: Any, **options: Any) -> Any:
+        tensor = _first(arguments)
+        if tensor is None or tensor.is_cpu:
+            return method(self, *arguments, **options)
+        return getattr(self.elsewhere(tensor.device.type), name)(*arguments, **options)
+
+    return functools.wraps(method)(choose)
+
+
+def _first(arguments: Sequence[Any]) -> torch.Tensor | None:
+    """The first tensor among arguments and lists of them."""
+    for argument in arguments:
+        found = argument if isinstance(argument, torch.Tensor) else None
+        if isinstance(argument, list | tuple):
+            found = _first(argument)
+        if found is not None:
+            return found
+    return None
+
+
+for _name in (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "broadcast",
+    "allgather",
+    "allgather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "gather",
+    "scatter",
+    "alltoall",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "recv_anysource",
+):
+    setattr(PacelineProcessGroup, _name, _by_device(_name, getattr(PacelineProcessGroup, _name)))
+
 for _old, _new in (
     ("_allgather_base", "all_gather_single"),
     ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
@@ -475,6 +602,8 @@ for _old, _new in (
     setattr(PacelineProcessGroup, _old, getattr(PacelineProcessGroup, _new))
 
 
-def create(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> PacelineProcessGroup:
-    """What torch.distributed calls for a new group."""
-    return PacelineProcessGroup(store, rank, size, timeout)
+def create(
+    store: Store, rank: int, size: int, timeout: datetime.timedelta, others: dict[str, str]
+) -> PacelineProcessGroup:
+    """What torch.distributed calls for a new group; `others` are the backends for devices besides the CPU."""
+    return PacelineProcessGroup(store, rank, size, timeout, others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from typing import Any
 
 
@@ -10,11 +11,30 @@ def register() -> None:
     """Let `init_process_group("paceline")` find us; what it needs is loaded when it is called."""
     from torch import distributed
 
-    if distributed.is_available() and "PACELINE" not in distributed.Backend._plugins:
-        distributed.Backend.register_backend("paceline", _create, devices=["cpu"])
+    if not distributed.is_available() or "PACELINE" in distributed.Backend._plugins:
+        return
+    from torch.distributed import distributed_c10d
+
+    distributed.Backend.register_backend("paceline", _create, devices=["cpu"])
+    original = distributed_c10d.monitored_barrier
+
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        # torch refuses this for all backends but gloo, without asking the backend.
+        chosen: Any = group if group is not None else distributed_c10d.GroupMember.WORLD
+        if getattr(chosen, "has_monitored_barrier", False):
+            return chosen.monitored_barrier(timeout, wait_all_ranks)
+        return original(group, timeout, wait_all_ranks)
+
+    monitored_barrier.__doc__ = original.__doc__
+    distributed.monitored_barrier = distributed_c10d.monitored_barrier = monitored_barrier
 
 
 def _create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
     from paceline.collectives.process_group import create
 
-    return create(store, rank, size, timeout)
+    # With cpu:paceline,cuda:nccl torch keeps what we return and forgets the rest, so the rest is up to us; and it is
+    # told to us in no other way than this.
+    spec = sys._getframe(1).f_locals.get("backend_config")
+    devices = spec.get_device_backend_map() if spec is not None else {}
+    others = {device: name for device, name in devices.items() if device != "cpu" and name != "paceline"}
+    return create(store, rank, size, timeout, others)

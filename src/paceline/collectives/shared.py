@@ -323,7 +323,8 @@ class _Exchange:
         self._check()
 
     def __enter__(self) -> dict[int, View]:
-        shared, views = self._shared, {}
+        shared = self._shared
+        views: dict[int, View] = {}
         at = _FIRST + _WIDTH * shared.rank
         for rank in shared._others():
             number, descriptor, place, size = self._rows[rank][at : at + 4]

@@ -133,6 +133,29 @@ class LetterWork(PacelineWork):
         return self._transfer.peer
 
 
+class GlooWork(PacelineWork):
+    """A message that gloo receives from another machine."""
+
+    def __init__(self, work: Work, back: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._back = work, back
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        seconds = _seconds(timeout)
+        self._work.wait(datetime.timedelta(seconds=seconds)) if seconds else self._work.wait()
+        self._back()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        return self._work.get_future()
+
+    def _source_rank(self) -> int:
+        return int(self._work._source_rank())
+
+
 def _seconds(timeout: datetime.timedelta | None) -> float | None:
     """None where no limit of its own was asked for: torch says so with zero or less."""
     seconds = timeout.total_seconds() if timeout is not None else 0.0

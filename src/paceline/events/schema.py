@@ -84,6 +84,19 @@ class Balance(_Event, frozen=True, gc=False):
     shares: list[int]
 
 
+class Message(_Event, frozen=True, gc=False):
+    """A worker sent a part of a collective to another, or received one; recorded inside `collectives.observe()`."""
+
+    seconds: float
+    """Of a receive, with the wait for it."""
+    operation: str
+    topology: str
+    direction: str
+    """`send` or `receive`."""
+    peer: int
+    bytes: int
+
+
 class Metric(_Event, frozen=True, gc=False):
     """What the script reported with `team.report`."""
 
@@ -91,7 +104,7 @@ class Metric(_Event, frozen=True, gc=False):
     values: dict[str, float]
 
 
-Event = Join | Leave | Compute | Wait | Reduce | Update | Balance | Metric
+Event = Join | Leave | Compute | Wait | Reduce | Update | Balance | Message | Metric
 
 _DECODER = msgspec.json.Decoder(Event)
 

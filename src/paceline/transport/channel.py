@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ T = TypeVar("T")
 class Sending(Protocol):
     """A message on its way."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Until the tensor may be changed again."""
 
 
@@ -56,26 +57,29 @@ class Traffic(msgspec.Struct):
 
 
 class Counted:
-    """A channel that counts what goes through it; `told` hears of each message as (direction, peer, bytes)."""
+    """A channel that counts what goes through it; `told` hears of each message, once it is sent or received."""
 
-    def __init__(self, channel: Channel, told: Callable[[str, int, int], None] | None = None) -> None:
+    def __init__(self, channel: Channel, told: Callable[[str, int, int, float], None] | None = None) -> None:
         self.rank, self.size = channel.rank, channel.size
         self.traffic = Traffic()
         self._channel, self._told = channel, told
 
     def send(self, peer: int, tensor: torch.Tensor) -> Sending:
+        start = time.perf_counter()
+        sending = self._channel.send(peer, tensor)
         self.traffic.sent += 1
         self.traffic.bytes_sent += tensor.nbytes
         if self._told:
-            self._told("send", peer, tensor.nbytes)
-        return self._channel.send(peer, tensor)
+            self._told("send", peer, tensor.nbytes, start)
+        return sending
 
     def receive(self, peer: int, tensor: torch.Tensor) -> None:
+        start = time.perf_counter()
         self._channel.receive(peer, tensor)
         self.traffic.received += 1
         self.traffic.bytes_received += tensor.nbytes
         if self._told:
-            self._told("receive", peer, tensor.nbytes)
+            self._told("receive", peer, tensor.nbytes, start)
 
 
 class _Sent:
@@ -94,7 +98,7 @@ class Rehearsal:
     if the member asks for that one first.
     """
 
-    def __init__(self, rank: int, boxes: list[list[queue.Queue[tuple[torch.Tensor, float]]]], link: Link) -> None:
+    def __init__(self, rank: int, boxes: list[list[queue.SimpleQueue[tuple[torch.Tensor, float]]]], link: Link) -> None:
         self.rank, self.size = rank, len(boxes)
         self.clock = 0.0
         """Seconds that have passed for this member."""
@@ -145,8 +149,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 def rehearse(size: int, work: Callable[[Rehearsal], T], link: Link | None = None) -> tuple[list[T], float]:
     """Let `size` threads do `work`, each with its own channel; what each returned, and the seconds on the clock."""
-    boxes: list[list[queue.Queue[tuple[torch.Tensor, float]]]] = [
-        [queue.Queue() for _ in range(size)] for _ in range(size)
+    boxes: list[list[queue.SimpleQueue[tuple[torch.Tensor, float]]]] = [
+        [queue.SimpleQueue() for _ in range(size)] for _ in range(size)
     ]
     members = [Rehearsal(rank, boxes, link or Link()) for rank in range(size)]
     start = threading.Barrier(size)

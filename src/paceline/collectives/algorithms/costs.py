@@ -11,7 +11,8 @@ time and receives one at a time, both at once. Adding costs nothing.
 | hub | 2·latency + 2(N−1)·S/B |
 | direct | 2·latency + 2(N−1)/N·S/B |
 
-One rank alone needs no time. The formulas are exact where chunks are equal, and at most one element off where not.
+One rank alone needs no time. The formulas are exact where all chunks are of one length; where they are not, a message
+may be one element longer.
 
 The tree of textbooks is a single one in which a rank has one child more per level: a message of S bytes in each of
 ceil(log2 N) levels, both ways (`single_tree`). Here a level is two messages of half the size that a parent takes one
@@ -82,8 +83,8 @@ class Shares(NamedTuple):
 def best_shares(workers: int, spare: int, bytes: float) -> Shares:
     """Shares that load all links alike, with one worker per machine and `spare` machines besides (BytePS).
 
-    A worker's machine also moves that worker's gradients, so it serves less than a spare one, and nothing once there are
-    as many spare machines as workers.
+    A worker's machine also moves that worker's gradients, so it serves less than a spare one, and nothing once there
+    are as many spare machines as workers.
     """
     if workers == 1:
         return Shares(0.0, bytes)
@@ -109,7 +110,7 @@ def traffic(topology: str, rank: int, size: int, bytes: int, *, itemsize: int = 
         case "ring":
             chunks = _chunks(length, size)
             own, before, after = chunks[rank], chunks[rank - 1], chunks[(rank + 1) % size]
-            # Each half of the algorithm leaves out one chunk: the one that stays, or that the receiver is to begin with.
+            # Each half of the algorithm leaves out one chunk: the one that stays here, or that is there already.
             return _traffic(2 * (size - 1), 2 * length - own - after, itemsize, 2 * length - own - before)
         case "tree":
             return _traffic(*_tree(rank, size, length), itemsize)

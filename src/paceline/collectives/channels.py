@@ -1,0 +1,48 @@
+"""The channels that algorithms run over: shared memory inside a machine, torch.distributed otherwise."""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from paceline.transport.channel import Sending
+from paceline.transport.mailbox import Mailbox
+
+_TAG = -21
+"""Of the messages of algorithms; what users send has none below zero."""
+
+
+class MailChannel:
+    """A channel through a mailbox in shared memory."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.rank, self.size = mailbox.rank, mailbox.size
+        self._mailbox = mailbox
+
+    def send(self, peer: int, tensor: torch.Tensor, tag: int = _TAG) -> Sending:
+        return self._mailbox.send(peer, tensor, tag)
+
+    def receive(self, peer: int, tensor: torch.Tensor, tag: int = _TAG) -> None:
+        self._mailbox.receive(peer, tensor, tag).wait()
+
+
+class DistributedChannel:
+    """A channel through any process group of torch.distributed."""
+
+    def __init__(self, group: ProcessGroup, rank: int) -> None:
+        self.rank, self.size = rank, group.size()
+        self._group = group
+
+    def send(self, peer: int, tensor: torch.Tensor, tag: int = _TAG) -> Sending:
+        work = distributed.isend(tensor, group=self._group, group_dst=peer, tag=_positive(tag))
+        assert work is not None
+        return work
+
+    def receive(self, peer: int, tensor: torch.Tensor, tag: int = _TAG) -> None:
+        distributed.recv(tensor, group=self._group, group_src=peer, tag=_positive(tag))
+
+
+def _positive(tag: int) -> int:
+    """Other backends have no tags below zero."""
+    return tag if tag >= 0 else hash(tag) & 0x7FFF_FFFF | 0x4000_0000

@@ -1,0 +1,282 @@
+"""One member of a group, with all ways that it has to do a collective: through shared memory, or by an algorithm."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from paceline.collectives import algorithms
+from paceline.collectives.algorithms import costs
+from paceline.collectives.group import Group
+from paceline.collectives.operation import Op
+from paceline.collectives.operators import reducer
+from paceline.collectives.shared import Shared
+from paceline.errors import UsageError
+from paceline.events import Message
+from paceline.transport.channel import Channel, Counted, Link, Sending, Traffic
+
+TOPOLOGIES = ("auto", "shared", *algorithms.ALGORITHMS)
+Price = Callable[[int], float]
+"""Seconds, for so many bytes."""
+_PROBES = ((1 << 10, 20), (1 << 20, 4))
+"""Bytes and repetitions of the messages from which costs are measured."""
+
+
+class TaggedChannel(Channel, Protocol):
+    """A channel on which messages of different kinds can be told apart."""
+
+    def send(self, peer: int, tensor: torch.Tensor, tag: int = ...) -> Sending: ...
+
+    def receive(self, peer: int, tensor: torch.Tensor, tag: int = ...) -> None: ...
+
+
+class Observed:
+    """What was seen of the collectives that were done while somebody looked."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        """Messages and bytes of this member."""
+        self.messages: list[Message] = []
+        """One event per message, in the order of their ends."""
+
+    def note(
+        self, rank: int, operation: str, topology: str, direction: str, peer: int, size: int, start: float
+    ) -> None:
+        seconds = time.perf_counter() - start
+        self.messages.append(Message(rank, start, seconds, operation, topology, direction, peer, size))
+
+    def add(self, traffic: Traffic) -> None:
+        for name in Traffic.__struct_fields__:
+            setattr(self.traffic, name, getattr(self.traffic, name) + getattr(traffic, name))
+
+
+class Member:
+    """Does collectives in a chosen topology. `group` is there if all members share memory."""
+
+    def __init__(self, rank: int, size: int, channel: TaggedChannel, group: Group | None) -> None:
+        self.rank, self.size = rank, size
+        self._channel, self._group = channel, group
+        self._observed: Observed | None = None
+        self._prices: dict[str, Price] | None = None
+        self._chosen: dict[tuple[str, int], str] = {}
+
+    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Sending:
+        """Begin to send a contiguous tensor."""
+        return self._channel.send(peer, tensor, tag)
+
+    def receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        """Wait for a contiguous tensor."""
+        self._channel.receive(peer, tensor, tag)
+
+    @contextmanager
+    def observe(self) -> Iterator[Observed]:
+        """Look at what goes through the channel meanwhile."""
+        before, self._observed = self._observed, Observed()
+        try:
+            yield self._observed
+        finally:
+            self._observed = before
+
+    # -- operations --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op, topology: str = "auto") -> None:
+        chosen = self._choose("all_reduce", topology, tensor.nbytes)
+        if chosen == "shared":
+            self._now(lambda: self._shared.all_reduce(tensor, op))
+            return
+        way = reducer(op, tensor.dtype)
+        flat = tensor.contiguous().view(-1)
+        self._do("all_reduce", chosen, flat, way.add)
+        way.divide(flat, self.size)
+        _put_back(tensor, flat)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: Op, topology: str = "auto") -> None:
+        chosen = self._choose("reduce", topology, tensor.nbytes)
+        if chosen == "shared":
+            self._now(lambda: self._shared.reduce(tensor, root, op))
+            return
+        way = reducer(op, tensor.dtype)
+        flat = tensor.contiguous().view(-1)
+        self._do("reduce", chosen, flat, way.add, root)
+        if self.rank == root:
+            way.divide(flat, self.size)
+            _put_back(tensor, flat)
+
+    def reduce_scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op, topology: str = "auto") -> None:
+        size = sum(part.nbytes for part in inputs)
+        chosen = self._choose("reduce_scatter", topology, size)
+        if chosen == "shared":
+            self._now(lambda: self._shared.reduce_scatter(out, inputs, op))
+            return
+        way = reducer(op, out.dtype)
+        parts = [part.reshape(-1).clone() for part in inputs]  # algorithms use them on the way
+        self._do("reduce_scatter", chosen, parts, way.add)
+        way.divide(parts[self.rank], self.size)
+        out.copy_(parts[self.rank].view(out.shape))
+
+    def broadcast(self, tensor: torch.Tensor, root: int, topology: str = "auto") -> None:
+        flat = tensor.contiguous().view(-1)
+        chosen = self._choose("broadcast", topology, flat.nbytes)
+        if chosen == "shared":
+            self._now(lambda: self._shared.broadcast(flat, root))
+        else:
+            self._do("broadcast", chosen, flat, root)
+        _put_back(tensor, flat)
+
+    def all_gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor, topology: str = "auto") -> None:
+        source = tensor.contiguous()
+        chosen = self._choose("all_gather", topology, sum(out.nbytes for out in outs))
+        if chosen == "shared":
+            self._now(lambda: self._shared.all_gather(outs, source))
+            return
+        parts = [out.view(-1) for out in outs]
+        parts[self.rank].copy_(source.view(-1))
+        self._do("all_gather", chosen, parts)
+
+    def gather(
+        self, outs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int, topology: str = "auto"
+    ) -> None:
+        source = tensor.contiguous()
+        chosen = self._choose("gather", topology, source.nbytes)
+        if chosen == "shared":
+            self._now(lambda: self._shared.gather(outs, source, root))
+            return
+        parts = None if outs is None else [out.view(-1) for out in outs]
+        self._do("gather", chosen, source.view(-1), parts, root)
+
+    def scatter(
+        self, out: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, topology: str = "auto"
+    ) -> None:
+        parts = None if inputs is None else [part.contiguous() for part in inputs]
+        chosen = self._choose("scatter", topology, out.nbytes)
+        if chosen == "shared":
+            self._now(lambda: self._shared.scatter(out, parts, root))
+            return
+        flat = None if parts is None else [part.view(-1) for part in parts]
+        self._do("scatter", chosen, out.view(-1), flat, root)
+
+    def all_to_all(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], topology: str = "auto") -> None:
+        parts = [part.contiguous() for part in inputs]
+        size = sum(part.nbytes for part in parts)
+        chosen = self._choose("all_to_all", topology, size)
+        if chosen == "shared":
+            self._now(lambda: self._shared.all_to_all(outs, parts))
+            return
+        self._do("all_to_all", chosen, [part.view(-1) for part in parts], [out.view(-1) for out in outs])
+
+    def barrier(self, topology: str = "auto") -> None:
+        chosen = self._choose("barrier", topology, 0)
+        if chosen == "shared":
+            self._now(self._shared.barrier)
+        else:
+            self._do("barrier", chosen)
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
+
+    def prices(self) -> dict[str, Price]:
+        """Seconds of an all-reduce of so many bytes, by topology: from messages and steps as measured here."""
+        if self._prices is None:
+            self._prices = self._measure()
+        return self._prices
+
+    def _choose(self, operation: str, topology: str, size: int) -> str:
+        """The topology asked for; if any will do, the one that should be the quickest for so many bytes."""
+        if topology == "auto":
+            key = operation, size.bit_length()
+            chosen = self._chosen.get(key)
+            if chosen is None:
+                chosen = self._chosen[key] = self._cheapest(operation, size)
+            return chosen
+        if topology not in TOPOLOGIES:
+            raise UsageError(f"there is no topology '{topology}'; there are {', '.join(TOPOLOGIES)}")
+        if topology == "shared" and self._group is None:
+            raise UsageError("the topology shared needs a group of the backend paceline, on one machine")
+        return topology
+
+    def _cheapest(self, operation: str, size: int) -> str:
+        having = [name for name, known in algorithms.ALGORITHMS.items() if operation in known]
+        if self._group is not None:
+            having.append("shared")
+        if self.size == 1:
+            return having[-1]
+        prices = self.prices()
+        return min(having, key=lambda name: prices[name](1 << size.bit_length()))
+
+    def _measure(self) -> dict[str, Price]:
+        """Time messages between neighbours, and steps through memory; all take the numbers of rank 0."""
+        times = [self._best(self._swap, size, count) for size, count in _PROBES]
+        if self._group is not None:
+            times += [self._best(self._step, size, count) for size, count in _PROBES]
+        numbers = torch.tensor(times, dtype=torch.float64)
+        algorithms.find("tree", "broadcast")(self._channel, numbers, 0)
+        link = _link(*numbers[:2].tolist())
+        prices: dict[str, Price] = {name: partial(_price, name, self.size, link) for name in algorithms.ALGORITHMS}
+        if self._group is not None:
+            memory = _link(*numbers[2:].tolist())
+            prices["shared"] = lambda size: memory.latency + size / memory.bandwidth
+        return prices
+
+    def _best(self, probe: Callable[[torch.Tensor], None], size: int, count: int) -> float:
+        data, best = torch.zeros(size, dtype=torch.uint8), math.inf
+        for _ in range(count):
+            start = time.perf_counter()
+            probe(data)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    def _swap(self, data: torch.Tensor) -> None:
+        peer = self.rank ^ 1
+        if peer < self.size:  # the last of an odd number has no neighbour
+            sending = self._channel.send(peer, data)
+            self._channel.receive(peer, torch.empty_like(data))
+            sending.wait()
+
+    def _step(self, data: torch.Tensor) -> None:
+        self._now(lambda: self._shared.all_reduce(data, Op.MAX))
+
+    # -- what these have in common -----------------------------------------------------------------------------------
+
+    @property
+    def _shared(self) -> Shared:
+        assert self._group is not None
+        return self._group.shared
+
+    def _now(self, run: Callable[[], None]) -> None:
+        assert self._group is not None
+        self._group.lane.now(run)
+
+    def _do(self, operation: str, topology: str, *arguments: Any) -> None:
+        """Do it by an algorithm, in its turn among the group's other operations."""
+        function = algorithms.find(topology, operation)
+        channel: Channel = self._channel
+        observed = self._observed
+        if observed is not None:
+            channel = Counted(channel, lambda *message: observed.note(self.rank, operation, topology, *message))
+        if self._group is not None:
+            self._now(lambda: function(channel, *arguments))
+        else:
+            function(channel, *arguments)
+        if isinstance(channel, Counted) and observed is not None:
+            observed.add(channel.traffic)
+
+
+def _link(small: float, large: float) -> Link:
+    """Latency and bandwidth from the times of the two probes."""
+    (few, _), (many, _) = _PROBES
+    bandwidth = (many - few) / max(large - small, 1e-9)
+    return Link(latency=max(small - few / bandwidth, 1e-9), bandwidth=bandwidth)
+
+
+def _price(topology: str, members: int, link: Link, size: int) -> float:
+    return costs.seconds(topology, members, size, link)
+
+
+def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))

@@ -1,0 +1,256 @@
+"""What a process group must do, done by one process: values by seed and rank, and how they combine in rank order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import signal
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from groups import Pool, Work
+from hypothesis import strategies as st
+from torch import distributed
+from torch.distributed import ReduceOp
+
+from paceline.collectives.shared import CHUNK
+from paceline.transport import segments
+from paceline.transport.board import Board
+
+# Of dtypes that torch itself says are new: here it is they that are wanted.
+warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+
+SIZES = [1, 2, 3, 4, 5, 8]
+EIGHT_BIT_FLOATS = [getattr(torch, name) for name in sorted(vars(torch)) if name.startswith("float8_")]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, *EIGHT_BIT_FLOATS]
+COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+WHOLE = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, *UNSIGNED]
+NUMERIC = [*FLOATS, *COMPLEX, *WHOLE, torch.bool]
+DTYPES = [*NUMERIC, torch.float4_e2m1fn_x2, torch.bits8, torch.bits16]
+"""All that torch can copy; the last few can not be calculated with."""
+_WIDE = {torch.complex32: torch.complex64, **dict.fromkeys(EIGHT_BIT_FLOATS, torch.float32)}
+"""Torch stores these, and calculates in others."""
+
+FACTOR = 1.5
+_FUNCTIONS: dict[str, Any] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "premul_sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+OPERATORS = list(_FUNCTIONS)
+_BITWISE = ("band", "bor", "bxor")
+
+
+def reduce_op(name: str) -> Any:
+    """What torch.distributed calls it."""
+    return distributed._make_nccl_premul_sum(FACTOR) if name == "premul_sum" else getattr(ReduceOp, name.upper())
+
+
+def defined(operator: str, dtype: torch.dtype) -> bool:
+    """Whether values of this dtype can be combined this way."""
+    if dtype.is_complex:
+        return operator not in (*_BITWISE, "min", "max")
+    if dtype is torch.bool:
+        return operator != "avg"
+    return not (dtype.is_floating_point and operator in _BITWISE)
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def anything(seed: int, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Any bits at all: what is only moved must arrive as it was."""
+    count = torch.Size(shape).numel()
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    source = torch.Generator().manual_seed(1009 * seed + rank)
+    content = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=source)
+    return (content & 1 if dtype is torch.bool else content).view(dtype).view(tuple(shape))
+
+
+def numbers(seed: int, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """What can be calculated with: of every bit pattern where that is a number."""
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return anything(seed, rank, shape, dtype)
+    source = torch.Generator().manual_seed(1009 * seed + rank)
+    if dtype is torch.float8_e8m0fnu:  # powers of two, and nothing else
+        return (torch.rand(tuple(shape), generator=source) * 6 + 0.1).to(dtype)
+    drawn = torch.float64 if dtype is torch.float64 else torch.float32
+    if dtype.is_complex:
+        drawn = torch.complex128 if dtype is torch.complex128 else torch.complex64
+    return torch.randn(tuple(shape), generator=source, dtype=drawn).to(dtype)
+
+
+def fold(operator: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The values of all ranks as one, from the first to the last."""
+    if operator == "premul_sum":
+        parts = [_scaled(part) for part in parts]
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = _pair(operator, total, part)
+    return _divided(total, len(parts)) if operator == "avg" else total
+
+
+def _pair(operator: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    function, dtype = _FUNCTIONS[operator], first.dtype
+    if dtype in UNSIGNED:
+        # Torch lacks most of these, but a signed number has the same bits, and the same order once its top bit flips.
+        twin = UNSIGNED[dtype]
+        flip = torch.iinfo(twin).min if operator in ("min", "max") else 0
+        return (function(first.view(twin) ^ flip, second.view(twin) ^ flip) ^ flip).view(dtype)
+    wide = _WIDE.get(dtype, dtype)
+    return function(first.to(wide), second.to(wide)).to(dtype)
+
+
+def _divided(total: torch.Tensor, count: int) -> torch.Tensor:
+    dtype = total.dtype
+    if dtype in UNSIGNED:
+        return torch.from_numpy(total.numpy() // total.numpy().dtype.type(count)).view(dtype).view(total.shape)
+    if dtype.is_floating_point or dtype.is_complex:
+        return (total.to(_WIDE.get(dtype, dtype)) / count).to(dtype)
+    return torch.div(total, count, rounding_mode="trunc")
+
+
+def _scaled(part: torch.Tensor) -> torch.Tensor:
+    return (part.to(_WIDE.get(part.dtype, part.dtype)) * FACTOR).to(part.dtype)
+
+
+# -- what members tell -----------------------------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """A tensor, short enough to be sent and shown, and different for any other bits."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    first: str
+    digest: str
+
+
+def seen(tensor: torch.Tensor) -> Seen:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    content = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    digest = hashlib.blake2b(content, digest_size=12).hexdigest()
+    return Seen(str(plain.dtype), tuple(plain.shape), content[:16].hex(" ", plain.dtype.itemsize), digest)
+
+
+# -- how tensors lie in memory ---------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """Where the elements of a tensor are."""
+
+    form: str = "plain"
+    """plain, offset, transposed, strided; conj or neg: with the sign still to be changed."""
+    shared: bool = False
+    """Whether other processes can map its memory."""
+    grad: bool = False
+
+
+PLAIN = Layout()
+FORMS = ["plain", "offset", "transposed", "strided"]
+
+
+@dataclasses.dataclass
+class Laid:
+    """A tensor of some content in some layout, which knows what lies around it."""
+
+    tensor: torch.Tensor
+    base: torch.Tensor
+    around: torch.Tensor
+    """Which elements of `base` are not of the tensor."""
+
+    def unharmed(self) -> bool:
+        """Whether what lies around it is as it was."""
+        content = self.base.view(torch.uint8).view(self.base.numel(), -1)[self.around]
+        return bool((content == 1).all())
+
+
+def lay(content: torch.Tensor, layout: Layout = PLAIN) -> Laid:
+    """The same values in another layout."""
+    dtype, shape, count = content.dtype, content.shape, content.numel()
+    room = {"offset": count + 5, "strided": 2 * count + 1}.get(layout.form, count)
+    base = segments.empty(room, dtype=dtype) if layout.shared else torch.empty(room, dtype=dtype)
+    base.view(torch.uint8).fill_(1)
+    inside = torch.zeros(room, dtype=torch.bool)
+    _view(inside, layout.form, shape).fill_(True)
+    tensor = _view(base, layout.form, shape)
+    if layout.form == "conj":
+        tensor = tensor.conj()
+    if layout.form == "neg":
+        tensor = torch._neg_view(tensor)
+    tensor.copy_(content)
+    if layout.grad and (dtype.is_floating_point or dtype.is_complex):
+        tensor.requires_grad_()
+    return Laid(tensor, base, ~inside)
+
+
+def _view(base: torch.Tensor, form: str, shape: torch.Size) -> torch.Tensor:
+    count = shape.numel()
+    if form == "offset":
+        return base[3 : 3 + count].view(shape)
+    if form == "strided":
+        return base[1:].view(*shape, 2)[..., 0]
+    if form == "transposed":
+        return base.view(shape[::-1]).permute(*range(len(shape) - 1, -1, -1))
+    return base.view(shape)
+
+
+def layouts(size: int, forms: Sequence[str] = FORMS) -> st.SearchStrategy[list[Layout]]:
+    """One for each rank."""
+    return st.lists(
+        st.builds(Layout, st.sampled_from(forms), st.booleans(), st.booleans()), min_size=size, max_size=size
+    )
+
+
+def shapes(dtype: torch.dtype, most: int = 3_000_000) -> st.SearchStrategy[tuple[int, ...]]:
+    """No dimension, no element, a few; just below, at and just above what a slot holds; several chunks and a bit."""
+    slot, chunk = Board.SLOT // dtype.itemsize, CHUNK // dtype.itemsize
+    few = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
+    none = st.sampled_from([(0,), (3, 0), (0, 2, 4)])
+    edge = st.integers(-2, 2).map(lambda more: (slot + more,))
+    many = st.builds(lambda chunks, more: (chunks * chunk + more,), st.integers(1, 4), st.integers(-70, 70))
+    flat = st.builds(lambda rows, columns: (rows, columns), st.integers(3, 9), st.integers(slot // 8, slot // 2))
+    fits = st.one_of(edge, many, flat).filter(lambda shape: torch.Size(shape).numel() * dtype.itemsize <= most)
+    return st.one_of(st.just(()), none, few, few, fits, fits)
+
+
+# -- groups that stay ------------------------------------------------------------------------------------------------
+
+
+class Pools(contextlib.AbstractContextManager["Pools"]):
+    """One pool of members per world size, made when it is first needed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Pool] = {}
+
+    def run(self, size: int, work: Work, *arguments: Any, timeout: float = 30.0) -> list[Any]:
+        """What `work(rank, size, *arguments)` returned on each member."""
+        if size not in self._known:
+            self._known[size] = Pool(size)
+        pool = self._known[size]
+        try:
+            return pool.run(work, size, *arguments, timeout=timeout)
+        except BaseException:
+            # Its members may be anywhere by now, and the next test needs some that are not.
+            del self._known[size]
+            for pid in pool.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            pool.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for pool in self._known.values():
+            pool.close()
