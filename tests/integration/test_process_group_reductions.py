@@ -317,9 +317,7 @@ def test_a_conjugate_that_is_still_to_be_taken_counts_as_taken(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(5, 3), (50_000,)], ids=["small", "large"])
-def test_a_sign_that_is_still_to_be_changed_counts_as_changed(
-    pools: Pools, shape: tuple[int, ...], kind: str
-) -> None:
+def test_a_sign_that_is_still_to_be_changed_counts_as_changed(pools: Pools, shape: tuple[int, ...], kind: str) -> None:
     forms = [Layout("neg"), PLAIN, Layout("neg")]
     case = Case(kind, "sum", torch.float32, shape, forms, 0, False)
     assert pools.run(3, reduce_case, case) == expect(case, 3)

@@ -30,7 +30,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
@@ -196,7 +201,9 @@ def test_data_parallel_training_is_the_same(
 ) -> None:
     results = same(data_parallel, size, build, options, tolerance=exact_at_two(size))
     if "broadcast_buffers" not in options:
-        assert build is convnet or not any(not torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+        assert build is convnet or not any(
+            not torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True)
+        )
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -491,9 +498,7 @@ def plan_of_a_block(sequence: bool) -> dict[str, Any]:
     return {
         "norm_1": SequenceParallel(),
         "norm_2": SequenceParallel(),
-        **{
-            name: ColwiseParallel(input_layouts=Shard(1)) for name in ("q", "k", "v", "up")
-        },
+        **{name: ColwiseParallel(input_layouts=Shard(1)) for name in ("q", "k", "v", "up")},
         **{name: RowwiseParallel(output_layouts=Shard(1)) for name in ("o", "down")},
     }
 

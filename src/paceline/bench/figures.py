@@ -5,6 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+# Okabe and Ito's colours, which stay apart for colour-blind readers.
+_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
+
+
+def draw_collectives(facts: dict[str, Any], path: Path) -> None:
+    """Time and bandwidth over the size of the tensor, one curve per contestant, as a page that works offline."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(1, 2, subplot_titles=("Time (µs)", "Bus bandwidth (GB/s)"), horizontal_spacing=0.12)
+    points = facts["points"]
+    for number, name in enumerate(points[0]["contestants"]):
+        style = {"color": _COLOURS[number % len(_COLOURS)]}
+        for column, key, unit in ((1, "seconds", 1e-6), (2, "bus", 1e9)):
+            values = [point["contestants"][name][key] / unit for point in points]
+            curve = go.Scatter(
+                x=[point["bytes"] for point in points], y=values, name=name, line=style, showlegend=column == 1
+            )
+            figure.add_trace(curve, row=1, col=column)
+    figure.update_xaxes(title_text="bytes", type="log")
+    figure.update_yaxes(type="log", col=1)
+    title = f"{facts['operation']} on {facts['workers']} workers"
+    figure.update_layout(title=title, template="plotly_white")
+    figure.write_html(path, include_plotlyjs=True)
+
 
 def draw_scaling(facts: dict[str, Any], path: Path) -> None:
     """Efficiency and throughput over workers, one curve per batch size and precision, as a page that works offline."""
@@ -15,10 +40,8 @@ def draw_scaling(facts: dict[str, Any], path: Path) -> None:
     curves: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for point in facts["points"]:
         curves.setdefault((point["precision"], point["batch"]), []).append(point)
-    # Okabe and Ito's colours, which stay apart for colour-blind readers.
-    colours = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
     for number, ((precision, batch), points) in enumerate(curves.items()):
-        style = {"color": colours[number % len(colours)]}
+        style = {"color": _COLOURS[number % len(_COLOURS)]}
         workers = [point["workers"] for point in points]
         name = f"batch {batch}, {precision}"
         for column, key in ((1, "efficiency"), (2, "throughput")):

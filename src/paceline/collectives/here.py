@@ -7,8 +7,7 @@ import sys
 import weakref
 
 from torch import distributed
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import GroupMember
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from paceline.cluster import membership
 from paceline.cluster.membership import Members
@@ -31,9 +30,13 @@ def member(group: GroupLike = None) -> Member:
     if isinstance(group, Member):
         return group
     if group is None:
-        group = GroupMember.WORLD
+        group = distributed_c10d._world.default_pg
         if group is None:
             return _team_member()
+    if isinstance(group, PacelineProcessGroup):
+        own: Member = group.member or _wrap(group)
+        group.member = own
+        return own
     known = _by_group.get(group)
     if known is None:
         known = _by_group[group] = _wrap(group)

@@ -27,7 +27,7 @@ from paceline.transport.mailbox import ANY
 
 NAME = "paceline"
 _CPU = torch.device("cpu")
-_OPERATORS = {getattr(ReduceOp.RedOpType, op.name): op for op in Op if op is not Op.NONE}
+_BY_NUMBER = {getattr(ReduceOp.RedOpType, op.name).value: op for op in Op if op is not Op.NONE}
 _CALL, _ANSWER = -11, -12
 """Tags of a monitored barrier; what users send has none below zero."""
 
@@ -55,6 +55,8 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         """The members on this machine."""
         exchange.forget()
         self._name = self._description = ""
+        self.member: Any = None
+        """This group for `paceline.collectives`, once that is used."""
         self._rank, self._size = rank, size
         self._shared = self._machines or self.group.shared
         self._lane = self._machines.lane if self._machines else self.group.lane
@@ -67,14 +69,18 @@ class PacelineProcessGroup(distributed.ProcessGroup):
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> PacelineWork:
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
+        if type(opts) is distributed.AllreduceOptions and not opts.asyncOp and len(tensors) == 1:
+            # What is called most often takes the shortest way.
+            tensor, kind = tensors[0], _kind(opts.reduceOp)
+            plain = tensor.is_cpu and not tensor.requires_grad and tensor.layout is torch.strided
+            if plain and kind is not Op.PREMUL_SUM:
+                self._lane.now(lambda: self._shared.all_reduce(tensor, kind))
+                return DONE
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         op, factor = _operator(opts)
-        if len(tensors) == 1 and not _later(opts):
-            tensor = tensors[0]
-            if tensor.is_cpu and not tensor.requires_grad and not tensor.is_sparse:
-                self._lane.now(lambda: self._shared.all_reduce(tensor, op, factor))
-                return DONE
+        if not tensors[0].is_cpu:
+            return self.elsewhere(tensors[0].device.type).allreduce(tensors, opts)
         dense = [_plain(tensor) for tensor in tensors]
 
         def run() -> None:
@@ -86,7 +92,7 @@ class PacelineProcessGroup(distributed.ProcessGroup):
 
         return self._begin(run, opts, tensors)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> PacelineWork:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
     def reduce(
@@ -528,13 +534,17 @@ def _pieces(whole: torch.Tensor, count: int) -> Tensors:
     return [flat[length * number : length * (number + 1)] for number in range(count)]
 
 
+def _kind(op: Any) -> Op:
+    return _BY_NUMBER[op.op.value]
+
+
 def _operator(opts: Any) -> tuple[Op, float | torch.Tensor | None]:
     """Which operator is asked for, and by what a premultiplied sum multiplies."""
     if opts is None:
         return Op.SUM, None
     wanted: Any = opts if isinstance(opts, ReduceOp | ReduceOp.RedOpType) else opts.reduceOp
     kind = getattr(wanted, "op", wanted)
-    op = _OPERATORS[kind]
+    op = _BY_NUMBER[kind.value]
     return op, wanted.factor if op is Op.PREMUL_SUM else None
 
 
@@ -571,7 +581,6 @@ def _first(arguments: Sequence[Any]) -> torch.Tensor | None:
 
 
 for _name in (
-    "allreduce",
     "allreduce_coalesced",
     "reduce",
     "reduce_scatter",

@@ -57,7 +57,7 @@ class Shared:
         self.rank, self.size = board.rank, board.size
         self.spin = True
         """Whether to wait by looking for a while; not from a thread in the background."""
-        self._plans: dict[tuple[Op, torch.dtype, torch.Size], _Plan] = {}
+        self._plans: list[dict[tuple[torch.dtype, torch.Size], _Plan]] = [{} for _ in Op]
         self._scratch = torch.empty(CHUNK, dtype=torch.uint8)
         self._total = torch.empty(CHUNK, dtype=torch.uint8)
 
@@ -70,7 +70,7 @@ class Shared:
         if tensor.nbytes > Board.SLOT:
             self._reduce_large(Kind.ALL_REDUCE, tensor, op, None)
             return
-        plan = self._plans.get((op, tensor.dtype, tensor.shape)) or self._plan(op, tensor)
+        plan = self._plans[op].get((tensor.dtype, tensor.shape)) or self._plan(op, tensor)
         board = self._board
         own, parts = plan.places[board.turn]
         own.copy_(tensor)
@@ -90,7 +90,7 @@ class Shared:
             self._reduce_large(Kind.REDUCE, tensor, op, root)
             return
         made, signature = operation(Kind.REDUCE, tensor.dtype, tensor.numel(), op, root)
-        plan = self._plans.get((op, tensor.dtype, tensor.shape)) or self._plan(op, tensor)
+        plan = self._plans[op].get((tensor.dtype, tensor.shape)) or self._plan(op, tensor)
         own, parts = plan.places[self._board.turn]
         own.copy_(tensor)
         self._board.row[0] = signature
@@ -132,8 +132,8 @@ class Shared:
                 piece.copy_(total)
 
     def _plan(self, op: Op, tensor: torch.Tensor) -> _Plan:
-        if len(self._plans) >= _PLANS:
-            self._plans.clear()
+        if len(self._plans[op]) >= _PLANS:
+            self._plans[op].clear()
         count, shape, dtype = tensor.numel(), tensor.shape, tensor.dtype
         made, signature = operation(Kind.ALL_REDUCE, dtype, count, op)
         places = []
@@ -141,7 +141,7 @@ class Shared:
             parts = [self._board.slot(turn, rank, count, dtype).view(shape) for rank in range(self.size)]
             places.append((parts[self.rank], parts))
         plan = _Plan(made, signature, reducer(op, dtype), places)
-        self._plans[op, dtype, shape] = plan
+        self._plans[op][dtype, shape] = plan
         return plan
 
     def _reduce_large(self, kind: Kind, tensor: torch.Tensor, op: Op, root: int | None) -> None:
