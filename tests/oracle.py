@@ -18,6 +18,7 @@ from torch import distributed
 from torch.distributed import ReduceOp
 
 from paceline.collectives.shared import CHUNK
+from paceline.errors import TeamError
 from paceline.transport import segments
 from paceline.transport.board import Board
 
@@ -235,13 +236,18 @@ class Pools(contextlib.AbstractContextManager["Pools"]):
     def __init__(self) -> None:
         self._known: dict[int, Pool] = {}
 
-    def run(self, size: int, work: Work, *arguments: Any, timeout: float = 30.0) -> list[Any]:
+    def run(self, size: int, work: Work, *arguments: Any, timeout: float = 20.0) -> list[Any]:
         """What `work(rank, size, *arguments)` returned on each member."""
         if size not in self._known:
-            self._known[size] = Pool(size)
+            self._known[size] = Pool(size, timeout=5.0)
         pool = self._known[size]
         try:
-            return pool.run(work, size, *arguments, timeout=timeout)
+            pool.begin(work, size, *arguments)
+            results = pool.finish(timeout)
+            failures = [(rank, result) for rank, result in enumerate(results) if isinstance(result, BaseException)]
+            # Whoever failed alone is the reason that others waited in vain.
+            for rank, failure in sorted(failures, key=lambda item: isinstance(item[1], TeamError)):
+                raise AssertionError(f"rank {rank}: {failure.__notes__[0]}") from failure
         except BaseException:
             # Its members may be anywhere by now, and the next test needs some that are not.
             del self._known[size]
@@ -250,6 +256,7 @@ class Pools(contextlib.AbstractContextManager["Pools"]):
                     os.kill(pid, signal.SIGKILL)
             pool.close()
             raise
+        return results
 
     def __exit__(self, *_: object) -> None:
         for pool in self._known.values():

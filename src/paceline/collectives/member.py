@@ -78,10 +78,14 @@ class Member:
     def observe(self) -> Iterator[Observed]:
         """Look at what goes through the channel meanwhile."""
         before, self._observed = self._observed, Observed()
+        if self._group is not None:
+            self._shared.told = partial(self._observed.note, self.rank, "all_reduce", "shared")
         try:
             yield self._observed
         finally:
             self._observed = before
+            if self._group is not None:
+                self._shared.told = None
 
     # -- operations --------------------------------------------------------------------------------------------------
 

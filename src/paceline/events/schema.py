@@ -92,7 +92,7 @@ class Message(_Event, frozen=True, gc=False):
     operation: str
     topology: str
     direction: str
-    """`send` or `receive`."""
+    """`send` or `receive`; `read` or `write` of the other's memory, where nothing is sent."""
     peer: int
     bytes: int
 
