@@ -204,7 +204,7 @@ def _view(base: torch.Tensor, form: str, shape: torch.Size) -> torch.Tensor:
     if form == "strided":
         return base[1:].view(*shape, 2)[..., 0]
     if form == "transposed":
-        return base.view(shape[::-1]).permute(*range(len(shape) - 1, -1, -1))
+        return base.view(shape[::-1]).permute(tuple(reversed(range(len(shape)))))
     return base.view(shape)
 
 
