@@ -9,8 +9,9 @@ import os
 import signal
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import pytest
 import torch
 from groups import Pool, Work
 from hypothesis import strategies as st
@@ -21,10 +22,12 @@ from paceline.collectives.shared import CHUNK
 from paceline.errors import TeamError
 from paceline.transport import segments
 from paceline.transport.board import Board
+from paceline.transport.reach import Reach
 
 # Of dtypes that torch itself says are new: here it is they that are wanted.
 warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
 
+T = TypeVar("T")
 SIZES = [1, 2, 3, 4, 5, 8]
 EIGHT_BIT_FLOATS = [getattr(torch, name) for name in sorted(vars(torch)) if name.startswith("float8_")]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, *EIGHT_BIT_FLOATS]
@@ -93,8 +96,13 @@ def numbers(seed: int, rank: int, shape: Sequence[int], dtype: torch.dtype) -> t
     return torch.randn(tuple(shape), generator=source, dtype=drawn).to(dtype)
 
 
-def fold(operator: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The values of all ranks as one, from the first to the last."""
+def fold(operator: str, parts: Sequence[torch.Tensor], real: bool = False) -> torch.Tensor:
+    """The values of all ranks as one, from the first to the last.
+
+    real: of complex numbers each part for itself, as torch.distributed has it done in an all_reduce.
+    """
+    if real and parts[0].is_complex():
+        return torch.view_as_complex(fold(operator, [torch.view_as_real(part) for part in parts]))
     if operator == "premul_sum":
         parts = [_scaled(part) for part in parts]
     total = parts[0].clone()
@@ -117,7 +125,8 @@ def _pair(operator: str, first: torch.Tensor, second: torch.Tensor) -> torch.Ten
 def _divided(total: torch.Tensor, count: int) -> torch.Tensor:
     dtype = total.dtype
     if dtype in UNSIGNED:
-        return torch.from_numpy(total.numpy() // total.numpy().dtype.type(count)).view(dtype).view(total.shape)
+        whole = total.reshape(-1).numpy()
+        return torch.from_numpy(whole // whole.dtype.type(count)).view(total.shape)
     if dtype.is_floating_point or dtype.is_complex:
         return (total.to(_WIDE.get(dtype, dtype)) / count).to(dtype)
     return torch.div(total, count, rounding_mode="trunc")
@@ -140,7 +149,7 @@ class Seen(NamedTuple):
 
 
 def seen(tensor: torch.Tensor) -> Seen:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     content = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     digest = hashlib.blake2b(content, digest_size=12).hexdigest()
     return Seen(str(plain.dtype), tuple(plain.shape), content[:16].hex(" ", plain.dtype.itemsize), digest)
@@ -174,7 +183,7 @@ class Laid:
 
     def unharmed(self) -> bool:
         """Whether what lies around it is as it was."""
-        content = self.base.view(torch.uint8).view(self.base.numel(), -1)[self.around]
+        content = self.base.view(torch.uint8).view(-1, self.base.itemsize)[self.around]
         return bool((content == 1).all())
 
 
@@ -208,11 +217,16 @@ def _view(base: torch.Tensor, form: str, shape: torch.Size) -> torch.Tensor:
     return base.view(shape)
 
 
-def layouts(size: int, forms: Sequence[str] = FORMS) -> st.SearchStrategy[list[Layout]]:
+def turned(items: Sequence[T], by: int) -> list[T]:
+    """The same items, beginning with another: so that tests which draw the same numbers draw different ones of them."""
+    first = by % len(items)
+    return [*items[first:], *items[:first]]
+
+
+def layouts(size: int, turn: int = 0) -> st.SearchStrategy[list[Layout]]:
     """One for each rank."""
-    return st.lists(
-        st.builds(Layout, st.sampled_from(forms), st.booleans(), st.booleans()), min_size=size, max_size=size
-    )
+    forms = st.sampled_from(turned(FORMS, turn))
+    return st.lists(st.builds(Layout, forms, st.booleans(), st.booleans()), min_size=size, max_size=size)
 
 
 def shapes(dtype: torch.dtype, most: int = 3_000_000) -> st.SearchStrategy[tuple[int, ...]]:
@@ -221,7 +235,7 @@ def shapes(dtype: torch.dtype, most: int = 3_000_000) -> st.SearchStrategy[tuple
     few = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
     none = st.sampled_from([(0,), (3, 0), (0, 2, 4)])
     edge = st.integers(-2, 2).map(lambda more: (slot + more,))
-    many = st.builds(lambda chunks, more: (chunks * chunk + more,), st.integers(1, 4), st.integers(-70, 70))
+    many = st.builds(lambda chunks, more: (chunks * chunk + more,), st.integers(1, 12), st.integers(-70, 70))
     flat = st.builds(lambda rows, columns: (rows, columns), st.integers(3, 9), st.integers(slot // 8, slot // 2))
     fits = st.one_of(edge, many, flat).filter(lambda shape: torch.Size(shape).numel() * dtype.itemsize <= most)
     return st.one_of(st.just(()), none, few, few, fits, fits)
@@ -233,13 +247,18 @@ def shapes(dtype: torch.dtype, most: int = 3_000_000) -> st.SearchStrategy[tuple
 class Pools(contextlib.AbstractContextManager["Pools"]):
     """One pool of members per world size, made when it is first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, reaching: bool = True) -> None:
+        """reaching: whether members may look into each other's memory; in some containers they may not."""
         self._known: dict[int, Pool] = {}
+        self._reaching = reaching
 
     def run(self, size: int, work: Work, *arguments: Any, timeout: float = 20.0) -> list[Any]:
         """What `work(rank, size, *arguments)` returned on each member."""
         if size not in self._known:
-            self._known[size] = Pool(size, timeout=5.0)
+            with pytest.MonkeyPatch.context() as patch:
+                if not self._reaching:
+                    patch.setattr(Reach, "permit", lambda *_: False)
+                self._known[size] = Pool(size, timeout=5.0)
         pool = self._known[size]
         try:
             pool.begin(work, size, *arguments)

@@ -8,11 +8,10 @@ double precision, where another order makes a difference that is far smaller tha
 from __future__ import annotations
 
 import contextlib
-import functools
+import datetime
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 import torch.distributed.nn.functional as differentiable
 from groups import Pool
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -38,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -53,15 +52,15 @@ from torch.distributed.pipelining import (
     pipeline,
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -90,7 +89,7 @@ class Backends:
             self._pools[backend, size] = Pool(size, backend)
         try:
             return self._pools[backend, size].run(in_precision, size, program, *arguments, timeout=40.0)
-        except Exception as error:
+        except BaseException as error:
             error.add_note(f"This was on {backend}.")
             self._pools.pop((backend, size)).close()  # its ranks may be at different places
             raise
@@ -120,9 +119,9 @@ def labels(count: int, classes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, classes, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def weights(model: nn.Module) -> list[torch.Tensor]:
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all parameters and buffers."""
-    return [value.detach().clone() for value in model.state_dict().values()]
+    return {name.removeprefix("module."): value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def assert_all_the_same(results: list[Any]) -> None:
@@ -181,6 +180,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 
 
 def data_parallel(rank: int, build: Callable[[], nn.Module], options: dict[str, Any]) -> Any:
+    if "device_mesh" in options:
+        options = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
     model = DistributedDataParallel(build(), **options)
     losses = train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rank)
     return losses, weights(model)
@@ -196,6 +197,7 @@ def data_parallel(rank: int, build: Callable[[], nn.Module], options: dict[str, 
         {"bucket_cap_mb": 0.005, "gradient_as_bucket_view": True},
         {"bucket_cap_mb": 0.005, "static_graph": True},
         {"broadcast_buffers": False},
+        {"device_mesh": True},
     ],
     ids=lambda options: ",".join(options) or "defaults",
 )
@@ -203,10 +205,10 @@ def test_data_parallel_training_is_the_same(
     same: Backends, size: int, build: Callable[[], nn.Module], options: dict[str, Any]
 ) -> None:
     results = same(data_parallel, size, build, options)
-    if "broadcast_buffers" not in options:
-        assert build is convnet or not any(
-            not torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True)
-        )
+    names = [name for name, _ in build().named_parameters()]
+    trained = [[value for name, value in values.items() if name in names] for _, values in results]
+    assert_all_the_same(trained)
+    assert results[0][0] != results[1][0]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -449,6 +451,20 @@ def test_sharded_and_replicated_training_is_the_same(same: Backends) -> None:
     same(fully_sharded, 4, {}, (2, 2))
 
 
+def fully_sharded_before(rank: int) -> Any:
+    """The first generation of fully sharded training."""
+    model = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
+    losses = train(model, torch.optim.AdamW(model.parameters(), lr=0.01), rank)
+    with FullyShardedDataParallel.summon_full_params(model):
+        return losses, weights(model)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_former_fully_sharded_training_is_the_same(same: Backends, size: int) -> None:
+    results = same(fully_sharded_before, size)
+    assert_all_the_same([values for _, values in results])
+
+
 def accumulating_sharded(rank: int) -> Any:
     model = shard(Transformer())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -601,7 +617,7 @@ def piped(rank: int, schedule: Any, per_rank: int, v_shaped: bool = False) -> An
         else:
             runner.step(*given)
         optimizer.step()
-    return losses, [values for index in own for values in weights(modules[index])]
+    return losses, [weights(modules[index]) for index in own]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -802,6 +818,69 @@ def test_gradients_pass_through_communication(same: Backends, size: int) -> None
     same(derived, size)
 
 
+def functional(rank: int) -> list[torch.Tensor]:
+    """The operations that torch's compiler knows: they return what others fill, and are waited for when it is used."""
+    world, size = dist.group.WORLD, dist.get_world_size()
+    x, y = samples(2 * size, 3, seed=rank), samples(2 * size, seed=100 + rank)
+    results = [
+        funcol.all_reduce(x, "sum", world),
+        funcol.all_reduce(x, "avg", world),
+        funcol.all_gather_tensor(x, 1, world),
+        funcol.reduce_scatter_tensor(x, "sum", 0, world),
+        funcol.broadcast(x, 1, world),
+        funcol.all_to_all_single(x, None, None, world),
+        funcol.permute_tensor(y, [*range(1, size), 0], world),
+        *funcol.all_reduce_coalesced([x, y], "sum", world),
+        *funcol.all_gather_into_tensor_coalesced([x, y], world),
+        *funcol.reduce_scatter_tensor_coalesced([x, y], "sum", [0, 0], world),
+    ]
+    for function in (
+        lambda x: funcol.all_gather_tensor_autograd(x, 1, world),
+        lambda x: funcol.reduce_scatter_tensor_autograd(x, "sum", 0, world),
+        lambda x: funcol.all_to_all_single_autograd(x, None, None, world),
+    ):
+        z = x.clone().requires_grad_()
+        result = function(z)
+        ((rank + 1) * result.square()).sum().backward()
+        results += [result.detach(), z.grad]
+    return [result.clone() for result in results]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_functional_operations_are_the_same(same: Backends, size: int) -> None:
+    same(functional, size)
+
+
+def saved(rank: int) -> list[torch.Tensor | None]:
+    """Communication does not count as a change of what autograd has saved: what ranks have in common stays as it is."""
+    weight = torch.ones(3, requires_grad=True)
+    first, second = (2 * weight).exp(), (3 * weight).exp()
+    dist.broadcast(first.detach(), src=0)
+    dist.all_reduce(second.detach(), op=dist.ReduceOp.MAX)
+    (first + second).sum().backward()
+    return [weight.grad]
+
+
+def test_what_autograd_has_saved_may_be_communicated(same: Backends) -> None:
+    same(saved, 2)
+
+
+def compiled(rank: int) -> Any:
+    def communicate(x: torch.Tensor) -> torch.Tensor:
+        y = 2 * x
+        dist.all_reduce(y)
+        return funcol.all_gather_tensor(y + 1, 0, dist.group.WORLD).sin()
+
+    result = torch.compile(communicate, backend="aot_eager", fullgraph=True)(samples(4, seed=rank))
+    model = DistributedDataParallel(mlp())
+    losses = train(torch.compile(model, backend="aot_eager"), torch.optim.SGD(model.parameters(), lr=0.1), rank)
+    return result, losses, weights(model)
+
+
+def test_compiled_programs_are_the_same(same: Backends) -> None:
+    same(compiled, 2)
+
+
 def experts(rank: int, functional: bool) -> Any:
     """A mixture of experts, one per rank: words go where the router sends them, and come back."""
     size = dist.get_world_size()
@@ -814,7 +893,7 @@ def experts(rank: int, functional: bool) -> Any:
 
     def exchange(x: torch.Tensor, there: list[int], here: list[int]) -> torch.Tensor:
         if functional:
-            return all_to_all_single_autograd(x.contiguous(), here, there, dist.group.WORLD)
+            return funcol.all_to_all_single_autograd(x.contiguous(), here, there, dist.group.WORLD)
         return differentiable.all_to_all_single(x.new_empty(sum(here), 12), x, here, there)
 
     losses, splits = [], []
@@ -877,3 +956,145 @@ def ring(rank: int) -> Any:
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention_around_a_ring_is_the_same(same: Backends, size: int) -> None:
     same(ring, size)
+
+
+def split_context(rank: int) -> list[torch.Tensor]:
+    """The same by torch itself, with gradients."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    q, k, v = (samples(2, 4, 64, 16, seed=seed) for seed in range(3))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        given = [part.detach().clone().requires_grad_() for part in (q, k, v)]
+        output = scaled_dot_product_attention(*given, is_causal=True)
+        output.square().sum().backward()
+        return [output.detach().clone(), *(part.grad for part in given)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_attention_with_a_split_context_is_the_same(same: Backends, size: int) -> None:
+    same(split_context, size)
+
+
+# -- groups, processes and launchers -----------------------------------------------------------------------------------
+
+
+def surroundings(rank: int) -> dict[str, Any]:
+    """All that a program can ask about its groups."""
+    size = dist.get_world_size()
+    pair = dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("rows", "columns"))
+    column = mesh["rows"].get_group()
+    assert [dist.get_backend(), dist.get_backend(pair if rank < 2 else None), dist.get_backend(column)] == [
+        dist.get_backend()
+    ] * 3
+    assert dist.is_backend_available(dist.get_backend())
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total, group=column)
+    return {
+        "rank": dist.get_rank(),
+        "size": size,
+        "pair": torch.tensor(dist.get_process_group_ranks(pair) if rank < 2 else []),
+        "column": torch.tensor(dist.get_process_group_ranks(column)),
+        "place": torch.tensor(mesh.get_coordinate()),
+        "rows": dist.get_rank(column),
+        "flat": mesh._flatten("all").size(),
+        "total": total,
+        "first": dist.get_global_rank(column, 0),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_programs_learn_the_same_about_their_groups(same: Backends, size: int) -> None:
+    same(surroundings, size)
+    assert same.run("paceline", name_of_the_backend, size) == ["paceline"] * size
+
+
+def name_of_the_backend(rank: int) -> str:
+    return dist.get_backend()
+
+
+def again(rank: int, folder: str, rounds: int) -> Any:
+    """The same group, ended and begun anew, with one besides that is never ended by itself."""
+    backend, size, results, open_files = dist.get_backend(), dist.get_world_size(), [], []
+    for number in range(rounds):
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        store = dist.FileStore(f"{folder}/{number}", size)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=30)
+        )
+        model = DistributedDataParallel(mlp(), process_group=dist.new_group(list(range(size))))
+        results.append(train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, steps=2 + number))
+        open_files.append(len(list(Path("/proc/self/fd").iterdir())))
+    return results, open_files
+
+
+def test_a_group_can_be_ended_and_begun_anew(same: Backends, tmp_path: Path) -> None:
+    for backend in ("gloo", "paceline"):
+        (tmp_path / backend).mkdir()
+    expected, result = (same.run(backend, again, 2, str(tmp_path / backend), 6) for backend in ("gloo", "paceline"))
+    for (losses, open_files), (losses_on_gloo, _) in zip(result, expected, strict=True):
+        assert losses == losses_on_gloo
+        assert len(set(open_files[1:])) == 1
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import paceline
+
+dist.init_process_group(sys.argv[1])
+torch.manual_seed(dist.get_rank())
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    loss = model(torch.randn(16, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+dist.all_reduce(loss)
+objects = [None] * dist.get_world_size()
+dist.all_gather_object(objects, dist.get_rank())
+dist.barrier()
+if dist.get_rank() == 0:
+    print("result", loss.item().hex(), objects, [float(p.detach().double().sum()).hex() for p in model.parameters()])
+dist.destroy_process_group()
+"""
+
+
+def launch(script: Path, backend: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", str(script), backend]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )
+
+
+def result_of(process: subprocess.Popen[str]) -> str:
+    try:
+        output, errors = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode == 0, errors
+    (line,) = [line for line in output.splitlines() if line.startswith("result")]
+    return line
+
+
+def test_torchrun_launches_it_with_checks_and_without(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    processes = [
+        launch(script, "gloo"),
+        launch(script, "paceline"),
+        launch(script, "paceline", TORCH_DISTRIBUTED_DEBUG="DETAIL"),
+    ]
+    expected, *results = [result_of(process) for process in processes]
+    assert results == [expected] * 2

@@ -6,6 +6,7 @@ import datetime
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable
 
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -28,8 +29,12 @@ class Pulse:
                 self._descriptors[rank] = os.pidfd_open(meeting.pid(rank))
             except ProcessLookupError:
                 self._gone.add(rank)
+        self.close = weakref.finalize(self, _close, list(self._descriptors.values()))
+        """Stop watching."""
 
     def lost(self, rank: int) -> str | None:
+        if not self.close.alive:
+            return None
         if rank in self._gone:
             return "died"
         descriptor = self._descriptors.get(rank)
@@ -41,6 +46,11 @@ class Pulse:
             self._gone.add(rank)
             return "died"
         return None
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class Members:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable
 
 import msgspec
@@ -57,7 +58,9 @@ class Group:
         self.board.row[1] = permitted
         self.reach.private = all(row[1] for row in self.board.step(coming))
         # Nobody goes on before all have taken the pulse of all: a process id must not be reused in between.
-        self.board.watch = Pulse(self.board)
+        self.board.watch = self._pulse = Pulse(self.board)
+        # A script that ends without a word has left, not died.
+        self._left = weakref.finalize(self, self.board.sign_out)
         self.board.step(coming)
         memory.close_descriptor()
         self.board.timeouts = timeouts
@@ -68,7 +71,8 @@ class Group:
 
     def close(self) -> None:
         """Tell the others that this member does nothing more with them."""
-        self.board.sign_out()
+        self._left()
+        self._pulse.close()
         self.lane.close()
         self.mailbox.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable
 from typing import Any
@@ -63,10 +64,11 @@ class PacelineWork(Work):
         if future is None or future.done():
             return
         error = self.exception()
-        if error is None:
-            future.set_result(self._outputs)
-        else:
-            future.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
+        with contextlib.suppress(RuntimeError):  # another thread was quicker
+            if error is None:
+                future.set_result(self._outputs)
+            else:
+                future.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
 
 
 DONE = PacelineWork()

@@ -1,0 +1,380 @@
+"""Every primitive of `paceline.collectives`, checked by each member against what a single process knows.
+
+Values follow from a seed and a rank, so each member can tell alone what must come out. They are powers of two and the
+like: sums and products are exact, in whatever order a topology takes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple
+
+import torch
+from groups import Pool, Work
+from oracle import Laid, Layout, anything, defined, fold, lay, seen
+
+from paceline import collectives
+from paceline.collectives.algorithms import ALGORITHMS
+from paceline.transport import segments
+from paceline.transport.board import Board
+
+OPERATORS = ["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
+LARGE = Board.SLOT // 4 + 333
+"""Elements of four bytes that fit neither into a slot nor into an envelope."""
+_SHAPES: list[tuple[int, ...]] = [(), (0,), (3, 0), (1,), (7,), (5, 3), (LARGE,)]
+_LAYOUTS = [Layout(form, shared) for form in ("plain", "offset", "transposed", "strided") for shared in (False, True)]
+_MOVED = [torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.complex128, torch.uint16, torch.float8_e4m3fn]
+
+
+def topologies(operation: str, *, shared: bool = True) -> list[str]:
+    """Those that have an operation."""
+    having = [name for name, operations in ALGORITHMS.items() if operation in operations]
+    return ["auto", *(["shared"] if shared else []), *having]
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def whole(seed: int, rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Ones and twos of either sign."""
+    source = torch.Generator().manual_seed(1009 * seed + rank)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, tuple(shape), generator=source).bool()
+    choices = torch.tensor([-2, -1, 1, 2])
+    drawn = choices[torch.randint(0, 4, tuple(shape), generator=source)]
+    if dtype.is_complex:
+        drawn = torch.complex(drawn.double(), choices[torch.randint(0, 4, tuple(shape), generator=source)].double())
+    return drawn.to(dtype)
+
+
+def equal(result: torch.Tensor, expected: torch.Tensor, *where: Any) -> None:
+    assert seen(result) == seen(expected), (*where, result.flatten()[:8], expected.flatten()[:8])
+
+
+# -- one check per operation -----------------------------------------------------------------------------------------
+
+
+class Here(NamedTuple):
+    """Who checks, with whom, and in which topology."""
+
+    rank: int
+    size: int
+    topology: str = "auto"
+    group: Any = None
+    uneven: bool = False
+    """Whether the members' parts are of different shapes, where that is allowed."""
+
+    @property
+    def how(self) -> dict[str, Any]:
+        return {"topology": self.topology, "group": self.group}
+
+
+class _Reduction(NamedTuple):
+    number: int
+    operator: str
+    laid: Laid
+    parts: list[torch.Tensor]
+
+    @property
+    def combined(self) -> torch.Tensor:
+        return fold(self.operator, self.parts)
+
+
+def _reductions(here: Here) -> Iterator[_Reduction]:
+    """Operators and dtypes on one shape, then shapes and layouts with one operator."""
+    few = [torch.float32, torch.float64, torch.float16, torch.int64, torch.int8, torch.uint16, torch.bool]
+    kinds = [(name, dtype) for name in OPERATORS for dtype in few if defined(name, dtype)]
+    kinds += [(name, torch.complex64) for name in ("sum", "avg", "product")] + [("max", torch.bfloat16)]
+    cases: list[tuple[str, torch.dtype, tuple[int, ...], Layout]] = [(*kind, (5, 3), Layout()) for kind in kinds]
+    cases += [("sum", torch.float32, shape, _LAYOUTS[0]) for shape in _SHAPES]
+    cases += [("avg", torch.float64, (4, 3, 2), layout) for layout in _LAYOUTS]
+    cases += [("max", torch.int32, (LARGE, 2), layout) for layout in _LAYOUTS[1:3]]
+    for number, (name, dtype, shape, layout) in enumerate(cases):
+        parts = [whole(number, rank, shape, dtype) for rank in range(here.size)]
+        yield _Reduction(number, name, lay(parts[here.rank], layout), parts)
+
+
+def check_all_reduce(here: Here) -> int:
+    count = 0
+    for case in _reductions(here):
+        result = collectives.all_reduce(case.laid.tensor, case.operator, **here.how)
+        assert result is case.laid.tensor
+        equal(result, case.combined, case.operator, case.number)
+        assert case.laid.unharmed()
+        count += 1
+    return count
+
+
+def check_reduce(here: Here) -> int:
+    count = 0
+    for case in _reductions(here):
+        root = case.number % here.size
+        result = collectives.reduce(case.laid.tensor, root, case.operator, **here.how)
+        assert result is case.laid.tensor
+        equal(result, case.combined if here.rank == root else case.parts[here.rank], case.operator, case.number)
+        assert case.laid.unharmed()
+        count += 1
+    return count
+
+
+def check_reduce_scatter(here: Here) -> int:
+    count = 0
+    for case in _reductions(here):
+        if not case.parts[0].dim():
+            continue
+        # A list of parts of different lengths; then one tensor, which is cut.
+        shapes = [(rank * 3 % 5, *case.parts[0].shape) for rank in range(here.size)]
+        inputs = [
+            [whole(10 * case.number + rank, member, shape, case.parts[0].dtype) for rank, shape in enumerate(shapes)]
+            for member in range(here.size)
+        ]
+        if case.parts[0].numel() <= 100:
+            result = collectives.reduce_scatter(inputs[here.rank], case.operator, **here.how)
+            equal(result, fold(case.operator, [parts[here.rank] for parts in inputs]), case.operator, case.number)
+        rows = [torch.cat([part] * here.size) for part in case.parts]
+        own = lay(rows[here.rank], _LAYOUTS[case.number % len(_LAYOUTS)])
+        result = collectives.reduce_scatter(own.tensor, case.operator, **here.how)
+        equal(result, fold(case.operator, case.parts), case.operator, case.number)
+        equal(own.tensor, rows[here.rank])  # it is only read
+        count += 1
+    return count
+
+
+def _moves() -> Iterator[tuple[int, torch.dtype, tuple[int, ...], Layout]]:
+    cases: list[tuple[torch.dtype, tuple[int, ...], Layout]] = [(dtype, (4, 3), Layout()) for dtype in _MOVED]
+    cases += [(torch.float32, shape, Layout()) for shape in _SHAPES]
+    cases += [(torch.int16, (4, 3, 2), layout) for layout in _LAYOUTS]
+    for number, (dtype, shape, layout) in enumerate(cases):
+        yield number, dtype, shape, layout
+
+
+def check_broadcast(here: Here) -> int:
+    count = 0
+    for number, dtype, shape, layout in _moves():
+        root = number % here.size
+        laid = lay(anything(number, here.rank, shape, dtype), layout)
+        assert collectives.broadcast(laid.tensor, root, **here.how) is laid.tensor
+        equal(laid.tensor, anything(number, root, shape, dtype), number)
+        assert laid.unharmed()
+        count += 1
+    return count
+
+
+def check_all_gather(here: Here) -> int:
+    count = 0
+    for number, dtype, shape, layout in _moves():
+        shapes = _varied(shape, here)
+        laid = lay(anything(number, here.rank, shapes[here.rank], dtype), layout)
+        results = collectives.all_gather(laid.tensor, **here.how)
+        assert len(results) == here.size
+        for rank, result in enumerate(results):
+            equal(result, anything(number, rank, shapes[rank], dtype), number, rank)
+        count += 1
+    return count
+
+
+def check_gather(here: Here) -> int:
+    count = 0
+    for number, dtype, shape, layout in _moves():
+        root = number % here.size
+        shapes = _varied(shape, here)
+        laid = lay(anything(number, here.rank, shapes[here.rank], dtype), layout)
+        results = collectives.gather(laid.tensor, root, **here.how)
+        assert len(results) == (here.size if here.rank == root else 0)
+        for rank, result in enumerate(results):
+            equal(result, anything(number, rank, shapes[rank], dtype), number, rank)
+        count += 1
+    return count
+
+
+def check_scatter(here: Here) -> int:
+    count = 0
+    for number, dtype, shape, layout in _moves():
+        root = number % here.size
+        shapes = _varied(shape, here)
+        parts = [lay(anything(number, rank, shapes[rank], dtype), layout).tensor for rank in range(here.size)]
+        result = collectives.scatter(parts if here.rank == root else None, root, **here.how)
+        equal(result, anything(number, here.rank, shapes[here.rank], dtype), number)
+        if shape:  # or as one tensor, which is cut
+            rows = lay(anything(number, 99, (2 * here.size, *shape), dtype), layout).tensor
+            result = collectives.scatter(rows if here.rank == root else None, root, **here.how)
+            equal(result, rows[2 * here.rank : 2 * here.rank + 2], number)
+        count += 1
+    return count
+
+
+def check_all_to_all(here: Here) -> int:
+    count = 0
+    for number, dtype, shape, layout in _moves():
+        shapes = _varied(shape, here)
+        inputs = [
+            [anything(number + 50 * rank, giver, shapes[(giver + rank) % here.size], dtype) for rank in range(here.size)]
+            for giver in range(here.size)
+        ]
+        own = [lay(part, layout).tensor for part in inputs[here.rank]]
+        results = collectives.all_to_all(own, **here.how)
+        assert len(results) == here.size
+        for giver, result in enumerate(results):
+            equal(result, inputs[giver][here.rank], number, giver)
+        if shape:  # or as one tensor, which is cut
+            rows = [anything(number, giver, (here.size, *shape), dtype) for giver in range(here.size)]
+            results = collectives.all_to_all(lay(rows[here.rank], layout).tensor, **here.how)
+            for giver, result in enumerate(results):
+                equal(result, rows[giver][here.rank : here.rank + 1], number, giver)
+        count += 1
+    return count
+
+
+def _varied(shape: tuple[int, ...], here: Here) -> list[tuple[int, ...]]:
+    """A shape for each rank. Uneven ones: for some there is nothing, for others more."""
+    if not here.uneven or not shape:
+        return [shape] * here.size
+    return [((rank * 3 + 2) % 5, *shape) for rank in range(here.size)]
+
+
+def check_barrier(here: Here) -> int:
+    for late in range(here.size):
+        time.sleep(0.01 if here.rank == late else 0.0)
+        came = torch.tensor([time.monotonic()], dtype=torch.float64)
+        collectives.barrier(**here.how)
+        left = time.monotonic()
+        everybody = collectives.all_gather(came, group=here.group)
+        assert left >= max(float(time) for time in everybody)
+    return here.size
+
+
+def check_map_reduce(here: Here) -> int:
+    count = 0
+    calls: list[int] = []
+
+    def square(item: int) -> torch.Tensor:
+        calls.append(item)
+        return torch.tensor([item * item, -item])
+
+    for items in ([5], list(range(1, here.size + 1)), list(range(-3, 2 * here.size + 1))):
+        for operator in ("sum", "product", "min", "max", "avg", "bxor"):
+            calls.clear()
+            values = [torch.tensor([item * item, -item]) for item in items]
+            expected = fold("sum" if operator == "avg" else operator, values)
+            expected = expected / len(items) if operator == "avg" else expected
+            result = collectives.map_reduce(square, iter(items), operator, **here.how)
+            equal(result, expected, operator, items)
+            assert calls == items[here.rank :: here.size]  # each item is done once, by one member
+            count += 1
+    assert float(collectives.map_reduce(lambda item: item / 4, [1, 2, 5], **here.how)) == 2.0
+    return count
+
+
+CHECKS: dict[str, Callable[[Here], int]] = {
+    "all_reduce": check_all_reduce,
+    "reduce": check_reduce,
+    "reduce_scatter": check_reduce_scatter,
+    "broadcast": check_broadcast,
+    "all_gather": check_all_gather,
+    "gather": check_gather,
+    "scatter": check_scatter,
+    "all_to_all": check_all_to_all,
+    "barrier": check_barrier,
+}
+
+
+def check_push_and_pull(here: Here) -> int:
+    """Everybody to everybody else; with tags, taken in another order than sent."""
+    count = 0
+    for number, dtype, shape, layout in _moves():
+        pushed = [
+            collectives.push(
+                lay(anything(number + tag, 10 * here.rank + to, shape, dtype), layout).tensor,
+                to,
+                tag=tag,
+                group=here.group,
+            )
+            for to in _others(here)
+            for tag in (7, 0)
+        ]
+        for tag in (0, 7):
+            for source in reversed(_others(here)):
+                laid = lay(anything(999, 0, shape, dtype), layout)
+                assert collectives.pull(laid.tensor, source, tag=tag, group=here.group) is laid.tensor
+                equal(laid.tensor, anything(number + tag, 10 * source + here.rank, shape, dtype), number, source)
+                assert laid.unharmed()
+        collectives.wait(*pushed)
+        count += len(pushed)
+    return count
+
+
+def _others(here: Here) -> list[int]:
+    return [rank for rank in range(here.size) if rank != here.rank]
+
+
+def check_everything(rank: int, size: int, group: Any = None) -> int:
+    """All primitives, in whatever topology is quickest."""
+    here = Here(rank, size, group=group)
+    count = sum(check(here) for check in CHECKS.values()) + check_push_and_pull(here)
+    tensor = collectives.empty(3, 2, dtype=torch.float64)
+    assert segments.find(tensor) is not None
+    tensor += rank + 1
+    equal(collectives.all_reduce(tensor, group=group), torch.full((3, 2), size * (size + 1) / 2).double())
+    collectives.wait(0, group=group)
+    collectives.wait(*range(size), group=group)
+    return count
+
+
+# -- groups that stay ------------------------------------------------------------------------------------------------
+
+
+class Groups(contextlib.AbstractContextManager["Groups"]):
+    """One group per backend and size, made when it is first needed, and made anew once a member has failed."""
+
+    def __init__(self, timeout: float = 15.0, make: Callable[..., Pool] = Pool) -> None:
+        self._timeout, self._make = timeout, make
+        self._known: dict[tuple[str, int], Pool] = {}
+
+    def run(self, size: int, work: Work, *arguments: Any, backend: str = "paceline") -> list[Any]:
+        """What `work(rank, *arguments)` returned on each member; the first exception of one is raised at once."""
+        key = backend, size
+        if key not in self._known:
+            self._known[key] = self._make(size, backend, self._timeout)
+        pool = self._known[key]
+        try:
+            pool.begin(work, *arguments)
+            return self._results(pool)
+        except BaseException:
+            # Its members may be anywhere by now, and the next test needs some that are not.
+            end(self._known.pop(key))
+            raise
+
+    def _results(self, pool: Pool) -> list[Any]:
+        results: dict[int, Any] = {}
+        left = {end: rank for rank, (_, end) in enumerate(pool._members)}
+        until = time.monotonic() + 2 * self._timeout + 10
+        while left:
+            ready = wait(list(left), until - time.monotonic())
+            assert ready, f"nothing was heard from {sorted(left.values())}; the others: {results}"
+            for connection in ready:
+                rank = left.pop(connection)
+                try:
+                    results[rank] = result = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    raise AssertionError(f"rank {rank} died") from None
+                if isinstance(result, BaseException):
+                    raise AssertionError(f"rank {rank}: {result.__notes__[0]}") from result
+        return [results[rank] for rank in range(pool.size)]
+
+    def __exit__(self, *_: object) -> None:
+        for pool in self._known.values():
+            pool.close()
+
+
+def end(pool: Pool) -> None:
+    """Whatever its members are doing."""
+    for pid in pool.pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    pool.close()
