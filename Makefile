@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup system demo test lint bench clean
 
 setup: $(VENV)/ready
 
@@ -21,11 +21,17 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+# Tests of several machines make network namespaces with ip(8).
+system:
+	@command -v ip >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -y -qq iproute2; } \
+	  || { echo "make test: please install iproute2 (ip); this user may not" >&2; exit 1; }
+
+test: lint system
 	$(BIN)/python -m pytest
 
 bench: setup
 	$(BIN)/python benchmarks/all_reduce.py
+	$(BIN)/python benchmarks/collectives.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

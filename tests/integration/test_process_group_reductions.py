@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
     COMPLEX,
@@ -28,6 +28,7 @@ from oracle import (
     reduce_op,
     seen,
     shapes,
+    thoroughly,
     turned,
 )
 from torch import distributed
@@ -37,7 +38,6 @@ from paceline.transport.board import Board
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-thoroughly = settings(deadline=None, derandomize=True, database=None, max_examples=10)
 
 
 @pytest.fixture(scope="module")
