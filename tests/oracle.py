@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
+import functools
 import hashlib
+import itertools
 import os
 import signal
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +19,7 @@ from groups import Pool, Work
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from torch import distributed
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, distributed_c10d
 
 from paceline.collectives.shared import CHUNK
 from paceline.errors import TeamError
@@ -25,13 +27,17 @@ from paceline.transport import segments
 from paceline.transport.board import Board
 from paceline.transport.reach import Reach
 
-# Of dtypes that torch itself says are new: here it is they that are wanted.
-warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+# Torch warns of what is new and of what is old; here all of it is wanted.
+quiet = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 T = TypeVar("T")
 # A case that fails may take its group with it, so that looking for a smaller one takes longer than reading it.
 thoroughly = settings(
-    deadline=None, derandomize=True, database=None, max_examples=10, phases=[Phase.explicit, Phase.generate]
+    deadline=None, derandomize=True, database=None, max_examples=8, phases=[Phase.explicit, Phase.generate]
 )
 SIZES = [1, 2, 3, 4, 5, 8]
 EIGHT_BIT_FLOATS = [getattr(torch, name) for name in sorted(vars(torch)) if name.startswith("float8_")]
@@ -40,8 +46,9 @@ COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 WHOLE = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, *UNSIGNED]
 NUMERIC = [*FLOATS, *COMPLEX, *WHOLE, torch.bool]
-DTYPES = [*NUMERIC, torch.float4_e2m1fn_x2, torch.bits8, torch.bits16]
-"""All that torch can copy; the last few can not be calculated with."""
+MOVABLE = [*NUMERIC, torch.bits8, torch.bits16]
+DTYPES = [*MOVABLE, torch.float4_e2m1fn_x2]
+"""All that torch can copy; the last only if it lies in one piece."""
 _WIDE = {torch.complex32: torch.complex64, **dict.fromkeys(EIGHT_BIT_FLOATS, torch.float32)}
 """Torch stores these, and calculates in others."""
 
@@ -84,7 +91,9 @@ def anything(seed: int, rank: int, shape: Sequence[int], dtype: torch.dtype) -> 
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     source = torch.Generator().manual_seed(1009 * seed + rank)
-    content = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=source)
+    size = count * dtype.itemsize
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-size // 8),), generator=source)
+    content = words.view(torch.uint8)[:size]
     return (content & 1 if dtype is torch.bool else content).view(dtype).view(tuple(shape))
 
 
@@ -228,13 +237,15 @@ def turned(items: Sequence[T], by: int) -> list[T]:
     return [*items[first:], *items[:first]]
 
 
-def layouts(size: int, turn: int = 0) -> st.SearchStrategy[list[Layout]]:
-    """One for each rank."""
+@functools.cache
+def layouts(size: int, turn: int) -> st.SearchStrategy[list[Layout]]:
+    """For each rank one."""
     forms = st.sampled_from(turned(FORMS, turn))
     return st.lists(st.builds(Layout, forms, st.booleans(), st.booleans()), min_size=size, max_size=size)
 
 
-def shapes(dtype: torch.dtype, most: int = 3_000_000) -> st.SearchStrategy[tuple[int, ...]]:
+@functools.cache
+def shapes(dtype: torch.dtype, most: int) -> st.SearchStrategy[tuple[int, ...]]:
     """No dimension, no element, a few; just below, at and just above what a slot holds; several chunks and a bit."""
     slot, chunk = Board.SLOT // dtype.itemsize, CHUNK // dtype.itemsize
     few = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
@@ -244,6 +255,27 @@ def shapes(dtype: torch.dtype, most: int = 3_000_000) -> st.SearchStrategy[tuple
     flat = st.builds(lambda rows, columns: (rows, columns), st.integers(3, 9), st.integers(slot // 8, slot // 2))
     fits = st.one_of(edge, many, flat).filter(lambda shape: torch.Size(shape).numel() * dtype.itemsize <= most)
     return st.one_of(st.just(()), none, few, few, fits, fits)
+
+
+# -- signals beside the group ----------------------------------------------------------------------------------------
+
+
+def tell(what: str) -> None:
+    """Let other members know, by a way that is not the one under test."""
+    distributed_c10d._get_default_store().set(what, "1")
+
+
+def hear(*whats: str) -> None:
+    """Wait until all of these have been told."""
+    distributed_c10d._get_default_store().wait(list(whats), datetime.timedelta(seconds=10))
+
+
+_tokens = itertools.count()
+
+
+def token() -> str:
+    """For signals that no other test tells."""
+    return f"token {next(_tokens)}"
 
 
 # -- groups that stay ------------------------------------------------------------------------------------------------
@@ -257,13 +289,13 @@ class Pools(contextlib.AbstractContextManager["Pools"]):
         self._known: dict[int, Pool] = {}
         self._reaching = reaching
 
-    def run(self, size: int, work: Work, *arguments: Any, timeout: float = 20.0) -> list[Any]:
+    def run(self, size: int, work: Work, *arguments: Any, timeout: float = 30.0) -> list[Any]:
         """What `work(rank, size, *arguments)` returned on each member."""
         if size not in self._known:
             with pytest.MonkeyPatch.context() as patch:
                 if not self._reaching:
                     patch.setattr(Reach, "permit", lambda *_: False)
-                self._known[size] = Pool(size, timeout=5.0)
+                self._known[size] = Pool(size, timeout=15.0)
         pool = self._known[size]
         try:
             pool.begin(work, size, *arguments)

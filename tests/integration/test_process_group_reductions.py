@@ -25,6 +25,7 @@ from oracle import (
     lay,
     layouts,
     numbers,
+    quiet,
     reduce_op,
     seen,
     shapes,
@@ -37,7 +38,7 @@ from torch.distributed import ReduceOp
 from paceline.transport.board import Board
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = quiet
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def combine_all(
 
 
 @pytest.mark.parametrize("dtype", NUMERIC, ids=name_of)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_every_operator_combines_every_dtype_in_rank_order(pools: Pools, size: int, dtype: torch.dtype) -> None:
     operators = [name for name in OPERATORS if defined(name, dtype)]
     if dtype in EIGHT_BIT_FLOATS:
@@ -298,7 +299,7 @@ def large_and_mixed(rank: int, size: int, count: int, pattern: int) -> list[Seen
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_shared_and_private_memory_mix_over_ranks(pools: Pools, size: int) -> None:
-    count = 700_001
+    count = 300_001
     parts = [numbers(2, rank, (count,), torch.float32) for rank in range(size)]
     expected = [seen(fold(op, [fold(op, parts)] * size)) for op in ("sum", "max")]
     for pattern in range(2**size):

@@ -53,6 +53,12 @@ class Reducer:
 
     def merge(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """All parts, in their order, as one; `out` may be one of them if it is the first."""
+        if not out.is_contiguous():
+            # Torch takes another way through such memory, with another sign of zero at its end. All must get the same.
+            contiguous = torch.empty(out.shape, dtype=out.dtype)
+            self.merge(parts, contiguous)
+            out.copy_(contiguous)
+            return
         if len(parts) == 1:
             if out is not parts[0]:
                 out.copy_(parts[0])
@@ -117,4 +123,5 @@ def _combine(op: Op, dtype: torch.dtype) -> Combine:
 
 def scaled(tensor: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
     """What this member contributes to a premultiplied sum."""
-    return torch.mul(tensor, factor).to(tensor.dtype)
+    wide = _wide(tensor.dtype) or tensor.dtype
+    return torch.mul(tensor.to(wide), factor).to(tensor.dtype)

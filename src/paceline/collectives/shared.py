@@ -151,7 +151,7 @@ class Shared:
         """Each member combines its own part of all tensors, and gives it to all, or to the root."""
         made, signature = operation(kind, tensor.dtype, tensor.numel(), op, root or 0)
         way, board, reach = reducer(op, tensor.dtype), self._board, self._reach
-        contiguous = tensor.contiguous()
+        contiguous = tensor.resolve_conj().resolve_neg().contiguous()
         seen, where = reach.expose(contiguous.view(-1))
         row = board.row
         row[0], row[_FIRST], row[_FIRST + 1], row[_FIRST + 2] = signature, *where
