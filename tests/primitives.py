@@ -7,18 +7,19 @@ like: sums and products are exact, in whatever order a topology takes them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import torch
 from groups import Pool, Work
-from oracle import Laid, Layout, anything, defined, fold, lay, seen
+from oracle import Laid, Layout, anything, defined, fold, lay
 
 from paceline import collectives
 from paceline.collectives.algorithms import ALGORITHMS
@@ -44,25 +45,38 @@ def topologies(operation: str, *, shared: bool = True) -> list[str]:
 # -- values ----------------------------------------------------------------------------------------------------------
 
 
-def whole(seed: int, rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Ones and twos of either sign."""
+@functools.lru_cache(maxsize=4096)
+def whole(seed: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Ones and twos of either sign; not to be changed, as it is drawn only once."""
     source = torch.Generator().manual_seed(1009 * seed + rank)
     if dtype is torch.bool:
-        return torch.randint(0, 2, tuple(shape), generator=source).bool()
+        return torch.randint(0, 2, shape, generator=source).bool()
     choices = torch.tensor([-2, -1, 1, 2])
-    drawn = choices[torch.randint(0, 4, tuple(shape), generator=source)]
+    drawn = choices[torch.randint(0, 4, shape, generator=source)]
     if dtype.is_complex:
-        drawn = torch.complex(drawn.double(), choices[torch.randint(0, 4, tuple(shape), generator=source)].double())
+        drawn = torch.complex(drawn.double(), choices[torch.randint(0, 4, shape, generator=source)].double())
     return drawn.to(dtype)
 
 
+@functools.lru_cache(maxsize=4096)
+def bits(seed: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Any bits at all; not to be changed, as they are drawn only once."""
+    return anything(seed, rank, shape, dtype)
+
+
 def same_bits(result: torch.Tensor, expected: torch.Tensor, *where: Any) -> None:
-    assert seen(result) == seen(expected), (*where, result.flatten()[:8], expected.flatten()[:8])
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape), where
+    if result.numel():
+        first, second = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (result, expected))
+        assert torch.equal(first, second), (*where, first[:16], second[:16])
 
 
 def same(result: torch.Tensor, expected: torch.Tensor, *where: Any) -> None:
     """The same numbers; whether a zero has a sign depends on the order, even here."""
     assert (result.dtype, result.shape) == (expected.dtype, expected.shape), where
+    if result.is_complex() or result.is_floating_point():  # torch compares only some of these
+        wide = torch.complex128 if result.is_complex() else torch.float64
+        result, expected = result.to(wide), expected.to(wide)
     assert torch.equal(result, expected), (*where, result.flatten()[:8], expected.flatten()[:8])
 
 
@@ -90,9 +104,7 @@ class _Reduction(NamedTuple):
     laid: Laid
     parts: list[torch.Tensor]
 
-    @property
-    def combined(self) -> torch.Tensor:
-        return fold(self.operator, self.parts)
+    combined: torch.Tensor
 
 
 def _reductions(here: Here) -> Iterator[_Reduction]:
@@ -105,7 +117,14 @@ def _reductions(here: Here) -> Iterator[_Reduction]:
     cases += [("max", torch.int32, (LARGE, 2), layout) for layout in _LAYOUTS[1:3]]
     for number, (name, dtype, shape, layout) in enumerate(cases):
         parts = [whole(number, rank, shape, dtype) for rank in range(here.size)]
-        yield _Reduction(number, name, lay(parts[here.rank], layout), parts)
+        yield _Reduction(
+            number, name, lay(parts[here.rank], layout), parts, _combined(name, number, here.size, shape, dtype)
+        )
+
+
+@functools.cache
+def _combined(name: str, number: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return fold(name, [whole(number, rank, shape, dtype) for rank in range(size)])
 
 
 def check_all_reduce(here: Here) -> int:
@@ -166,9 +185,9 @@ def check_broadcast(here: Here) -> int:
     count = 0
     for number, dtype, shape, layout in _moves():
         root = number % here.size
-        laid = lay(anything(number, here.rank, shape, dtype), layout)
+        laid = lay(bits(number, here.rank, shape, dtype), layout)
         assert collectives.broadcast(laid.tensor, root, **here.how) is laid.tensor
-        same_bits(laid.tensor, anything(number, root, shape, dtype), number)
+        same_bits(laid.tensor, bits(number, root, shape, dtype), number)
         assert laid.unharmed()
         count += 1
     return count
@@ -178,11 +197,11 @@ def check_all_gather(here: Here) -> int:
     count = 0
     for number, dtype, shape, layout in _moves():
         shapes = _varied(shape, here)
-        laid = lay(anything(number, here.rank, shapes[here.rank], dtype), layout)
+        laid = lay(bits(number, here.rank, shapes[here.rank], dtype), layout)
         results = collectives.all_gather(laid.tensor, **here.how)
         assert len(results) == here.size
         for rank, result in enumerate(results):
-            same_bits(result, anything(number, rank, shapes[rank], dtype), number, rank)
+            same_bits(result, bits(number, rank, shapes[rank], dtype), number, rank)
         count += 1
     return count
 
@@ -192,11 +211,11 @@ def check_gather(here: Here) -> int:
     for number, dtype, shape, layout in _moves():
         root = number % here.size
         shapes = _varied(shape, here)
-        laid = lay(anything(number, here.rank, shapes[here.rank], dtype), layout)
+        laid = lay(bits(number, here.rank, shapes[here.rank], dtype), layout)
         results = collectives.gather(laid.tensor, root, **here.how)
         assert len(results) == (here.size if here.rank == root else 0)
         for rank, result in enumerate(results):
-            same_bits(result, anything(number, rank, shapes[rank], dtype), number, rank)
+            same_bits(result, bits(number, rank, shapes[rank], dtype), number, rank)
         count += 1
     return count
 
@@ -206,11 +225,11 @@ def check_scatter(here: Here) -> int:
     for number, dtype, shape, layout in _moves():
         root = number % here.size
         shapes = _varied(shape, here)
-        parts = [lay(anything(number, rank, shapes[rank], dtype), layout).tensor for rank in range(here.size)]
+        parts = [lay(bits(number, rank, shapes[rank], dtype), layout).tensor for rank in range(here.size)]
         result = collectives.scatter(parts if here.rank == root else None, root, **here.how)
-        same_bits(result, anything(number, here.rank, shapes[here.rank], dtype), number)
+        same_bits(result, bits(number, here.rank, shapes[here.rank], dtype), number)
         if shape:  # or as one tensor, which is cut
-            rows = lay(anything(number, 99, (2 * here.size, *shape), dtype), layout).tensor
+            rows = lay(bits(number, 99, (2 * here.size, *shape), dtype), layout).tensor
             result = collectives.scatter(rows if here.rank == root else None, root, **here.how)
             same_bits(result, rows[2 * here.rank : 2 * here.rank + 2], number)
         count += 1
@@ -224,7 +243,7 @@ def check_all_to_all(here: Here) -> int:
 
         def part(giver: int, taker: int, drawn: tuple[Any, ...] = (number, shapes, dtype)) -> torch.Tensor:
             number, shapes, dtype = drawn
-            return anything(number + 50 * taker, giver, shapes[(giver + taker) % len(shapes)], dtype)
+            return bits(number + 50 * taker, giver, shapes[(giver + taker) % len(shapes)], dtype)
 
         own = [lay(part(here.rank, taker), layout).tensor for taker in range(here.size)]
         results = collectives.all_to_all(own, **here.how)
@@ -232,7 +251,7 @@ def check_all_to_all(here: Here) -> int:
         for giver, result in enumerate(results):
             same_bits(result, part(giver, here.rank), number, giver)
         if shape and shape[0] < 100:  # or as one tensor, which is cut
-            rows = [anything(number, giver, (here.size, *shape), dtype) for giver in range(here.size)]
+            rows = [bits(number, giver, (here.size, *shape), dtype) for giver in range(here.size)]
             results = collectives.all_to_all(lay(rows[here.rank], layout).tensor, **here.how)
             for giver, result in enumerate(results):
                 same_bits(result, rows[giver][here.rank : here.rank + 1], number, giver)
@@ -299,7 +318,7 @@ def check_push_and_pull(here: Here) -> int:
     for number, dtype, shape, layout in _moves():
         pushed = [
             collectives.push(
-                lay(anything(number + tag, 10 * here.rank + to, shape, dtype), layout).tensor,
+                lay(bits(number + tag, 10 * here.rank + to, shape, dtype), layout).tensor,
                 to,
                 tag=tag,
                 group=here.group,
@@ -309,9 +328,9 @@ def check_push_and_pull(here: Here) -> int:
         ]
         for tag in (0, 7):
             for source in reversed(_others(here)):
-                laid = lay(anything(999, 0, shape, dtype), layout)
+                laid = lay(bits(999, 0, shape, dtype), layout)
                 assert collectives.pull(laid.tensor, source, tag=tag, group=here.group) is laid.tensor
-                same_bits(laid.tensor, anything(number + tag, 10 * source + here.rank, shape, dtype), number, source)
+                same_bits(laid.tensor, bits(number + tag, 10 * source + here.rank, shape, dtype), number, source)
                 assert laid.unharmed()
         collectives.wait(*pushed)
         count += len(pushed)

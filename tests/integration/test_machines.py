@@ -19,9 +19,10 @@ from typing import Any
 import groups as forked
 import pytest
 import torch
+import torch._dynamo  # DistributedDataParallel loads it: here once, instead of in each member
 from groups import Pool
-from oracle import COMPLEX, NUMERIC, OPERATORS, anything, defined, fold, reduce_op
-from primitives import CHECKS, Groups, Here, check_everything, same, same_bits, topologies, whole
+from oracle import COMPLEX, NUMERIC, OPERATORS, defined, fold, reduce_op
+from primitives import CHECKS, Groups, Here, bits, check_everything, same, same_bits, topologies, whole
 from support import PYTHON, Run, free_port, started, write_script
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -91,10 +92,11 @@ def test_members_share_memory_with_those_on_their_machine(several: Machines) -> 
 
 # -- reductions ------------------------------------------------------------------------------------------------------
 
+Kinds = list[tuple[str, torch.dtype]]
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (5, 3), (LARGE - 1,), (LARGE,), (3 * LARGE + 1,)]
 
 
-def combine(rank: int, size: int, kinds: list[tuple[str, torch.dtype]], shapes: list[tuple[int, ...]]) -> int:
+def combine(rank: int, size: int, kinds: Kinds, shapes: list[tuple[int, ...]]) -> int:
     """Every reduction of torch.distributed, against what one process gets."""
     count = 0
     for number, ((name, dtype), shape) in enumerate(itertools.product(kinds, shapes)):
@@ -120,20 +122,22 @@ def combine(rank: int, size: int, kinds: list[tuple[str, torch.dtype]], shapes: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_operator_combines_the_values_of_all_machines(several: Machines, layout: str) -> None:
-    kinds = [(name, torch.int64 if name in ("band", "bor", "bxor") else torch.float32) for name in OPERATORS]
-    assert all(several.run(layout, combine, kinds, SHAPES))
+def test_tensors_of_any_size_combine_over_machines(several: Machines, layout: str) -> None:
+    assert several.run(layout, combine, [("sum", torch.float32), ("avg", torch.int32)], SHAPES) == [14] * len(layout)
 
 
 @pytest.mark.parametrize("layout", ["aabb", "aaab"])
-def test_every_dtype_crosses_machines(several: Machines, layout: str) -> None:
-    kinds = [
-        (name, dtype)
-        for name in ("sum", "avg", "max", "bxor")
-        for dtype in NUMERIC
-        if defined(name, dtype) and dtype is not torch.float8_e8m0fnu  # which has no sign
-    ]
-    assert all(several.run(layout, combine, kinds, [(7,), (2 * LARGE + 3,)]))
+def test_every_operator_combines_the_values_of_all_machines(several: Machines, layout: str) -> None:
+    kinds = [(name, torch.int64 if name in ("band", "bor", "bxor") else torch.float32) for name in OPERATORS]
+    assert all(several.run(layout, combine, kinds, [(5, 3), (LARGE + 1,)]))
+
+
+@pytest.mark.parametrize(("layout", "names"), [("aabb", ["sum", "max"]), ("aaab", ["avg", "bxor"])])
+def test_every_dtype_crosses_machines(several: Machines, layout: str, names: list[str]) -> None:
+    # The one that is left out has no sign.
+    dtypes = [dtype for dtype in NUMERIC if dtype is not torch.float8_e8m0fnu]
+    kinds = [(name, dtype) for name in names for dtype in dtypes if defined(name, dtype)]
+    assert all(several.run(layout, combine, kinds, [(7,), (LARGE + 3,)]))
 
 
 def lie_elsewhere(rank: int, size: int) -> None:
@@ -162,6 +166,23 @@ def test_tensors_may_lie_anywhere(several: Machines, layout: str) -> None:
     several.run(layout, lie_elsewhere)
 
 
+def change_signs(rank: int, size: int) -> None:
+    for count in (3, 2 * LARGE):
+        parts = [whole(count, other, (count,), torch.complex64) for other in range(size)]
+        lazily = parts[rank].clone().conj().imag
+        assert lazily.is_neg()
+        distributed.all_reduce(lazily)
+        same(lazily.resolve_neg(), -fold("sum", [part.imag for part in parts]))
+        lazily = parts[rank].clone().conj().imag
+        distributed.broadcast(lazily, 1)
+        same(lazily.resolve_neg(), -parts[1].imag)
+
+
+@pytest.mark.parametrize("layout", ["aabb", "aaab"])
+def test_signs_that_torch_has_not_changed_yet_are_changed(several: Machines, layout: str) -> None:
+    several.run(layout, change_signs)
+
+
 def add_sparse(rank: int, size: int) -> torch.Tensor:
     tensor = torch.sparse_coo_tensor(torch.tensor([[rank, 5]]), torch.tensor([1.0, rank + 1.0]), (6,)).coalesce()
     distributed.all_reduce(tensor)
@@ -185,7 +206,7 @@ def move(rank: int, size: int, dtypes: list[torch.dtype], group: Any = None) -> 
 
     for number, (dtype, shape) in enumerate(itertools.product(dtypes, [(), (0, 2), (3, 2), (2 * LARGE, 1)])):
         root = number % size
-        parts = [anything(number, other, shape, dtype) for other in range(size)]
+        parts = [bits(number, other, shape, dtype) for other in range(size)]
         tensor = parts[rank].clone()
         distributed.broadcast(tensor, at(root), group=group)
         same_bits(tensor, parts[root])
@@ -207,8 +228,8 @@ def move(rank: int, size: int, dtypes: list[torch.dtype], group: Any = None) -> 
             for out, part in zip(rows.chunk(size) if len(rows) else [rows] * size, parts, strict=True):
                 same_bits(out, part)
         # To each member another number of rows.
-        gives = [anything(number + taker, rank, (rank + taker, 2), dtype) for taker in range(size)]
-        takes = [anything(number + rank, giver, (rank + giver, 2), dtype) for giver in range(size)]
+        gives = [bits(number + taker, rank, (rank + taker, 2), dtype) for taker in range(size)]
+        takes = [bits(number + rank, giver, (rank + giver, 2), dtype) for giver in range(size)]
         outs = [torch.empty_like(part) for part in takes]
         distributed.all_to_all(outs, gives, group=group)
         for out, part in zip(outs, takes, strict=True):
@@ -308,7 +329,7 @@ def send_to_all(rank: int, size: int) -> int:
     count = 0
     for number, (dtype, shape) in enumerate(itertools.product([*MOVED, *COMPLEX], [(), (0,), (4, 3), (2 * LARGE,)])):
         sent = [
-            distributed.isend(anything(number + tag, 10 * rank + to, shape, dtype), to, tag=tag)
+            distributed.isend(bits(number + tag, 10 * rank + to, shape, dtype), to, tag=tag)
             for to in range(size)
             for tag in (5, 0)
             if to != rank
@@ -318,7 +339,7 @@ def send_to_all(rank: int, size: int) -> int:
                 if source != rank:
                     tensor = torch.empty(shape, dtype=dtype)
                     assert distributed.recv(tensor, source, tag=tag) == source
-                    same_bits(tensor, anything(number + tag, 10 * source + rank, shape, dtype), dtype, shape)
+                    same_bits(tensor, bits(number + tag, 10 * source + rank, shape, dtype), dtype, shape)
                     count += 1
         for work in sent:
             work.wait()
@@ -356,6 +377,9 @@ def receive_later(rank: int, size: int) -> None:
     after, before = (rank + 1) % size, (rank - 1) % size
     boxes = [torch.zeros(4, 2)[:, 0] for _ in range(3)]
     awaited = [distributed.irecv(box, before, tag=tag) for tag, box in enumerate(boxes)]
+    tensor = torch.ones(2 * LARGE)
+    distributed.all_reduce(tensor)  # collectives go on meanwhile
+    assert float(tensor[-1]) == size
     sent = [distributed.isend(torch.full((4, 3), 10.0 * rank + tag)[:, 1], after, tag=tag) for tag in (2, 0, 1)]
     for work in (*awaited, *sent):
         work.wait()
@@ -431,12 +455,12 @@ def test_parts_of_the_group_are_on_one_machine_or_on_several(several: Machines) 
 
 
 def check(rank: int, size: int, operation: str) -> int:
-    several = topologies(operation, shared=False)
+    several = topologies(operation, shared=False)[:3]
     return sum(CHECKS[operation](Here(rank, size, topology)) for topology in several)
 
 
 @pytest.mark.parametrize("operation", CHECKS)
-def test_every_topology_spans_machines(several: Machines, operation: str) -> None:
+def test_topologies_span_machines(several: Machines, operation: str) -> None:
     assert all(several.run("aab", check, operation))
 
 

@@ -136,7 +136,7 @@ def wait_in_own_order(rank: int, size: int, several: list[tuple[str, int, int]],
     random.Random(rank).shuffle(works)
     if how == "polled":
         until = time.monotonic() + 10.0
-        while not all([work.is_completed() for work in works]):
+        while not all(work.is_completed() for work in works):
             assert time.monotonic() < until, "not completed after 10 s"
             time.sleep(0.001)
     elif how == "futures":
@@ -207,7 +207,7 @@ def one_comes_late(rank: int, size: int, kind: str, count: int, key: str) -> tup
     if rank == 1:
         hear(f"{key}/0", f"{key}/2")
     works, filled = begin(kind, 1, count)  # of which rank 1 is the root
-    complete = all([work.is_completed() for work in works])
+    complete = all(work.is_completed() for work in works)
     if rank != 1:
         tell(f"{key}/{rank}")
     for work in works:

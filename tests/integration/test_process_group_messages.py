@@ -64,7 +64,7 @@ def letter(source: int, number: int, count: int | None = None) -> torch.Tensor:
 def polled(*works: Any) -> None:
     """Until all are completed, without waiting for any."""
     until = time.monotonic() + 5.0
-    while not all([work.is_completed() for work in works]):
+    while not all(work.is_completed() for work in works):
         assert time.monotonic() < until, "not completed after 5 s"
         time.sleep(0.001)
 

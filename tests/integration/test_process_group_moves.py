@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ from oracle import (
 )
 from torch import distributed
 from torch.distributed import _functional_collectives as functional
+
+from paceline.transport.board import Board
 
 torch.set_num_threads(1)
 pytestmark = quiet
@@ -108,19 +111,17 @@ def given_by(move: Move, rank: int, size: int) -> list[torch.Tensor]:
 
 def taken_by(move: Move, rank: int, size: int) -> list[torch.Tensor]:
     """The outputs of a rank, as they must be."""
-    if move.kind == "broadcast":
-        return [move.part(move.root, 0)]
+    if move.kind == "broadcast" or move.kind in FROM_ONE:
+        return [move.part(move.root, rank if move.kind in FROM_ONE else 0)]
     if move.kind in TO_ONE and rank != move.root:
         return []
-    if move.kind in FROM_ONE:
-        return [move.part(move.root, rank)]
-    if move.kind in ONE_BY_ONE:
-        return [move.part(giver, rank) for giver in range(size)]
+    to_each = move.kind in ONE_BY_ONE or move.kind in IN_ROWS
+    parts = [move.part(giver, rank if to_each else 0) for giver in range(size)]
     if move.kind in IN_ROWS:
-        return [torch.cat([move.part(giver, rank) for giver in range(size)])]
+        return [torch.cat(parts)]
     if move.kind == "all_gather_single":
-        return [torch.stack([move.part(giver, 0) for giver in range(size)])]
-    return [move.part(giver, 0) for giver in range(size)] * (3 if move.kind == "all_gather_coalesced" else 1)
+        return [torch.stack(parts)]
+    return parts * (3 if move.kind == "all_gather_coalesced" else 1)
 
 
 def blank(like: torch.Tensor, layout: Layout) -> Laid:
@@ -214,6 +215,14 @@ def test_every_dtype_is_moved(pools: Pools, kind: str) -> None:
         for shape in ((3, 5), (40_000,)):
             move = Move(kind, dtype, shape, [PLAIN] * 3, 1, False)
             assert pools.run(3, move_case, move) == expect(move, 3), (dtype, shape)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_just_fits_into_a_slot_and_what_just_does_not_are_moved_alike(pools: Pools, kind: str) -> None:
+    slot = Board.SLOT // 4
+    for count in (slot - 1, slot, slot + 1, slot // 2 - 1, slot // 2, slot // 2 + 1):  # one part, or one per peer
+        move = Move(kind, torch.int32, (count,), [PLAIN, Layout(shared=True), PLAIN], 2, False)
+        assert pools.run(3, move_case, move) == expect(move, 3), count
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -351,9 +360,28 @@ def test_what_is_gathered_together_is_as_what_is_gathered_alone(pools: Pools, la
     assert pools.run(3, gather_together, later) == [expected] * 3
 
 
-def come_late(rank: int, size: int) -> tuple[float, float]:
-    import time
+def by_old_names(rank: int, size: int) -> list[Seen]:
+    own = anything(5, rank, (size, 9), torch.int64)
+    whole, row = torch.zeros(size * 9, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
+    results = []
+    for gather in (distributed.all_gather_into_tensor, distributed._all_gather_base):
+        gather(whole.zero_(), own[0])
+        results.append(seen(whole))
+    for scatter in (distributed.reduce_scatter_tensor, distributed._reduce_scatter_base):
+        scatter(row.zero_(), own.view(-1))
+        results.append(seen(row))
+    return results
 
+
+def test_old_names_do_what_new_ones_do(pools: Pools) -> None:
+    parts = [anything(5, rank, (3, 9), torch.int64) for rank in range(3)]
+    whole = seen(torch.cat([part[0] for part in parts]))
+    for rank, told in enumerate(pools.run(3, by_old_names)):
+        row = seen(fold("sum", parts)[rank])
+        assert told == [whole, whole, row, row]
+
+
+def come_late(rank: int, size: int) -> tuple[float, float]:
     if rank == size - 1:
         time.sleep(0.15)
     came = time.monotonic()

@@ -287,6 +287,17 @@ def test_members_that_can_reach_each_other_do(pools: Pools) -> None:
     assert pools.run(3, reachable) == [True] * 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_just_fits_into_a_slot_and_what_just_does_not_are_reduced_alike(
+    pools: Pools, size: int, kind: str
+) -> None:
+    slot = Board.SLOT // 4
+    for count in (slot - 1, slot, slot + 1, slot // 2 - 1, slot // 2, slot // 2 + 1):  # one part, or one per peer
+        case = Case(kind, "sum", torch.float32, (count,), [PLAIN] * size, 1, False)
+        assert pools.run(size, reduce_case, case) == expect(case, size), count
+
+
 def large_and_mixed(rank: int, size: int, count: int, pattern: int) -> list[Seen]:
     results = []
     for operator in ("sum", "max"):

@@ -44,7 +44,9 @@ class Lane:
         self._turn = threading.Lock()
         self._queue: deque[Job] = deque()
         self._signals: SimpleQueue[bool] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._staff = threading.Lock()
+        self._workers = self._telling = 0
+        """Threads in the background, and how many of them are telling somebody that a job is done."""
 
     def now(self, run: Callable[[], None]) -> None:
         """Do it in this thread, after all that was begun before."""
@@ -65,14 +67,12 @@ class Lane:
         self._queue.append(job)
         self.wait(job)
 
-    def later(self, run: Callable[[], None], told: Callable[[], None] | None = None) -> Job:
+    def later(self, run: Callable[[], None]) -> Job:
         """Begin it: it will be done in the background, or by whoever waits for it or for a later one."""
         job = Job(run)
-        job.told = told
         self._queue.append(job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="paceline-collectives", daemon=True)
-            self._thread.start()
+        if not self._workers:
+            self._hire()
         self._signals.put(True)
         return job
 
@@ -80,8 +80,7 @@ class Lane:
         """Until it is done; raises what went wrong."""
         if timeout is None:
             while not job.done:
-                with self._turn:
-                    self._advance(job, spin=True)
+                self._advance(job, spin=True)
         else:
             until = time.monotonic() + timeout
             while not job.done:
@@ -94,28 +93,53 @@ class Lane:
             raise job.error
 
     def close(self) -> None:
-        self._signals.put(False)
+        for _ in range(self._workers):
+            self._signals.put(False)
 
     def _work(self) -> None:
-        while self._signals.get():
-            with self._turn:
-                self._advance(None, spin=False)
+        while self._signals.get():  # one for each job
+            self._advance(None, spin=False)
 
     def _advance(self, until: Job | None, spin: bool) -> None:
-        """Do what is in the queue, up to this job; called by one thread at a time."""
-        self._engine.spin = spin
-        while self._queue and not (until is not None and until.done):
-            job = self._queue.popleft()
-            try:
-                job.run()
-            except (Mismatch, UsageError) as error:
-                job.error = error
-            except BaseException as error:
-                self._give_up(_first_line(error))
-                job.error = error
-            job.done = True
-            if job.told is not None:
-                job.told()
+        """Do what is in the queue, up to this job, one thread at a time."""
+        finished = []
+        with self._turn:
+            self._engine.spin = spin
+            while self._queue and not (until is not None and until.done):
+                job = self._queue.popleft()
+                try:
+                    job.run()
+                except (Mismatch, UsageError) as error:
+                    job.error = error
+                except BaseException as error:
+                    self._give_up(_first_line(error))
+                    job.error = error
+                job.done = True
+                if job.told is not None:
+                    finished.append(job.told)
+                    if until is None:
+                        break  # whoever is told may want to go on with the group at once
+        if finished:
+            self._tell(finished)
+
+    def _tell(self, finished: list[Callable[[], None]]) -> None:
+        """Whoever is told may well wait for another operation, so somebody must be free to do it."""
+        with self._staff:
+            self._telling += 1
+            alone = self._telling >= self._workers
+        if alone:
+            self._hire()
+        try:
+            for told in finished:
+                told()
+        finally:
+            with self._staff:
+                self._telling -= 1
+
+    def _hire(self) -> None:
+        with self._staff:
+            self._workers += 1
+        threading.Thread(target=self._work, name="paceline-collectives", daemon=True).start()
 
 
 def _first_line(error: BaseException) -> str:

@@ -165,8 +165,8 @@ class Shared:
         for begin in range(start, stop, length):
             own = seen[begin : min(begin + length, stop)]
             scratch = self._buffer(self._scratch, own)
-            # Two can be combined either way round. Of more, the first rank's must come first.
-            if keeps and (self.size == 2 or self.rank == 0):
+            # The first rank's comes first, except that two can be added either way round.
+            if keeps and (self.rank == 0 or (self.size == 2 and op in (Op.SUM, Op.AVG))):
                 total, order = own, [rank for rank in range(self.size) if rank != self.rank]
             else:
                 total, order = self._buffer(self._total, own), list(range(1, self.size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,7 @@ class LaneWork(PacelineWork):
     def __init__(self, lane: Lane, run: Callable[[], None], outputs: Any) -> None:
         super().__init__(outputs)
         self._lane = lane
-        self._job: Job = lane.later(run, self._complete)
+        self._job: Job = lane.later(run)
 
     def is_completed(self) -> bool:
         return self._job.done
@@ -94,7 +95,8 @@ class LaneWork(PacelineWork):
         return True
 
     def _watch(self, told: Callable[[], None]) -> None:
-        if self._job.done:  # otherwise the lane will tell
+        self._job.told = told
+        if self._job.done:  # and otherwise the lane will tell
             told()
 
 
@@ -104,12 +106,15 @@ class LetterWork(PacelineWork):
     def __init__(self, transfer: Transfer, outputs: Result, back: Callable[[], None] | None = None) -> None:
         super().__init__(outputs)
         self._transfer, self._back = transfer, back
+        self._lock = threading.Lock()
         if back is not None:
             transfer.told = self._complete
 
     def is_completed(self) -> bool:
         if not self._transfer.done:
             self._transfer.look()
+        if self._transfer.done:
+            self._complete()
         return self._transfer.done
 
     def exception(self) -> BaseException | None:
@@ -126,9 +131,10 @@ class LetterWork(PacelineWork):
             told()
 
     def _complete(self) -> None:
-        back, self._back = self._back, None
-        if back is not None and self._transfer.error is None:
-            back()
+        with self._lock:  # whoever comes second waits until the first has filled the tensor
+            back, self._back = self._back, None
+            if back is not None and self._transfer.error is None:
+                back()
         super()._complete()
 
     def _source_rank(self) -> int:

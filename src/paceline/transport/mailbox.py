@@ -26,7 +26,7 @@ from paceline.transport.steps import Steps
 
 ANY = -1
 """As a source: whoever sends first."""
-_ENVELOPES, _TICKETS = 16, 32
+_ENVELOPES, _TICKETS = 16, 2048
 _INLINE = 16 * 1024
 _HEADER = 64
 _ENVELOPE = _HEADER + _INLINE
@@ -140,6 +140,7 @@ class Mailbox:
         self._rung = 0
         self._unsent: list[deque[Sending]] = [deque() for _ in range(self.size)]
         self._unsigned: list[dict[int, Sending]] = [{} for _ in range(self.size)]
+        self._tickets = [list(range(_TICKETS)) for _ in range(self.size)]
         self._awaited: list[Receiving] = []
         self._unasked: list[_Message] = []
         self._finished: list[Transfer] = []
@@ -248,9 +249,9 @@ class Mailbox:
                     ring.payload(number, tensor.nbytes).copy_(bytes_of(tensor))
                 self._finish(sending)
             else:
-                ticket = next((free for free in range(_TICKETS) if free not in self._unsigned[peer]), -1)
-                if ticket < 0:
+                if not self._tickets[peer]:
                     break
+                ticket = self._tickets[peer].pop()
                 if not self._reach.private and segments.find(tensor) is None:
                     sending.tensor = segments.empty(tensor.nbytes, dtype=torch.uint8).view(tensor.dtype)
                     sending.tensor.copy_(tensor.view(-1))
@@ -270,6 +271,7 @@ class Mailbox:
             signature = ring.signatures[ticket]
             if signature != _OPEN:
                 sending = self._unsigned[peer].pop(ticket)
+                self._tickets[peer].append(ticket)
                 refused = None
                 if signature == _REFUSED:
                     refused = Mismatch(

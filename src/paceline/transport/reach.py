@@ -156,7 +156,8 @@ class Reach:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same contiguous memory as a flat tensor of bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # One element counts as contiguous whatever its stride, but is not seen as bytes then.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _as(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
