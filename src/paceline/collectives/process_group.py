@@ -6,6 +6,7 @@ options into operators and roots. Nothing is computed here.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import sys
@@ -72,9 +73,8 @@ class PacelineProcessGroup(distributed.ProcessGroup):
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         if type(opts) is distributed.AllreduceOptions and not opts.asyncOp and len(tensors) == 1:
             # What is called most often takes the shortest way.
-            tensor, kind = tensors[0], _kind(opts.reduceOp)
-            plain = tensor.is_cpu and not tensor.requires_grad and tensor.layout is torch.strided
-            if plain and kind is not Op.PREMUL_SUM:
+            tensor, kind = tensors[0].data, _kind(opts.reduceOp)
+            if tensor.is_cpu and tensor.layout is torch.strided and kind is not Op.PREMUL_SUM:
                 self._lane.now(lambda: self._shared.all_reduce(tensor, kind))
                 return DONE
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
@@ -516,7 +516,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor outside autograd."""
     if not tensor.is_cpu:
         raise UsageError(f"the process group 'paceline' is for CPU tensors; this one is on {tensor.device}")
-    return tensor.detach() if tensor.requires_grad else tensor
+    return tensor.data  # autograd must not notice: other backends write to memory behind its back
 
 
 def _given(tensor: torch.Tensor) -> torch.Tensor:
@@ -566,7 +566,18 @@ def _by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *arguments, **options)
         return getattr(self.elsewhere(tensor.device.type), name)(*arguments, **options)
 
-    return functools.wraps(method)(choose)
+    choose = functools.wraps(method)(choose)
+    _keep_out_of_graphs(choose)
+    return choose
+
+
+def _keep_out_of_graphs(function: Any) -> None:
+    """torch.compile is to call this, and not to look into it, nor into what it calls."""
+    function._torchdynamo_disable = True
+    frames = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):  # an older torch does not have this
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, skip)
 
 
 def _first(arguments: Sequence[Any]) -> torch.Tensor | None:
@@ -600,6 +611,9 @@ for _name in (
     "recv_anysource",
 ):
     setattr(PacelineProcessGroup, _name, _by_device(_name, getattr(PacelineProcessGroup, _name)))
+
+_keep_out_of_graphs(PacelineProcessGroup.allreduce)
+_keep_out_of_graphs(PacelineProcessGroup.barrier)
 
 for _old, _new in (
     ("_allgather_base", "all_gather_single"),
