@@ -481,9 +481,9 @@ def sparse(rank: int, dtype: torch.dtype, entries: int, dense: tuple[int, ...]) 
 
 
 def reduce_sparse(
-    rank: int, size: int, dtype: torch.dtype, entries: int, dense: tuple[int, ...], op: str, later: bool
+    rank: int, size: int, grad: bool, entries: int, dense: tuple[int, ...], op: str, later: bool
 ) -> tuple[bool, Seen]:
-    tensor = sparse(rank, dtype, entries, dense)
+    tensor = sparse(rank, torch.float64, entries, dense).requires_grad_(grad)
     work = distributed.all_reduce(tensor, reduce_op(op), async_op=later)
     if work is not None:
         work.wait()
@@ -493,13 +493,13 @@ def reduce_sparse(
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("operator", ["sum", "avg"])
 @pytest.mark.parametrize(("entries", "dense"), [(0, ()), (9, ()), (9, (3,)), (400, (90,))])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("size", "grad"), [(1, False), (2, False), (2, True), (4, False)])
 def test_sparse_tensors_add_up_to_a_sparse_tensor(
-    pools: Pools, size: int, entries: int, dense: tuple[int, ...], operator: str, later: bool
+    pools: Pools, size: int, grad: bool, entries: int, dense: tuple[int, ...], operator: str, later: bool
 ) -> None:
     parts = [sparse(rank, torch.float64, entries, dense).to_dense() for rank in range(size)]
     expected = seen(fold(operator, parts))
-    assert pools.run(size, reduce_sparse, torch.float64, entries, dense, operator, later) == [(True, expected)] * size
+    assert pools.run(size, reduce_sparse, grad, entries, dense, operator, later) == [(True, expected)] * size
 
 
 def sparse_extremes(rank: int, size: int) -> tuple[str, Seen]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import distributed
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from paceline.transport.channel import Sending
 from paceline.transport.mailbox import Mailbox
@@ -33,10 +33,13 @@ class DistributedChannel:
     def __init__(self, group: ProcessGroup, rank: int) -> None:
         self.rank, self.size = rank, group.size()
         self._group = group
+        self._sending: list[Work] = []
 
     def send(self, peer: int, tensor: torch.Tensor, tag: int = _TAG) -> Sending:
         work = distributed.isend(tensor, group=self._group, group_dst=peer, tag=_positive(tag))
         assert work is not None
+        # Some backends forget a message when nobody holds it any more.
+        self._sending = [other for other in self._sending if not other.is_completed()] + [work]
         return work
 
     def receive(self, peer: int, tensor: torch.Tensor, tag: int = _TAG) -> None:

@@ -19,16 +19,16 @@ there will be a backward pass.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from paceline.collectives.here import GroupLike, member
-from paceline.collectives.member import Member
+from paceline.collectives.member import Member, in_one_piece
 from paceline.collectives.operation import Op
 from paceline.errors import UsageError
 
@@ -65,7 +65,8 @@ def all_reduce(tensor: torch.Tensor, op: str, topology: str, group: GroupLike) -
         case "min" | "max":
             return _apply(_Extreme, way, Op[op.upper()], tensor)
         case "product":
-            return _apply(_Product, way, tensor)
+            shape = Shape(tensor.dtype, tuple(tensor.shape), True)
+            return fold(torch.mul, _apply_all(_AllGather, _Way(way.member, "auto"), [shape] * way.member.size, tensor))
     raise UsageError(f"all_reduce with op '{op}' has no gradient; sum, avg, product, min and max have")
 
 
@@ -103,26 +104,6 @@ class _Extreme(Function):
         return None, None, share * _apply(_AllReduce, ctx.way, Op.SUM, gradient)
 
 
-class _Product(Function):
-    """The gradient is the product of what the others had."""
-
-    @staticmethod
-    def forward(ctx: Any, way: _Way, tensor: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(way.member.size)]
-        way.member.all_gather(parts, tensor.detach().contiguous())
-        ones = torch.ones(tensor.shape, dtype=tensor.dtype)
-        ctx.way = way
-        ctx.save_for_backward(
-            fold(torch.mul, [part for rank, part in enumerate(parts) if rank != way.member.rank], ones)
-        )
-        return fold(torch.mul, parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        (others,) = ctx.saved_tensors
-        return None, others * _apply(_AllReduce, ctx.way, Op.SUM, gradient)
-
-
 def reduce(tensor: torch.Tensor, root: int, op: str, topology: str, group: GroupLike) -> torch.Tensor:
     if op not in ("sum", "avg"):
         raise UsageError(f"reduce with op '{op}' has no gradient; sum and avg have")
@@ -138,6 +119,7 @@ class _Reduce(Function):
         return result if way.member.rank == root else _token(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         way = ctx.way
         if way.member.rank == ctx.root:
@@ -161,6 +143,7 @@ class _Broadcast(Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         total = _copy(gradient)
         ctx.way.member.reduce(total, ctx.root, Op.SUM, ctx.way.topology)
@@ -185,41 +168,38 @@ class _AllGather(Function):
     def forward(ctx: Any, way: _Way, shapes: list[Shape], tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.way, ctx.shapes = way, shapes
         outs = [shape.empty() for shape in shapes]
-        way.member.all_gather(outs, tensor.detach().contiguous(), way.topology)
+        way.member.all_gather(outs, in_one_piece(tensor.detach()), way.topology)
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        own = ctx.shapes[ctx.way.member.rank].empty()
-        ctx.way.member.reduce_scatter(own, [gradient.contiguous() for gradient in gradients], Op.SUM, ctx.way.topology)
-        return None, None, own
+        return None, None, _apply(_ReduceScatter, ctx.way, Op.SUM, *gradients)
 
 
-def reduce_scatter(parts: Tensors, op: str, topology: str, group: GroupLike) -> torch.Tensor:
+def reduce_scatter(parts: Tensors, op: Op, topology: str, group: GroupLike) -> torch.Tensor:
     way = _Way(member(group), topology)
     if not any(_tracked(part) for part in parts):
         out = torch.empty(parts[way.member.rank].shape, dtype=parts[0].dtype)
-        way.member.reduce_scatter(out, [part.detach().contiguous() for part in parts], _op(op), topology)
+        way.member.reduce_scatter(out, [in_one_piece(part.detach()) for part in parts], op, topology)
         return out
-    if op not in ("sum", "avg"):
-        raise UsageError(f"reduce_scatter with op '{op}' has no gradient; sum and avg have")
-    return _apply(_ReduceScatter, way, Op[op.upper()], *parts)
+    if op not in (Op.SUM, Op.AVG):
+        raise UsageError(f"reduce_scatter with op '{op.spoken}' has no gradient; sum and avg have")
+    return _apply(_ReduceScatter, way, op, *parts)
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, way: _Way, op: Op, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.way, ctx.op, ctx.shapes = way, op, [(part.shape, part.dtype) for part in parts]
+        ctx.way, ctx.op = way, op
+        ctx.shapes = [Shape(part.dtype, tuple(part.shape), True) for part in parts]
         out = torch.empty(parts[way.member.rank].shape, dtype=parts[0].dtype)
-        way.member.reduce_scatter(out, [part.detach().contiguous() for part in parts], op, way.topology)
+        way.member.reduce_scatter(out, [in_one_piece(part.detach()) for part in parts], op, way.topology)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         spread = gradient / ctx.way.member.size if ctx.op is Op.AVG else gradient
-        outs = [torch.empty(shape, dtype=dtype) for shape, dtype in ctx.shapes]
-        ctx.way.member.all_gather(outs, spread.contiguous(), ctx.way.topology)
-        return None, None, *outs
+        return None, None, *_apply_all(_AllGather, ctx.way, ctx.shapes, spread)
 
 
 # -- scatter, gather -------------------------------------------------------------------------------------------------
@@ -245,10 +225,11 @@ class _Scatter(Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         way, at_root = ctx.way, ctx.way.member.rank == ctx.root
         outs = [shape.empty() for shape in ctx.shapes] if at_root else None
-        way.member.gather(outs, gradient.contiguous(), ctx.root, way.topology)
+        way.member.gather(outs, in_one_piece(gradient), ctx.root, way.topology)
         return None, None, None, *(outs if outs is not None else [torch.zeros(0)])
 
 
@@ -271,6 +252,7 @@ class _Gather(Function):
         return tuple(outs) if outs is not None else (_token(tensor),)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         way, at_root = ctx.way, ctx.way.member.rank == ctx.root
         own = ctx.shapes[way.member.rank].empty()
@@ -281,52 +263,55 @@ class _Gather(Function):
 # -- all_to_all, push, pull ------------------------------------------------------------------------------------------
 
 
-def all_to_all(parts: Tensors, shapes: list[Shape], topology: str, group: GroupLike) -> list[torch.Tensor]:
+def all_to_all(
+    parts: Tensors, shapes: list[Shape], wanted: bool, topology: str, group: GroupLike
+) -> list[torch.Tensor]:
     way = _Way(member(group), topology)
-    return _apply_all(_AllToAll, way, shapes, *parts)
+    if not (wanted and torch.is_grad_enabled()):
+        outs = [shape.empty() for shape in shapes]
+        way.member.all_to_all(outs, [part.detach() for part in parts], topology)
+        return outs
+    return _apply_all(_AllToAll, way, shapes, _entry(parts[0]), *parts[1:])
 
 
 class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, way: _Way, shapes: list[Shape], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.way, ctx.back = way, [Shape(part.dtype, tuple(part.shape), False) for part in parts]
+        ctx.way, ctx.back = way, [Shape(part.dtype, tuple(part.shape), True) for part in parts]
         outs = [shape.empty() for shape in shapes]
         way.member.all_to_all(outs, [part.detach() for part in parts], way.topology)
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        outs = [shape.empty() for shape in ctx.back]
-        ctx.way.member.all_to_all(outs, list(gradients), ctx.way.topology)
-        return None, None, *outs
-
-
-_pushed: defaultdict[tuple[int, int, int], int] = defaultdict(int)
-_pulled: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+        return None, None, *_apply_all(_AllToAll, ctx.way, ctx.back, *gradients)
 
 
 def push(tensor: torch.Tensor, to: int, tag: int, group: GroupLike) -> torch.Tensor:
     here = member(group)
-    return _apply(_Push, here, to, tag, _next(_pushed, here, to, tag), tensor)
+    return _apply(_Push, here, to, tag, _next(here.pushed, to, tag), tensor)
 
 
 class _Push(Function):
     @staticmethod
     def forward(ctx: Any, here: Member, to: int, tag: int, back: int, tensor: torch.Tensor) -> torch.Tensor:
         ctx.here, ctx.to, ctx.back, ctx.shape, ctx.dtype = here, to, back, tensor.shape, tensor.dtype
-        here.send(to, tensor.detach().contiguous(), tag).wait()
+        # Not waited for: the other may be pushing, too. A copy, as nobody can know when it is taken.
+        ctx.sending = here.send(to, _copy(tensor), tag)
         return _token(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         returned = torch.empty(ctx.shape, dtype=ctx.dtype)
         ctx.here.receive(ctx.to, returned, ctx.back)
+        ctx.sending.wait()
         return None, None, None, None, returned
 
 
 def pull(tensor: torch.Tensor, source: int, tag: int, group: GroupLike) -> torch.Tensor:
     here = member(group)
-    return _apply(_Pull, here, source, tag, _next(_pulled, here, source, tag), tensor)
+    return _apply(_Pull, here, source, tag, _next(here.pulled, source, tag), tensor)
 
 
 class _Pull(Function):
@@ -338,16 +323,17 @@ class _Pull(Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        ctx.here.send(ctx.source, gradient.contiguous(), ctx.back).wait()
+        ctx.here.send(ctx.source, _copy(gradient), ctx.back)
         # What the tensor was before is not in the result.
         return None, None, None, None, torch.zeros_like(gradient)
 
 
-def _next(counts: defaultdict[tuple[int, int, int], int], here: Member, peer: int, tag: int) -> int:
+def _next(counts: dict[tuple[int, int], int], peer: int, tag: int) -> int:
     """The tag under which this message's gradient comes back: the same on both sides, and no other's."""
-    counts[id(here), peer, tag] += 1
-    return -((tag + 1) << 32) - counts[id(here), peer, tag]
+    counts[peer, tag] = counts.get((peer, tag), 0) + 1
+    return -((tag + 1) << 32) - counts[peer, tag]
 
 
 # -- what these have in common ---------------------------------------------------------------------------------------
@@ -377,7 +363,22 @@ def _apply_all(function: type[Function], *arguments: Any) -> list[torch.Tensor]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def attach(loss: torch.Tensor, *tokens: torch.Tensor) -> torch.Tensor:
+    return _apply(_Attach, loss, *tokens) if tokens else loss
+
+
+class _Attach(Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, *tokens: torch.Tensor) -> torch.Tensor:
+        ctx.tokens = [(token.shape, token.dtype) for token in tokens]
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return gradient, *(torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.tokens)
 
 
 def _token(like: torch.Tensor) -> torch.Tensor:
@@ -395,7 +396,3 @@ def _wanted(shapes: list[Shape]) -> bool:
 def _entry(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in the graph, even if nobody wants its own gradient: the others' need this member's help."""
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
-
-
-def _op(op: str) -> Op:
-    return Op[op.upper()]

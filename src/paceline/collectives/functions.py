@@ -12,7 +12,7 @@ import torch
 from paceline.collectives import differentiable
 from paceline.collectives.differentiable import Shape
 from paceline.collectives.here import GroupLike, member
-from paceline.collectives.member import Member, Observed
+from paceline.collectives.member import Member, Observed, in_one_piece
 from paceline.collectives.operation import DTYPES, Op
 from paceline.config import one_of
 from paceline.errors import UsageError
@@ -38,10 +38,11 @@ def push(tensor: torch.Tensor, to: int, *, tag: int = 0, group: GroupLike = None
 
     Of a tensor that requires grad a token is returned: see `attach`.
     """
-    if _tracked(tensor):
-        return differentiable.push(tensor, to, tag, group)
     here = member(group)
-    return here.send(_rank(here.size, "to", to), tensor.contiguous(), _tag(tag))
+    to, tag = _rank(here.size, "to", to), _tag(tag)
+    if _tracked(tensor):
+        return differentiable.push(tensor, to, tag, here)
+    return here.send(to, in_one_piece(tensor), tag)
 
 
 def pull(tensor: torch.Tensor, source: int, *, tag: int = 0, group: GroupLike = None) -> torch.Tensor:
@@ -49,11 +50,13 @@ def pull(tensor: torch.Tensor, source: int, *, tag: int = 0, group: GroupLike = 
 
     If `tensor` requires grad, a new tensor is returned whose gradient travels back to the source.
     """
-    if _tracked(tensor):
-        return differentiable.pull(tensor, source, tag, group)
     here = member(group)
-    place = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
-    here.receive(_rank(here.size, "source", source), place, _tag(tag))
+    source, tag = _rank(here.size, "source", source), _tag(tag)
+    if _tracked(tensor):
+        return differentiable.pull(tensor, source, tag, here)
+    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    place = tensor if plain else torch.empty(tensor.shape, dtype=tensor.dtype)
+    here.receive(source, place, tag)
     return tensor if place is tensor else tensor.copy_(place)
 
 
@@ -78,7 +81,7 @@ def _meet(here: Member, ranks: set[int]) -> None:
     if here.rank in ranks:
         for peer in range(here.size):
             if peer != here.rank:
-                here.send(peer, word, -31).wait()
+                here.send(peer, word, -31)
     for peer in ranks - {here.rank}:
         here.receive(peer, torch.empty_like(word), -31)
 
@@ -88,10 +91,12 @@ def _meet(here: Member, ranks: set[int]) -> None:
 
 def broadcast(tensor: torch.Tensor, root: int = 0, *, topology: str = "auto", group: GroupLike = None) -> torch.Tensor:
     """Everybody's tensor becomes the root's."""
-    if _tracked(tensor):
-        return differentiable.broadcast(tensor, root, topology, group)
     here = member(group)
-    here.broadcast(tensor, _rank(here.size, "root", root), topology)
+    root = _rank(here.size, "root", root)
+    if _tracked(tensor):
+        here.check("broadcast", topology)
+        return differentiable.broadcast(tensor, root, topology, here)
+    here.broadcast(tensor, root, topology)
     return tensor
 
 
@@ -99,10 +104,12 @@ def reduce(
     tensor: torch.Tensor, root: int = 0, op: str = "sum", *, topology: str = "auto", group: GroupLike = None
 ) -> torch.Tensor:
     """The root's tensor becomes the combination of all. The others get theirs back, or a token if it requires grad."""
-    if _tracked(tensor):
-        return differentiable.reduce(tensor, root, op, topology, group)
     here = member(group)
-    here.reduce(tensor, _rank(here.size, "root", root), _operator(op), topology)
+    root, operator = _rank(here.size, "root", root), _operator(op)
+    if _tracked(tensor):
+        here.check("reduce", topology)
+        return differentiable.reduce(tensor, root, op, topology, here)
+    here.reduce(tensor, root, operator, topology)
     return tensor
 
 
@@ -119,13 +126,18 @@ def scatter(
     """
     here = member(group)
     root = _rank(here.size, "root", root)
+    here.check("scatter", topology)
     parts = None
     if here.rank == root:
-        if tensors is None:
-            raise UsageError("scatter needs tensors at its root")
-        parts = _parts("scatter", tensors, here.size)
+        try:
+            if tensors is None:
+                raise UsageError("scatter needs tensors at its root")
+            parts = _parts("scatter", tensors, here.size)
+        except UsageError:
+            _shapes(here, None, root)  # the others wait to hear of it
+            raise
     shapes = _shapes(here, parts if parts is not None else [], root)
-    return differentiable.scatter(parts, shapes, root, topology, group)
+    return differentiable.scatter(parts, shapes, root, topology, here)
 
 
 def gather(
@@ -133,7 +145,9 @@ def gather(
 ) -> list[torch.Tensor]:
     """Everybody's tensor, by rank, at the root. Elsewhere an empty list, or a token if a gradient will come back."""
     here = member(group)
-    return differentiable.gather(tensor, _all_shapes(here, tensor), _rank(here.size, "root", root), topology, group)
+    root = _rank(here.size, "root", root)
+    here.check("gather", topology)
+    return differentiable.gather(tensor, _all_shapes(here, tensor), root, topology, here)
 
 
 # -- all to all ------------------------------------------------------------------------------------------------------
@@ -143,15 +157,20 @@ def all_reduce(
     tensor: torch.Tensor, op: str = "sum", *, topology: str = "auto", group: GroupLike = None
 ) -> torch.Tensor:
     """Everybody's tensor becomes the combination of all."""
+    here = member(group)
+    operator = _operator(op)
     if tensor.requires_grad and torch.is_grad_enabled():
-        return differentiable.all_reduce(tensor, op, topology, group)
-    member(group).all_reduce(tensor, _operator(op), topology)
+        here.check("all_reduce", topology)
+        return differentiable.all_reduce(tensor, op, topology, here)
+    here.all_reduce(tensor, operator, topology)
     return tensor
 
 
 def all_gather(tensor: torch.Tensor, *, topology: str = "auto", group: GroupLike = None) -> list[torch.Tensor]:
     """Everybody's tensor, by rank; they may be of different shapes."""
-    return differentiable.all_gather(tensor, _all_shapes(member(group), tensor), topology, group)
+    here = member(group)
+    here.check("all_gather", topology)
+    return differentiable.all_gather(tensor, _all_shapes(here, tensor), topology, here)
 
 
 def reduce_scatter(
@@ -162,8 +181,10 @@ def reduce_scatter(
     group: GroupLike = None,
 ) -> torch.Tensor:
     """The combination of everybody's part for this member; parts are a list, or a tensor to be cut in as many."""
-    parts = _parts("reduce_scatter", tensors, member(group).size)
-    return differentiable.reduce_scatter(parts, op, topology, group)
+    here = member(group)
+    here.check("reduce_scatter", topology)
+    operator = _operator(op)
+    return differentiable.reduce_scatter(_parts("reduce_scatter", tensors, here.size), operator, topology, here)
 
 
 def all_to_all(
@@ -171,12 +192,14 @@ def all_to_all(
 ) -> list[torch.Tensor]:
     """To each member its one of everybody's tensors; they may be of different shapes."""
     here = member(group)
+    here.check("all_to_all", topology)
     parts = _parts("all_to_all", tensors, here.size)
     described = torch.stack([_describe(part) for part in parts])
     seen = [torch.empty_like(described) for _ in range(here.size)]
     here.all_gather(seen, described)
     shapes = [_shape(table[here.rank]) for table in seen]
-    return differentiable.all_to_all(parts, shapes, topology, group)
+    wanted = any(_shape(row).tracked for table in seen for row in table)
+    return differentiable.all_to_all(parts, shapes, wanted, topology, here)
 
 
 def map_reduce(
@@ -200,9 +223,12 @@ def map_reduce(
     if len(known) >= here.size:
         total = all_reduce(way(values).clone(), inner, topology=topology, group=group)
     else:
-        # Who has no item has nothing to combine, and does not even know of what shape it would be.
-        parts = all_gather(values[0] if values else torch.empty(0), topology=topology, group=group)
-        total = way(parts[: len(known)])
+        # Who has no item has nothing to combine, and does not even know what it would be.
+        own = values[0] if values else torch.empty(0)
+        shapes = _all_shapes(here, own)
+        own = own if values else own.to(shapes[0].dtype)
+        shapes[len(known) :] = [Shape(shapes[0].dtype, (0,), False)] * (here.size - len(known))
+        total = way(differentiable.all_gather(own, shapes, topology, here)[: len(known)])
     return total / len(known) if operator is Op.AVG else total
 
 
@@ -218,9 +244,7 @@ def attach(loss: torch.Tensor, *tokens: torch.Tensor) -> torch.Tensor:
     come back to it, the operation returns an empty tensor: a token. Backward from it, or from a loss that it is
     attached to, is where that gradient arrives.
     """
-    for token in tokens:
-        loss = loss + token.sum()
-    return loss
+    return differentiable.attach(loss, *tokens)
 
 
 # -- looking ---------------------------------------------------------------------------------------------------------
@@ -293,8 +317,12 @@ def _all_shapes(here: Member, tensor: torch.Tensor) -> list[Shape]:
     return [_shape(numbers) for numbers in seen]
 
 
-def _shapes(here: Member, parts: list[torch.Tensor], root: int) -> list[Shape]:
-    """The shapes of the root's tensors, told to all."""
-    table = torch.stack([_describe(part) for part in parts]) if parts else torch.empty(here.size, _DIMENSIONS).long()
+def _shapes(here: Member, parts: list[torch.Tensor] | None, root: int) -> list[Shape]:
+    """The shapes of the root's tensors, told to all; None if it has none, which all others are told by an error."""
+    table = torch.full((here.size, _DIMENSIONS), -1)
+    if parts:
+        table = torch.stack([_describe(part) for part in parts])
     here.broadcast(table, root)
-    return [_shape(row) for row in table]
+    if parts is not None and int(table[0, 0]) < 0:
+        raise UsageError(f"the root of scatter, rank {root}, does not have one tensor per member, {here.size}")
+    return [] if parts is None else [_shape(row) for row in table]

@@ -37,6 +37,8 @@ def member(group: GroupLike = None) -> Member:
         own: Member = group.member or _wrap(group)
         group.member = own
         return own
+    if not isinstance(group, ProcessGroup):
+        raise UsageError(f"group is {group!r}; it must be a process group of torch.distributed that this process is in")
     known = _by_group.get(group)
     if known is None:
         known = _by_group[group] = _wrap(group)
@@ -44,8 +46,6 @@ def member(group: GroupLike = None) -> Member:
 
 
 def _wrap(group: ProcessGroup) -> Member:
-    if not isinstance(group, ProcessGroup):
-        raise UsageError(f"group is {group!r}; it must be a process group of torch.distributed that this process is in")
     if isinstance(group, PacelineProcessGroup) and group.on_one_machine:
         inner = group.group
         return Member(inner.rank, inner.size, MailChannel(inner.mailbox), inner)

@@ -62,30 +62,50 @@ class Member:
     def __init__(self, rank: int, size: int, channel: TaggedChannel, group: Group | None) -> None:
         self.rank, self.size = rank, size
         self._channel, self._group = channel, group
-        self._observed: Observed | None = None
+        self._observers: list[Observed] = []
+        self.pushed: dict[tuple[int, int], int] = {}
+        self.pulled: dict[tuple[int, int], int] = {}
+        """How many messages with a gradient were pushed or pulled, by rank and tag."""
         self._prices: dict[str, Price] | None = None
         self._chosen: dict[tuple[str, int], str] = {}
 
     def send(self, peer: int, tensor: torch.Tensor, tag: int) -> Sending:
         """Begin to send a contiguous tensor."""
-        return self._channel.send(peer, tensor, tag)
+        with self._watched("push") as channel:
+            sending: Sending = channel.send(peer, tensor, tag)
+            return sending
 
     def receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
         """Wait for a contiguous tensor."""
-        self._channel.receive(peer, tensor, tag)
+        with self._watched("pull") as channel:
+            channel.receive(peer, tensor, tag)
 
     @contextmanager
     def observe(self) -> Iterator[Observed]:
         """Look at what goes through the channel meanwhile."""
-        before, self._observed = self._observed, Observed()
-        if self._group is not None:
-            self._shared.told = partial(self._observed.note, self.rank, "all_reduce", "shared")
+        seen = Observed()
+        self._observers.append(seen)
         try:
-            yield self._observed
+            yield seen
         finally:
-            self._observed = before
-            if self._group is not None:
-                self._shared.told = None
+            self._observers.remove(seen)
+
+    @contextmanager
+    def _watched(self, operation: str, topology: str = "") -> Iterator[Any]:
+        """The channel, and who looks told of what goes through it."""
+        if not self._observers:
+            yield self._channel
+            return
+        channel = Counted(self._channel, partial(self._note, operation, topology))
+        try:
+            yield channel
+        finally:
+            for observer in self._observers:
+                observer.add(channel.traffic)
+
+    def _note(self, operation: str, topology: str, *message: Any) -> None:
+        for observer in self._observers:
+            observer.note(self.rank, operation, topology, *message)
 
     # -- operations --------------------------------------------------------------------------------------------------
 
@@ -95,7 +115,7 @@ class Member:
             self._now(lambda: self._shared.all_reduce(tensor, op))
             return
         way = reducer(op, tensor.dtype)
-        flat = tensor.contiguous().view(-1)
+        flat = in_one_piece(tensor).view(-1)
         self._do("all_reduce", chosen, flat, way.add)
         way.divide(flat, self.size)
         _put_back(tensor, flat)
@@ -106,7 +126,7 @@ class Member:
             self._now(lambda: self._shared.reduce(tensor, root, op))
             return
         way = reducer(op, tensor.dtype)
-        flat = tensor.contiguous().view(-1)
+        flat = in_one_piece(tensor).view(-1)
         self._do("reduce", chosen, flat, way.add, root)
         if self.rank == root:
             way.divide(flat, self.size)
@@ -125,7 +145,7 @@ class Member:
         out.copy_(parts[self.rank].view(out.shape))
 
     def broadcast(self, tensor: torch.Tensor, root: int, topology: str = "auto") -> None:
-        flat = tensor.contiguous().view(-1)
+        flat = in_one_piece(tensor).view(-1)
         chosen = self._choose("broadcast", topology, flat.nbytes)
         if chosen == "shared":
             self._now(lambda: self._shared.broadcast(flat, root))
@@ -134,7 +154,7 @@ class Member:
         _put_back(tensor, flat)
 
     def all_gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor, topology: str = "auto") -> None:
-        source = tensor.contiguous()
+        source = in_one_piece(tensor)
         chosen = self._choose("all_gather", topology, sum(out.nbytes for out in outs))
         if chosen == "shared":
             self._now(lambda: self._shared.all_gather(outs, source))
@@ -146,8 +166,8 @@ class Member:
     def gather(
         self, outs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int, topology: str = "auto"
     ) -> None:
-        source = tensor.contiguous()
-        chosen = self._choose("gather", topology, source.nbytes)
+        source = in_one_piece(tensor)
+        chosen = self._choose("gather", topology, 0)
         if chosen == "shared":
             self._now(lambda: self._shared.gather(outs, source, root))
             return
@@ -157,8 +177,8 @@ class Member:
     def scatter(
         self, out: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, topology: str = "auto"
     ) -> None:
-        parts = None if inputs is None else [part.contiguous() for part in inputs]
-        chosen = self._choose("scatter", topology, out.nbytes)
+        parts = None if inputs is None else [in_one_piece(part) for part in inputs]
+        chosen = self._choose("scatter", topology, 0)
         if chosen == "shared":
             self._now(lambda: self._shared.scatter(out, parts, root))
             return
@@ -166,9 +186,8 @@ class Member:
         self._do("scatter", chosen, out.view(-1), flat, root)
 
     def all_to_all(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], topology: str = "auto") -> None:
-        parts = [part.contiguous() for part in inputs]
-        size = sum(part.nbytes for part in parts)
-        chosen = self._choose("all_to_all", topology, size)
+        parts = [in_one_piece(part) for part in inputs]
+        chosen = self._choose("all_to_all", topology, 0)
         if chosen == "shared":
             self._now(lambda: self._shared.all_to_all(outs, parts))
             return
@@ -189,18 +208,27 @@ class Member:
             self._prices = self._measure()
         return self._prices
 
+    def check(self, operation: str, topology: str) -> None:
+        """Whether this can be done; if not, one sentence, before anybody waits for anybody."""
+        if topology not in TOPOLOGIES:
+            raise UsageError(f"there is no topology '{topology}'; there are {', '.join(TOPOLOGIES)}")
+        if topology == "shared" and self._group is None:
+            raise UsageError("the topology shared needs a group of the backend paceline, on one machine")
+        if topology not in ("auto", "shared"):
+            algorithms.find(topology, operation)
+
     def _choose(self, operation: str, topology: str, size: int) -> str:
-        """The topology asked for; if any will do, the one that should be the quickest for so many bytes."""
+        """The topology asked for; if any will do, the one that should be the quickest for so many bytes.
+
+        All must choose alike, so where members may have more or less the size is not asked for.
+        """
         if topology == "auto":
             key = operation, size.bit_length()
             chosen = self._chosen.get(key)
             if chosen is None:
                 chosen = self._chosen[key] = self._cheapest(operation, size)
             return chosen
-        if topology not in TOPOLOGIES:
-            raise UsageError(f"there is no topology '{topology}'; there are {', '.join(TOPOLOGIES)}")
-        if topology == "shared" and self._group is None:
-            raise UsageError("the topology shared needs a group of the backend paceline, on one machine")
+        self.check(operation, topology)
         return topology
 
     def _cheapest(self, operation: str, size: int) -> str:
@@ -253,21 +281,26 @@ class Member:
 
     def _now(self, run: Callable[[], None]) -> None:
         assert self._group is not None
-        self._group.lane.now(run)
+        if not self._observers:
+            self._group.lane.now(run)
+            return
+        shared = self._shared
+        shared.told = lambda operation, *message: self._note(operation, "shared", *message)
+        try:
+            self._group.lane.now(run)
+        finally:
+            shared.told = None
 
     def _do(self, operation: str, topology: str, *arguments: Any) -> None:
         """Do it by an algorithm, in its turn among the group's other operations."""
         function = algorithms.find(topology, operation)
-        channel: Channel = self._channel
-        observed = self._observed
-        if observed is not None:
-            channel = Counted(channel, lambda *message: observed.note(self.rank, operation, topology, *message))
-        if self._group is not None:
-            self._now(lambda: function(channel, *arguments))
-        else:
-            function(channel, *arguments)
-        if isinstance(channel, Counted) and observed is not None:
-            observed.add(channel.traffic)
+        if topology == "hub" and operation in ("gather", "scatter"):
+            function = partial(function, hub=arguments[-1])  # the root: no other way is shorter
+        with self._watched(operation, topology) as channel:
+            if self._group is not None:
+                self._group.lane.now(lambda: function(channel, *arguments))
+            else:
+                function(channel, *arguments)
 
 
 def _link(small: float, large: float) -> Link:
@@ -279,6 +312,13 @@ def _link(small: float, large: float) -> Link:
 
 def _price(topology: str, members: int, link: Link, size: int) -> float:
     return costs.seconds(topology, members, size, link)
+
+
+def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor, contiguous; itself if it is."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
 
 
 def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:

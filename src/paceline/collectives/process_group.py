@@ -81,7 +81,8 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         op, factor = _operator(opts)
         if not tensors[0].is_cpu:
             return self.elsewhere(tensors[0].device.type).allreduce(tensors, opts)
-        dense = [_plain(tensor) for tensor in tensors]
+        # A sparse tensor has no memory of its own that could be seen without it.
+        dense = [tensor if tensor.is_sparse else _plain(tensor) for tensor in tensors]
 
         def run() -> None:
             for tensor in dense:
@@ -149,7 +150,7 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         """Sum tensors of which each member has other entries: everybody adds up everybody's."""
         if op not in (Op.SUM, Op.AVG):
             raise UsageError(f"all_reduce of sparse tensors takes sum or avg, not {op.spoken}")
-        own = tensor.coalesce()
+        own = tensor.detach().coalesce()
         counts = [torch.empty(1, dtype=torch.int64) for _ in range(self._size)]
         self._shared.all_gather(counts, torch.tensor([own._nnz()]))
         shape = (own.sparse_dim(), own.values().shape[1:])
@@ -158,7 +159,8 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         self._shared.all_gather(indices, own.indices().contiguous())
         self._shared.all_gather(values, own.values().contiguous())
         total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), own.shape).coalesce()
-        tensor.copy_(total / self._size if op is Op.AVG else total)
+        with torch.no_grad():
+            tensor.copy_(total / self._size if op is Op.AVG else total)
 
     # -- moving ------------------------------------------------------------------------------------------------------
 

@@ -58,8 +58,8 @@ class Shared:
         self.rank, self.size = board.rank, board.size
         self.spin = True
         """Whether to wait by looking for a while; not from a thread in the background."""
-        self.told: Callable[[str, int, int, float], None] | None = None
-        """Hears of what is read from and written to others' memory: direction, rank, bytes, when that began."""
+        self.told: Callable[[str, str, int, int, float], None] | None = None
+        """Hears of what is read from and written to others' memory: operation, direction, rank, bytes, its start."""
         self._plans: list[dict[tuple[torch.dtype, torch.Size], _Plan]] = [{} for _ in Op]
         self._scratch = torch.empty(CHUNK, dtype=torch.uint8)
         self._total = torch.empty(CHUNK, dtype=torch.uint8)
@@ -170,16 +170,16 @@ class Shared:
                 total, order = own, [rank for rank in range(self.size) if rank != self.rank]
             else:
                 total, order = self._buffer(self._total, own), list(range(1, self.size))
-                total.copy_(own if self.rank == 0 else self._read(views[0], 0, begin * item, total))
+                total.copy_(own if self.rank == 0 else self._read(kind, views[0], 0, begin * item, total))
             for rank in order:
-                way.add(total, own if rank == self.rank else self._read(views[rank], rank, begin * item, scratch))
+                way.add(total, own if rank == self.rank else self._read(kind, views[rank], rank, begin * item, scratch))
             way.divide(total, self.size)
             if keeps and total is not own:
                 own.copy_(total)
             for rank in wanting:
                 if board.has_left(rank):  # it gave up: its memory may be somebody else's by now
                     self._lost(rank, made)
-                self._write(views[rank], rank, begin * item, total)
+                self._write(kind, views[rank], rank, begin * item, total)
         board.step(made, self.spin)
         if keeps and seen.data_ptr() != tensor.data_ptr():
             tensor.copy_(seen.view(tensor.shape))
@@ -248,18 +248,18 @@ class Shared:
     def _views(self, places: dict[int, tuple[int, ...]]) -> dict[int, View]:
         return {rank: self._reach.view(rank, (place[0], place[1], place[2])) for rank, place in places.items()}
 
-    def _read(self, view: View, rank: int, offset: int, into: torch.Tensor) -> torch.Tensor:
+    def _read(self, kind: Kind, view: View, rank: int, offset: int, into: torch.Tensor) -> torch.Tensor:
         start = time.perf_counter()
         part = view.read(offset, into)
         if self.told:
-            self.told("read", rank, into.nbytes, start)
+            self.told(kind.spoken, "read", rank, into.nbytes, start)
         return part
 
-    def _write(self, view: View, rank: int, offset: int, source: torch.Tensor) -> None:
+    def _write(self, kind: Kind, view: View, rank: int, offset: int, source: torch.Tensor) -> None:
         start = time.perf_counter()
         view.write(offset, source)
         if self.told:
-            self.told("write", rank, source.nbytes, start)
+            self.told(kind.spoken, "write", rank, source.nbytes, start)
 
     @staticmethod
     def _buffer(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

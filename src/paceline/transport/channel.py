@@ -64,18 +64,18 @@ class Counted:
         self.traffic = Traffic()
         self._channel, self._told = channel, told
 
-    def send(self, peer: int, tensor: torch.Tensor) -> Sending:
+    def send(self, peer: int, tensor: torch.Tensor, *tag: int) -> Sending:
         start = time.perf_counter()
-        sending = self._channel.send(peer, tensor)
+        sending = self._channel.send(peer, tensor, *tag)
         self.traffic.sent += 1
         self.traffic.bytes_sent += tensor.nbytes
         if self._told:
             self._told("send", peer, tensor.nbytes, start)
         return sending
 
-    def receive(self, peer: int, tensor: torch.Tensor) -> None:
+    def receive(self, peer: int, tensor: torch.Tensor, *tag: int) -> None:
         start = time.perf_counter()
-        self._channel.receive(peer, tensor)
+        self._channel.receive(peer, tensor, *tag)
         self.traffic.received += 1
         self.traffic.bytes_received += tensor.nbytes
         if self._told:
