@@ -120,18 +120,26 @@ def test_all_get_the_same_bits_and_every_time_the_same(groups: Groups, size: int
 
 def lazily(rank: int, backend: str) -> None:
     """Of a tensor whose sign is still to be changed, it is the values that count."""
-    given = torch.tensor([1 + 2j, 3 - 1j]) * (rank + 1)
-    expected = (given / (rank + 1) * 3).conj().resolve_conj()
-    for topology in topologies("all_reduce", shared=backend == "paceline"):
-        same(collectives.all_reduce(given.conj(), topology=topology).resolve_conj(), expected, topology)
-        same(
-            collectives.all_reduce(given.clone().conj().imag, topology=topology).resolve_neg(), expected.imag, topology
-        )
-    for topology in topologies("all_gather", shared=backend == "paceline"):
-        parts = collectives.all_gather(given.conj(), topology=topology)
+    shared = backend == "paceline"
+
+    def given() -> torch.Tensor:
+        return (torch.tensor([1 + 2j, 3 - 1j]) * (rank + 1)).conj()
+
+    expected = torch.tensor([3 - 6j, 9 + 3j])
+    for topology in topologies("all_reduce", shared=shared):
+        tensor = given()
+        assert tensor.is_conj()
+        same(collectives.all_reduce(tensor, topology=topology).resolve_conj(), expected, topology)
+        tensor = given().imag
+        assert tensor.is_neg()
+        same(collectives.all_reduce(tensor, topology=topology).resolve_neg(), expected.imag, topology)
+    for topology in topologies("all_gather", shared=shared):
+        parts = collectives.all_gather(given(), topology=topology)
         same(parts[0] + parts[1], expected, topology)
-    sending = collectives.push(given.conj(), 1 - rank)
-    same(collectives.pull(torch.empty_like(given), 1 - rank) + given.conj().resolve_conj(), expected)
+    for topology in topologies("broadcast", shared=shared):
+        same(collectives.broadcast(given(), 0, topology=topology).resolve_conj(), expected / 3, topology)
+    sending = collectives.push(given(), 1 - rank)
+    same(collectives.pull(given(), 1 - rank).resolve_conj() + given().resolve_conj(), expected)
     collectives.wait(sending)
 
 

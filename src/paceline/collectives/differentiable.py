@@ -19,6 +19,7 @@ there will be a backward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from paceline.collectives.algorithms import ALGORITHMS
 from paceline.collectives.here import GroupLike, member
 from paceline.collectives.member import Member, in_one_piece
 from paceline.collectives.operation import Op
@@ -45,6 +47,10 @@ class Shape(NamedTuple):
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.sizes, dtype=self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
 
 
 class _Way(NamedTuple):
@@ -66,7 +72,9 @@ def all_reduce(tensor: torch.Tensor, op: str, topology: str, group: GroupLike) -
             return _apply(_Extreme, way, Op[op.upper()], tensor)
         case "product":
             shape = Shape(tensor.dtype, tuple(tensor.shape), True)
-            return fold(torch.mul, _apply_all(_AllGather, _Way(way.member, "auto"), [shape] * way.member.size, tensor))
+            has = topology in ("auto", "shared") or "all_gather" in ALGORITHMS[topology]
+            gathered = _Way(way.member, topology if has else "auto")
+            return fold(torch.mul, _apply_all(_AllGather, gathered, [shape] * way.member.size, tensor))
     raise UsageError(f"all_reduce with op '{op}' has no gradient; sum, avg, product, min and max have")
 
 
@@ -209,7 +217,9 @@ def scatter(parts: Tensors | None, shapes: list[Shape], root: int, topology: str
     way = _Way(member(group), topology)
     if not _wanted(shapes):
         out = shapes[way.member.rank].empty()
-        way.member.scatter(out, None if parts is None else [part.detach() for part in parts], root, topology)
+        way.member.scatter(
+            out, None if parts is None else [part.detach() for part in parts], root, topology, _size(shapes)
+        )
         return out
     given = parts if parts is not None else [torch.zeros(0, requires_grad=True)]
     return _apply(_Scatter, way, shapes, root, *given)
@@ -221,7 +231,9 @@ class _Scatter(Function):
         ctx.way, ctx.shapes, ctx.root = way, shapes, root
         at_root = way.member.rank == root
         out = shapes[way.member.rank].empty()
-        way.member.scatter(out, [part.detach() for part in parts] if at_root else None, root, way.topology)
+        way.member.scatter(
+            out, [part.detach() for part in parts] if at_root else None, root, way.topology, _size(shapes)
+        )
         return out
 
     @staticmethod
@@ -229,7 +241,7 @@ class _Scatter(Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         way, at_root = ctx.way, ctx.way.member.rank == ctx.root
         outs = [shape.empty() for shape in ctx.shapes] if at_root else None
-        way.member.gather(outs, in_one_piece(gradient), ctx.root, way.topology)
+        way.member.gather(outs, in_one_piece(gradient), ctx.root, way.topology, _size(ctx.shapes))
         return None, None, None, *(outs if outs is not None else [torch.zeros(0)])
 
 
@@ -238,7 +250,7 @@ def gather(tensor: torch.Tensor, shapes: list[Shape], root: int, topology: str, 
     at_root = way.member.rank == root
     if not _wanted(shapes):
         outs = [shape.empty() for shape in shapes] if at_root else None
-        way.member.gather(outs, tensor.detach(), root, topology)
+        way.member.gather(outs, tensor.detach(), root, topology, _size(shapes))
         return outs or []
     return _apply_all(_Gather, way, shapes, root, _entry(tensor))
 
@@ -248,7 +260,7 @@ class _Gather(Function):
     def forward(ctx: Any, way: _Way, shapes: list[Shape], root: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.way, ctx.shapes, ctx.root = way, shapes, root
         outs = [shape.empty() for shape in shapes] if way.member.rank == root else None
-        way.member.gather(outs, tensor.detach(), root, way.topology)
+        way.member.gather(outs, tensor.detach(), root, way.topology, _size(shapes))
         return tuple(outs) if outs is not None else (_token(tensor),)
 
     @staticmethod
@@ -256,7 +268,7 @@ class _Gather(Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         way, at_root = ctx.way, ctx.way.member.rank == ctx.root
         own = ctx.shapes[way.member.rank].empty()
-        way.member.scatter(own, list(gradients) if at_root else None, ctx.root, way.topology)
+        way.member.scatter(own, list(gradients) if at_root else None, ctx.root, way.topology, _size(ctx.shapes))
         return None, None, None, own
 
 
@@ -264,27 +276,28 @@ class _Gather(Function):
 
 
 def all_to_all(
-    parts: Tensors, shapes: list[Shape], wanted: bool, topology: str, group: GroupLike
+    parts: Tensors, shapes: list[Shape], every: list[Shape], topology: str, group: GroupLike
 ) -> list[torch.Tensor]:
-    way = _Way(member(group), topology)
-    if not (wanted and torch.is_grad_enabled()):
+    """`every` are the shapes of all that goes from anybody to anybody."""
+    way, size = _Way(member(group), topology), _size(every)
+    if not (any(shape.tracked for shape in every) and torch.is_grad_enabled()):
         outs = [shape.empty() for shape in shapes]
-        way.member.all_to_all(outs, [part.detach() for part in parts], topology)
+        way.member.all_to_all(outs, [part.detach() for part in parts], topology, size)
         return outs
-    return _apply_all(_AllToAll, way, shapes, _entry(parts[0]), *parts[1:])
+    return _apply_all(_AllToAll, way, size, shapes, _entry(parts[0]), *parts[1:])
 
 
 class _AllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, shapes: list[Shape], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.way, ctx.back = way, [Shape(part.dtype, tuple(part.shape), True) for part in parts]
+    def forward(ctx: Any, way: _Way, size: int, shapes: list[Shape], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.way, ctx.size, ctx.back = way, size, [Shape(part.dtype, tuple(part.shape), True) for part in parts]
         outs = [shape.empty() for shape in shapes]
-        way.member.all_to_all(outs, [part.detach() for part in parts], way.topology)
+        way.member.all_to_all(outs, [part.detach() for part in parts], way.topology, size)
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, *_apply_all(_AllToAll, ctx.way, ctx.back, *gradients)
+        return None, None, None, *_apply_all(_AllToAll, ctx.way, ctx.size, ctx.back, *gradients)
 
 
 def push(tensor: torch.Tensor, to: int, tag: int, group: GroupLike) -> torch.Tensor:
@@ -391,6 +404,10 @@ def _tracked(tensor: torch.Tensor) -> bool:
 
 def _wanted(shapes: list[Shape]) -> bool:
     return torch.is_grad_enabled() and any(shape.tracked for shape in shapes)
+
+
+def _size(shapes: list[Shape]) -> int:
+    return sum(shape.nbytes for shape in shapes)
 
 
 def _entry(tensor: torch.Tensor) -> torch.Tensor:

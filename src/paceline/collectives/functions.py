@@ -198,8 +198,8 @@ def all_to_all(
     seen = [torch.empty_like(described) for _ in range(here.size)]
     here.all_gather(seen, described)
     shapes = [_shape(table[here.rank]) for table in seen]
-    wanted = any(_shape(row).tracked for table in seen for row in table)
-    return differentiable.all_to_all(parts, shapes, wanted, topology, here)
+    every = [_shape(row) for table in seen for row in table]
+    return differentiable.all_to_all(parts, shapes, every, topology, here)
 
 
 def map_reduce(

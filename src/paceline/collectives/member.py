@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,20 +13,19 @@ from typing import Any, Protocol
 import torch
 
 from paceline.collectives import algorithms
-from paceline.collectives.algorithms import costs
 from paceline.collectives.group import Group
 from paceline.collectives.operation import Op
 from paceline.collectives.operators import reducer
 from paceline.collectives.shared import Shared
 from paceline.errors import UsageError
 from paceline.events import Message
-from paceline.transport.channel import Channel, Counted, Link, Sending, Traffic
+from paceline.transport.channel import Channel, Counted, Sending, Traffic
 
 TOPOLOGIES = ("auto", "shared", *algorithms.ALGORITHMS)
 Price = Callable[[int], float]
 """Seconds, for so many bytes."""
-_PROBES = ((1 << 10, 20), (1 << 20, 4))
-"""Bytes and repetitions of the messages from which costs are measured."""
+_PROBES = ((1 << 10, 6), (1 << 17, 3), (1 << 20, 2))
+"""Bytes and repetitions of the all-reduces from which costs are measured."""
 
 
 class TaggedChannel(Channel, Protocol):
@@ -164,10 +164,16 @@ class Member:
         self._do("all_gather", chosen, parts)
 
     def gather(
-        self, outs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int, topology: str = "auto"
+        self,
+        outs: Sequence[torch.Tensor] | None,
+        tensor: torch.Tensor,
+        root: int,
+        topology: str = "auto",
+        size: int = 0,
     ) -> None:
+        """`size` is how many bytes there are in all, which everybody must know alike, or 0."""
         source = in_one_piece(tensor)
-        chosen = self._choose("gather", topology, 0)
+        chosen = self._choose("gather", topology, size)
         if chosen == "shared":
             self._now(lambda: self._shared.gather(outs, source, root))
             return
@@ -175,19 +181,23 @@ class Member:
         self._do("gather", chosen, source.view(-1), parts, root)
 
     def scatter(
-        self, out: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, topology: str = "auto"
+        self, out: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, topology: str = "auto", size: int = 0
     ) -> None:
+        """`size` as with `gather`."""
         parts = None if inputs is None else [in_one_piece(part) for part in inputs]
-        chosen = self._choose("scatter", topology, 0)
+        chosen = self._choose("scatter", topology, size)
         if chosen == "shared":
             self._now(lambda: self._shared.scatter(out, parts, root))
             return
         flat = None if parts is None else [part.view(-1) for part in parts]
         self._do("scatter", chosen, out.view(-1), flat, root)
 
-    def all_to_all(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], topology: str = "auto") -> None:
+    def all_to_all(
+        self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], topology: str = "auto", size: int = 0
+    ) -> None:
+        """`size` as with `gather`."""
         parts = [in_one_piece(part) for part in inputs]
-        chosen = self._choose("all_to_all", topology, 0)
+        chosen = self._choose("all_to_all", topology, size)
         if chosen == "shared":
             self._now(lambda: self._shared.all_to_all(outs, parts))
             return
@@ -203,7 +213,7 @@ class Member:
     # -- choosing ----------------------------------------------------------------------------------------------------
 
     def prices(self) -> dict[str, Price]:
-        """Seconds of an all-reduce of so many bytes, by topology: from messages and steps as measured here."""
+        """Seconds of an all-reduce of so many bytes, by topology, as measured here."""
         if self._prices is None:
             self._prices = self._measure()
         return self._prices
@@ -241,36 +251,28 @@ class Member:
         return min(having, key=lambda name: prices[name](1 << size.bit_length()))
 
     def _measure(self) -> dict[str, Price]:
-        """Time messages between neighbours, and steps through memory; all take the numbers of rank 0."""
-        times = [self._best(self._swap, size, count) for size, count in _PROBES]
-        if self._group is not None:
-            times += [self._best(self._step, size, count) for size, count in _PROBES]
-        numbers = torch.tensor(times, dtype=torch.float64)
+        """Time all-reduces of some sizes in each topology; all take the numbers of rank 0."""
+        names = [*algorithms.ALGORITHMS, *(["shared"] if self._group is not None else [])]
+        times = [[self._best(name, size, count) for size, count in _PROBES] for name in names]
+        numbers = torch.tensor(times, dtype=torch.float64).view(-1)
         algorithms.find("tree", "broadcast")(self._channel, numbers, 0)
-        link = _link(*numbers[:2].tolist())
-        prices: dict[str, Price] = {name: partial(_price, name, self.size, link) for name in algorithms.ALGORITHMS}
-        if self._group is not None:
-            memory = _link(*numbers[2:].tolist())
-            prices["shared"] = lambda size: memory.latency + size / memory.bandwidth
-        return prices
+        table = numbers.view(-1, len(_PROBES)).tolist()
+        return {name: partial(_price, known) for name, known in zip(names, table, strict=True)}
 
-    def _best(self, probe: Callable[[torch.Tensor], None], size: int, count: int) -> float:
+    def _best(self, topology: str, size: int, count: int) -> float:
         data, best = torch.zeros(size, dtype=torch.uint8), math.inf
+        way = reducer(Op.MAX, data.dtype)
         for _ in range(count):
             start = time.perf_counter()
-            probe(data)
+            if topology == "shared":
+                self._group_now(lambda: self._shared.all_reduce(data, Op.MAX))
+            else:
+                self._group_now(lambda: algorithms.find(topology, "all_reduce")(self._channel, data, way.add))
             best = min(best, time.perf_counter() - start)
         return best
 
-    def _swap(self, data: torch.Tensor) -> None:
-        peer = self.rank ^ 1
-        if peer < self.size:  # the last of an odd number has no neighbour
-            sending = self._channel.send(peer, data)
-            self._channel.receive(peer, torch.empty_like(data))
-            sending.wait()
-
-    def _step(self, data: torch.Tensor) -> None:
-        self._now(lambda: self._shared.all_reduce(data, Op.MAX))
+    def _group_now(self, run: Callable[[], None]) -> None:
+        self._group.lane.now(run) if self._group is not None else run()
 
     # -- what these have in common -----------------------------------------------------------------------------------
 
@@ -297,21 +299,16 @@ class Member:
         if topology == "hub" and operation in ("gather", "scatter"):
             function = partial(function, hub=arguments[-1])  # the root: no other way is shorter
         with self._watched(operation, topology) as channel:
-            if self._group is not None:
-                self._group.lane.now(lambda: function(channel, *arguments))
-            else:
-                function(channel, *arguments)
+            self._group_now(lambda: function(channel, *arguments))
 
 
-def _link(small: float, large: float) -> Link:
-    """Latency and bandwidth from the times of the two probes."""
-    (few, _), (many, _) = _PROBES
-    bandwidth = (many - few) / max(large - small, 1e-9)
-    return Link(latency=max(small - few / bandwidth, 1e-9), bandwidth=bandwidth)
-
-
-def _price(topology: str, members: int, link: Link, size: int) -> float:
-    return costs.seconds(topology, members, size, link)
+def _price(known: list[float], size: int) -> float:
+    """Seconds for so many bytes, on the line through the two probes that are next to it."""
+    sizes = [probe for probe, _ in _PROBES]
+    right = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
+    (less, more), (before, after) = sizes[right - 1 : right + 1], known[right - 1 : right + 1]
+    slope = max(after - before, 0.0) / (more - less)
+    return max(before + slope * (size - less), min(known) / 2)
 
 
 def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
