@@ -480,9 +480,7 @@ def test_auto_is_the_cheapest_topology_that_has_the_operation_the_same_on_all(
     assert all(result == results[0] for result in results)
     assert {operation for operation, _ in chosen} == set(CHECKS)
     assert set(prices) == set(ALGORITHMS) | ({"shared"} if backend == "paceline" else set())
-    for costs_by_size in prices.values():
-        assert costs_by_size == sorted(costs_by_size)
-        assert costs_by_size[0] > 0
+    assert all(0 < seconds < 60 for measured in prices.values() for seconds in measured)
     for (operation, bits), topology in chosen.items():
         having = topologies(operation, shared=backend == "paceline")[1:]
         assert topology in having

@@ -59,8 +59,6 @@ class Group:
         self.reach.private = all(row[1] for row in self.board.step(coming))
         # Nobody goes on before all have taken the pulse of all: a process id must not be reused in between.
         self.board.watch = self._pulse = Pulse(self.board)
-        # A script that ends without a word has left, not died.
-        self._left = weakref.finalize(self, self.board.sign_out)
         self.board.step(coming)
         memory.close_descriptor()
         self.board.timeouts = timeouts
@@ -68,13 +66,22 @@ class Group:
         letters.private = self.reach.private
         self.mailbox = Mailbox(memory, mail, self.board, letters, DTYPES)
         self.lane = Lane(self.shared, self.board.fail)
+        self._end = weakref.finalize(self, _end, self.board, self.lane, self.mailbox, os.getpid())
 
     def close(self) -> None:
         """Tell the others that this member does nothing more with them."""
-        self._left()
+        self._end()
         self._pulse.close()
-        self.lane.close()
-        self.mailbox.close()
+
+
+def _end(board: Board, lane: Lane, mailbox: Mailbox, process: int) -> None:
+    """Also when a script ends without a word: it has left then, not died. And its threads must end before it does."""
+    if os.getpid() != process:  # a fork of a member is not a member
+        return
+    board.sign_out()
+    board.closing = True
+    mailbox.close()
+    lane.close(2.0)
 
 
 def _map(card: _Card, rank: int) -> Memory:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
-from paceline.errors import Mismatch, TeamTimeout, UsageError
+from paceline.errors import Mismatch, TeamError, TeamTimeout, UsageError
 
 
 class Engine(Protocol):
@@ -47,19 +47,24 @@ class Lane:
         self._staff = threading.Lock()
         self._workers = self._telling = 0
         """Threads in the background, and how many of them are telling somebody that a job is done."""
+        self._threads: list[threading.Thread] = []
+        self._broken: str | None = None
+        """Why the group can do nothing more: it was left in the middle of something."""
 
     def now(self, run: Callable[[], None]) -> None:
         """Do it in this thread, after all that was begun before."""
         if not self._queue and self._turn.acquire(blocking=False):
             try:
                 if not self._queue:
+                    if self._broken is not None:
+                        raise self._refusal()
                     self._engine.spin = True
                     run()
                     return
             except (Mismatch, UsageError):
                 raise
             except BaseException as error:
-                self._give_up(_first_line(error))
+                self._break(error)
                 raise
             finally:
                 self._turn.release()
@@ -92,9 +97,14 @@ class Lane:
         if job.error is not None:
             raise job.error
 
-    def close(self) -> None:
+    def close(self, seconds: float = 0.0) -> None:
+        """End the threads in the background; wait for them so long."""
         for _ in range(self._workers):
             self._signals.put(False)
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            if seconds and thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
         while self._signals.get():  # one for each job
@@ -108,12 +118,17 @@ class Lane:
             while self._queue and not (until is not None and until.done):
                 job = self._queue.popleft()
                 try:
+                    if self._broken is not None:
+                        raise self._refusal()
                     job.run()
                 except (Mismatch, UsageError) as error:
                     job.error = error
                 except BaseException as error:
-                    self._give_up(_first_line(error))
+                    self._break(error)
                     job.error = error
+                    if not isinstance(error, Exception):  # it is this thread that was interrupted
+                        job.done = True
+                        raise
                 job.done = True
                 if job.told is not None:
                     finished.append(job.told)
@@ -139,7 +154,17 @@ class Lane:
     def _hire(self) -> None:
         with self._staff:
             self._workers += 1
-        threading.Thread(target=self._work, name="paceline-collectives", daemon=True).start()
+        thread = threading.Thread(target=self._work, name="paceline-collectives", daemon=True)
+        self._threads = [*(known for known in self._threads if known.is_alive()), thread]
+        thread.start()
+
+    def _break(self, error: BaseException) -> None:
+        if self._broken is None:
+            self._broken = _first_line(error)
+            self._give_up(self._broken)
+
+    def _refusal(self) -> TeamError:
+        return TeamError(f"this group can do nothing more, since an operation failed: {self._broken}")
 
 
 def _first_line(error: BaseException) -> str:

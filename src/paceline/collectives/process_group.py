@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import functools
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from paceline.transport.mailbox import ANY
 NAME = "paceline"
 _CPU = torch.device("cpu")
 _BY_NUMBER = {getattr(ReduceOp.RedOpType, op.name).value: op for op in Op if op is not Op.NONE}
-_CALL, _ANSWER = -11, -12
+_CALL = -(1 << 40)
 """Tags of a monitored barrier; what users send has none below zero."""
 
 Tensors = list[torch.Tensor]
@@ -56,6 +57,7 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         """The members on this machine."""
         exchange.forget()
         self._name = self._description = ""
+        self._barriers = 0
         self.member: Any = None
         """This group for `paceline.collectives`, once that is used."""
         self._rank, self._size = rank, size
@@ -291,24 +293,32 @@ class PacelineProcessGroup(distributed.ProcessGroup):
             self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
             return
         limit = timeout.total_seconds() if timeout is not None else self.group.board.timeouts.meeting
-        nothing = torch.empty(0, dtype=torch.uint8)
+        # Every barrier has tags of its own: a call that comes late to one must not count for the next.
+        self._barriers += 1
+        call, answer = _CALL - 2 * self._barriers, _CALL - 2 * self._barriers - 1
+        nothing, missing = torch.empty(0, dtype=torch.uint8), torch.zeros(self._size, dtype=torch.bool)
         if self._rank:
-            self._mailbox.send(0, nothing, _CALL)
-            self._mailbox.receive(0, nothing, _ANSWER).wait(limit)
-            return
-        calls = {rank: self._mailbox.receive(rank, nothing, _CALL) for rank in range(1, self._size)}
-        late: list[int] = []
-        for rank, call in calls.items():
-            try:
-                call.wait(0.05 if late else limit)
-            except (TeamTimeout, WorkerLost):
-                late.append(rank)
-                if not wait_all_ranks:
-                    break
+            self._mailbox.send(0, nothing, call)
+            self._mailbox.receive(0, missing, answer).wait(2 * limit + 1.0)
+        else:
+            self._await_calls(call, limit, wait_all_ranks, missing)
+            for rank in range(1, self._size):
+                self._mailbox.send(rank, missing, answer)
+        late = [rank for rank in range(self._size) if missing[rank]]
         if late:
             raise TeamTimeout(f"{names(late)} did not come to the monitored barrier in {limit:g} s", late)
-        for rank in calls:
-            self._mailbox.send(rank, nothing, _ANSWER)
+
+    def _await_calls(self, tag: int, limit: float, all_ranks: bool, missing: torch.Tensor) -> None:
+        """Rank 0 waits for the others, and notes who does not come: the first, or all of them."""
+        until = time.monotonic() + limit
+        nothing = torch.empty(0, dtype=torch.uint8)
+        for rank in range(1, self._size):
+            try:
+                self._mailbox.receive(rank, nothing, tag).wait(max(0.01, until - time.monotonic()))
+            except (TeamTimeout, WorkerLost):
+                missing[rank] = True
+                if not all_ranks:
+                    return
 
     # -- messages ----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import torch
 
 from paceline.collectives.operation import Kind, Op, Operation, operation
 from paceline.collectives.operators import Reducer, reducer, scaled
-from paceline.errors import Mismatch, UsageError
+from paceline.errors import Mismatch, TeamError, UsageError, WorkerLost
 from paceline.transport.board import Board
 from paceline.transport.reach import Reach, View, bytes_of
 
@@ -38,6 +38,9 @@ numbers), how many bytes are offered to it and how many expected from it, both p
 _PLANS = 512
 
 Tensors = Sequence[torch.Tensor | None]
+
+_exposed: set[torch.Tensor] = set()
+"""What others may write to. If one of them falls out of step, this stays for good: it may yet write."""
 
 
 class _Plan(NamedTuple):
@@ -157,6 +160,22 @@ class Shared:
         row[0], row[_FIRST], row[_FIRST + 1], row[_FIRST + 2] = signature, *where
         rows = board.step(made, self.spin)
         self._agree(rows, made, signature)
+        _exposed.add(seen)
+        try:
+            self._combine(made, seen, rows, way, root)
+        except TeamError as error:
+            raise self._named(error, made) from None
+        board.step(made, self.spin)
+        _exposed.discard(seen)
+        if (root is None or root == self.rank) and seen.data_ptr() != tensor.data_ptr():
+            tensor.copy_(seen.view(tensor.shape))
+        reach.release()
+
+    def _combine(
+        self, made: Operation, seen: torch.Tensor, rows: list[memoryview], way: Reducer, root: int | None
+    ) -> None:
+        """This member's part of it, chunk by chunk."""
+        kind, op, board = made.kind, made.op, self._board
         views = self._views({rank: tuple(rows[rank][_FIRST : _FIRST + 3]) for rank in self._others()})
         wanting = self._others() if root is None else [root] if root != self.rank else []
         keeps = root is None or root == self.rank
@@ -180,10 +199,6 @@ class Shared:
                 if board.has_left(rank):  # it gave up: its memory may be somebody else's by now
                     self._lost(rank, made)
                 self._write(kind, views[rank], rank, begin * item, total)
-        board.step(made, self.spin)
-        if keeps and seen.data_ptr() != tensor.data_ptr():
-            tensor.copy_(seen.view(tensor.shape))
-        reach.release()
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
@@ -290,7 +305,15 @@ class Shared:
                 )
 
     def _lost(self, rank: int, made: Operation) -> None:
-        raise Mismatch(f"rank {rank} {self._board.gone(rank)} in the middle of {made.spoken}", [rank])
+        raise TeamError(f"rank {rank} {self._board.gone(rank)} in the middle of {made.spoken}", [rank])
+
+    def _named(self, error: TeamError, made: Operation) -> TeamError:
+        """What went wrong with another's memory, with the reason for it: mostly that its owner has died."""
+        for rank in error.ranks:
+            reason = self._board.gone_soon(rank)
+            if reason is not None:
+                return WorkerLost(f"rank {rank} {reason} in the middle of {made.spoken}", [rank])
+        return error
 
 
 class _Exchange:
@@ -337,6 +360,12 @@ class _Exchange:
         self._check()
 
     def __enter__(self) -> dict[int, View]:
+        try:
+            return self._open()
+        except TeamError as error:
+            raise self._shared._named(error, self._made) from None
+
+    def _open(self) -> dict[int, View]:
         shared = self._shared
         views: dict[int, View] = {}
         at = _FIRST + _WIDTH * shared.rank
@@ -350,7 +379,9 @@ class _Exchange:
                 views[rank] = shared._reach.view(rank, (number, descriptor, place))
         return views
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, TeamError):
+            raise self._shared._named(error, self._made) from None
         if kind is None and any(row[1] for row in self._rows):
             self._shared._board.step(self._made, self._shared.spin)
             self._shared._reach.release()

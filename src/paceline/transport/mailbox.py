@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.config import Timeouts
-from paceline.errors import Mismatch, TeamTimeout, WorkerLost, names
+from paceline.errors import Mismatch, TeamError, TeamTimeout, WorkerLost, names
 from paceline.transport import segments
 from paceline.transport.futex import Words
 from paceline.transport.memory import Memory
@@ -211,6 +211,9 @@ class Mailbox:
                 waited = time.monotonic() - since
                 if waited > _SLICE / 2 and not transfer.done:
                     self._check(transfer, waited, limit)
+        except BaseException:
+            self._withdraw(transfer)  # nobody will look for it any more, so it must not take the next message
+            raise
         finally:
             with self._lock:
                 self._waiting -= 1
@@ -232,6 +235,10 @@ class Mailbox:
     def close(self) -> None:
         self._closed = True
         self._needed.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._ring(self.rank)
+            thread.join(1.0)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -321,8 +328,10 @@ class Mailbox:
                         bytes_of(tensor).copy_(message.content)
                 else:
                     self._reach.view(source, message.where).copy(0, tensor)
-            except Exception as failure:
-                error = failure
+            except (TeamError, OSError) as failure:
+                reason = self._steps.gone_soon(source)
+                words = f"rank {source} {reason or failure}; its message to rank {self.rank} is lost"
+                error = WorkerLost(words, [source]) if reason else TeamError(words, [source])
         if message.ticket >= 0:
             self._in[source].signatures[message.ticket] = _REFUSED if error else _SIGNED
             self._ring(source)
@@ -369,9 +378,14 @@ class Mailbox:
         with self._lock:
             if isinstance(transfer, Receiving) and transfer in self._awaited:
                 self._awaited.remove(transfer)
-            self._finish(transfer, error)
+            if not transfer.done:
+                self._finish(transfer, error)
             finished = self._take_finished()
         _tell(finished)
+
+    def _withdraw(self, transfer: Transfer) -> None:
+        if isinstance(transfer, Receiving):
+            self._abandon(transfer, TeamError(f"the wait of rank {self.rank} for {transfer!r} was interrupted"))
 
     def _look_after(self) -> None:
         while not self._closed:

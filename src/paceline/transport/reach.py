@@ -151,7 +151,10 @@ class Reach:
         number, descriptor, place = where
         if number == 0:
             return PrivateView(rank, self._pids[rank], place)
-        return MappedView(self._mapped.tensor(self._pids[rank], number, descriptor), place)
+        try:
+            return MappedView(self._mapped.tensor(self._pids[rank], number, descriptor), place)
+        except OSError as error:
+            raise TeamError(f"the memory of rank {rank} cannot be mapped: {error.strerror}", [rank]) from None
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

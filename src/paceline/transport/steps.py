@@ -69,6 +69,8 @@ class Steps:
         ]
         self._count = 0
         self.watch: Watch | None = None
+        self.closing = False
+        """This process is ending: whoever still waits in it gives up."""
         self._crowded = size > len(os.sched_getaffinity(0))
         self._spins = _YIELDS if self._crowded else _SPINS
         self.last = rank
@@ -112,6 +114,13 @@ class Steps:
         if state == _LEFT:
             return "has left the team: its script has ended"
         return self.watch.lost(rank) if self.watch else None
+
+    def gone_soon(self, rank: int, seconds: float = 0.5) -> str | None:
+        """As `gone`, of somebody whose memory is not there any more: the kernel takes that away first."""
+        until = time.monotonic() + seconds
+        while (reason := self.gone(rank)) is None and time.monotonic() < until:
+            time.sleep(0.005)
+        return reason
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -166,6 +175,8 @@ class Steps:
             if words.values[place] != before:
                 return
             waited = time.monotonic() - waiting.since
+            if self.closing:
+                raise TeamError(f"this process ended while it waited for {names(self.missing())} at {topic.spoken}")
             if waited < _SLICE / 2:
                 continue
             if self.excused(peer, topic):
