@@ -98,7 +98,8 @@ class Lane:
             raise job.error
 
     def close(self, seconds: float = 0.0) -> None:
-        """End the threads in the background; wait for them so long."""
+        """End the threads in the background; wait for them so long. What is not done by then never will be."""
+        self._broken = self._broken or "the group was closed"
         for _ in range(self._workers):
             self._signals.put(False)
         until = time.monotonic() + seconds

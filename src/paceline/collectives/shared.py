@@ -165,7 +165,7 @@ class Shared:
             self._combine(made, seen, rows, way, root)
         except TeamError as error:
             raise self._named(error, made) from None
-        board.step(made, self.spin)
+        board.finish(made, self.spin)
         _exposed.discard(seen)
         if (root is None or root == self.rank) and seen.data_ptr() != tensor.data_ptr():
             tensor.copy_(seen.view(tensor.shape))
@@ -383,7 +383,7 @@ class _Exchange:
         if isinstance(error, TeamError):
             raise self._shared._named(error, self._made) from None
         if kind is None and any(row[1] for row in self._rows):
-            self._shared._board.step(self._made, self._shared.spin)
+            self._shared._board.finish(self._made, self._shared.spin)
             self._shared._reach.release()
 
     def _check(self) -> None:

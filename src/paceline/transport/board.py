@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.config import Timeouts
+from paceline.errors import TeamError
 from paceline.transport.memory import Memory
 from paceline.transport.steps import Steps, Topic
 
@@ -56,6 +57,16 @@ class Board(Steps):
         self.come(topic, spin)
         self.rows = self._rows[self._count & 1]
         return self.rows
+
+    def finish(self, topic: Topic, spin: bool = True) -> None:
+        """Take the last step of something in which members looked at each other's memory.
+
+        Who has given up may have used its memory for something else by the time that others looked at it.
+        """
+        self.come(topic, spin)
+        for rank in self._peers:
+            if self.failed(rank):
+                raise TeamError(f"rank {rank} {self.gone(rank)} in the middle of {topic.spoken}", [rank])
 
 
 def _row(size: int) -> int:

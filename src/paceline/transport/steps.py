@@ -105,6 +105,9 @@ class Steps:
     def has_left(self, rank: int) -> bool:
         return bool(_STATUS.unpack_from(self._status[rank])[1])
 
+    def failed(self, rank: int) -> bool:
+        return bool(_STATUS.unpack_from(self._status[rank])[1] == _FAILED)
+
     def gone(self, rank: int) -> str | None:
         """Why `rank` will not come any more, or None while it may."""
         state = _STATUS.unpack_from(self._status[rank])[1]
