@@ -65,8 +65,8 @@ def hasty() -> Iterator[Groups]:
 # -- every operation in every topology -------------------------------------------------------------------------------
 
 
-def check(rank: int, size: int, operation: str, several: list[str], uneven: bool = False) -> int:
-    return sum(CHECKS[operation](Here(rank, size, topology, None, uneven)) for topology in several)
+def check(rank: int, size: int, operation: str, several: list[str], uneven: bool = False, brief: bool = False) -> int:
+    return sum(CHECKS[operation](Here(rank, size, topology, None, uneven, brief)) for topology in several)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -85,7 +85,7 @@ def test_members_may_have_tensors_of_different_shapes(hasty: Groups, operation: 
 @pytest.mark.parametrize("operation", CHECKS)
 def test_each_topology_works_over_the_messages_of_gloo(groups: Groups, operation: str, size: int) -> None:
     several = topologies(operation, shared=False)
-    assert all(groups.run(size, check, size, operation, several, backend="gloo"))
+    assert all(groups.run(size, check, size, operation, several, False, size > 2, backend="gloo"))
 
 
 @pytest.mark.parametrize("size", [5, 8])
@@ -679,7 +679,7 @@ def in_subgroups(rank: int, size: int) -> int:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_part_of_the_members_can_do_everything_among_themselves(groups: Groups, backend: str) -> None:
-    assert [count > 100 for count in groups.run(4, in_subgroups, 4, backend=backend)] == [True] * 4
+    assert [count > 50 for count in groups.run(4, in_subgroups, 4, backend=backend)] == [True] * 4
 
 
 def keep_out(rank: int) -> str:
@@ -707,7 +707,7 @@ def everything(rank: int, size: int) -> int:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_everything_works_on_the_default_group(groups: Groups, size: int, backend: str) -> None:
-    assert all(count > 100 for count in groups.run(size, everything, size, backend=backend))
+    assert all(count > 50 for count in groups.run(size, everything, size, backend=backend))
 
 
 def in_between(rank: int, size: int, backend: str) -> list[float]:
@@ -834,12 +834,12 @@ def launch(launcher: str, script: Path) -> list[Any]:
 def test_a_script_can_do_everything_under_any_launcher(tmp_path: Path, launcher: str) -> None:
     members = 1 if launcher == "python" else 2
     script = write_script(tmp_path, SCRIPT)
-    assert [count > 100 for count in counts(finished(launch(launcher, script), tmp_path))] == [True] * members
+    assert [count > 50 for count in counts(finished(launch(launcher, script), tmp_path))] == [True] * members
 
 
 def test_a_script_can_do_everything_beside_training_with_its_team(tmp_path: Path) -> None:
     script = write_script(tmp_path, MIXED)
-    assert [count > 100 for count in counts(finished(launch("paceline run", script), tmp_path))] == [True] * 2
+    assert [count > 50 for count in counts(finished(launch("paceline run", script), tmp_path))] == [True] * 2
 
 
 def train_and_talk(team: paceline.Team, talk: bool) -> list[float]:

@@ -456,7 +456,7 @@ def test_parts_of_the_group_are_on_one_machine_or_on_several(several: Machines) 
 
 def check(rank: int, size: int, operation: str) -> int:
     several = topologies(operation, shared=False)[:3]
-    return sum(CHECKS[operation](Here(rank, size, topology)) for topology in several)
+    return sum(CHECKS[operation](Here(rank, size, topology, brief=True)) for topology in several)
 
 
 @pytest.mark.parametrize("operation", CHECKS)
@@ -475,7 +475,7 @@ def use_collectives(rank: int, size: int) -> tuple[int, str]:
 
 def test_every_primitive_spans_machines(several: Machines) -> None:
     for count, text in several.run("aab", use_collectives):
-        assert count > 100
+        assert count > 50
         assert text == "the topology shared needs a group of the backend paceline, on one machine"
 
 

@@ -324,27 +324,30 @@ class PacelineProcessGroup(distributed.ProcessGroup):
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
         (tensor,) = tensors
-        if self._gloo is not None:
-            return self._gloo.send([_given(tensor)], self._peer(peer), tag)
-        sending = self._mailbox.send(self._peer(peer), _given(tensor), tag)
+        if self._gloo is not None and self._peer(peer) != self._rank:
+            return self._gloo.send([_given(tensor)], peer, tag)
+        sending = self._mailbox.send(self._box(peer), _given(tensor), tag)
         if not sending.done:
             self._mailbox.attend()
         return LetterWork(sending, tensors)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> PacelineWork:
         filled = _Filled(tensors)
-        if self._gloo is not None:
-            work = (
-                self._gloo.recv_anysource(filled.parts, tag)
-                if peer == ANY
-                else self._gloo.recv(filled.parts, peer, tag)
-            )
-            return GlooWork(work, filled.back)
-        receiving = self._mailbox.receive(peer if peer == ANY else self._peer(peer), filled.parts[0], tag)
+        if self._gloo is not None and peer != self._rank:
+            asked = (filled.parts, tag) if peer == ANY else (filled.parts, self._peer(peer), tag)
+            begin = self._gloo.recv_anysource if peer == ANY else self._gloo.recv
+            return GlooWork(begin(*asked), filled.back)
+        receiving = self._mailbox.receive(self._box(peer), filled.parts[0], tag)
         letter = LetterWork(receiving, tensors, filled.back if filled.copies else None)
         if not receiving.done:
             self._mailbox.attend()
         return letter
+
+    def _box(self, peer: int) -> int:
+        """A member's place in the mailbox; between machines that is only used for what a member sends to itself."""
+        if self._gloo is not None:
+            return self.group.rank
+        return peer if peer == ANY else self._peer(peer)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PacelineWork:
         return self.recv(tensors, ANY, tag)
