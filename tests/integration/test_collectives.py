@@ -522,27 +522,6 @@ def test_auto_agrees_even_if_members_have_more_or_less(hasty: Groups, operation:
     assert hasty.run(3, choose_by, [50_000] * 3, operation)[0] == {"direct"}
 
 
-def race(rank: int, several: list[str], length: int) -> dict[str, float]:
-    """The best of some times, by topology."""
-    best: dict[str, float] = {}
-    tensor = torch.zeros(length)
-    for _ in range(12):
-        for topology in several:
-            collectives.barrier(topology="direct")
-            start = time.perf_counter()
-            collectives.all_reduce(tensor, topology=topology)
-            best[topology] = min(best.get(topology, math.inf), time.perf_counter() - start)
-    return best
-
-
-@pytest.mark.parametrize("length", [100, 30_000, 500_000])
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_auto_is_not_much_slower_than_the_quickest(groups: Groups, size: int, length: int) -> None:
-    best = groups.run(size, race, ["auto", "shared", "ring", "halving-doubling", "direct"], length)[0]
-    # It is chosen from a few measurements, on a machine that may be busy.
-    assert best["auto"] < 4 * min(best.values()) + 0.0003, best
-
-
 # -- what cannot be --------------------------------------------------------------------------------------------------
 
 

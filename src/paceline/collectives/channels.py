@@ -48,4 +48,4 @@ class DistributedChannel:
 
 def _positive(tag: int) -> int:
     """Other backends have no tags below zero."""
-    return tag if tag >= 0 else hash(tag) & 0x7FFF_FFFF | 0x4000_0000
+    return tag if tag >= 0 else hash((tag >> 32, tag & 0xFFFF_FFFF)) & 0x3FFF_FFFF | 0x4000_0000

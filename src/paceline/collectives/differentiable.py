@@ -28,7 +28,6 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from paceline.collectives.algorithms import ALGORITHMS
 from paceline.collectives.here import GroupLike, member
 from paceline.collectives.member import Member, in_one_piece
 from paceline.collectives.operation import Op
@@ -72,8 +71,7 @@ def all_reduce(tensor: torch.Tensor, op: str, topology: str, group: GroupLike) -
             return _apply(_Extreme, way, Op[op.upper()], tensor)
         case "product":
             shape = Shape(tensor.dtype, tuple(tensor.shape), True)
-            has = topology in ("auto", "shared") or "all_gather" in ALGORITHMS[topology]
-            gathered = _Way(way.member, topology if has else "auto")
+            gathered = _Way(way.member, topology if way.member.has("all_gather", topology) else "auto")
             return fold(torch.mul, _apply_all(_AllGather, gathered, [shape] * way.member.size, tensor))
     raise UsageError(f"all_reduce with op '{op}' has no gradient; sum, avg, product, min and max have")
 

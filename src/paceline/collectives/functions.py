@@ -228,7 +228,8 @@ def map_reduce(
         shapes = _all_shapes(here, own)
         own = own if values else own.to(shapes[0].dtype)
         shapes[len(known) :] = [Shape(shapes[0].dtype, (0,), False)] * (here.size - len(known))
-        total = way(differentiable.all_gather(own, shapes, topology, here)[: len(known)])
+        chosen = topology if here.has("all_gather", topology) else "auto"
+        total = way(differentiable.all_gather(own, shapes, chosen, here)[: len(known)])
     return total / len(known) if operator is Op.AVG else total
 
 

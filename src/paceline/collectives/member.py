@@ -218,6 +218,11 @@ class Member:
             self._prices = self._measure()
         return self._prices
 
+    @staticmethod
+    def has(operation: str, topology: str) -> bool:
+        """Whether a topology has this operation."""
+        return topology in ("auto", "shared") or operation in algorithms.ALGORITHMS.get(topology, ())
+
     def check(self, operation: str, topology: str) -> None:
         """Whether this can be done; if not, one sentence, before anybody waits for anybody."""
         if topology not in TOPOLOGIES:
