@@ -406,3 +406,41 @@ def test_a_run_can_be_stopped_before_its_workers_have_joined(number: signal.Sign
         assert outcome.tracebacks == 0
         assert run.processes() == []
         assert run.summary("cut")["updates"] == 0
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"])
+def test_collectives_can_be_measured(tmp_path: Path, operation: str) -> None:
+    page = tmp_path / "curves.html"
+    asked = ["--sizes", "1K,300K", "--operation", operation, "--rounds", "1", "--seconds", "0.01", "--plot", str(page)]
+    outcome = finished([PACELINE, "bench", "collectives", "--workers", "2", *asked, "--json"], tmp_path)
+    assert outcome.code == 0, outcome.err
+    facts = json.loads(outcome.out)
+    assert [point["bytes"] for point in facts["points"]] == [1024, 307200]
+    for point in facts["points"]:
+        seen = point["contestants"]
+        assert set(seen) == {"torch", "in place", "collectives", "gloo"}
+        for name, values in seen.items():
+            assert values["seconds"] > 0
+            assert ("ratio" in values) == (name != "gloo")
+    assert "Plotly.newPlot" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--workers", "1"], "--workers is 1; it must be at least 2"),
+        (["--sizes", "much"], "--sizes is 'much'"),
+        (["--against", "nccl"], "--against is 'nccl'"),
+        (["--topology", "star"], "--topology is 'star'"),
+        (["--operation", "guess"], "--operation is 'guess'"),
+        (["--against", "mpi", "--operation", "broadcast"], "--against mpi measures all_reduce"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence(tmp_path: Path, asked: list[str], said: str) -> None:
+    outcome = finished([PACELINE, "bench", "collectives", *asked], tmp_path)
+    assert outcome.code == 2
+    assert said in outcome.err
+    assert len(outcome.err.strip().splitlines()) == 1
