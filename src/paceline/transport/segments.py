@@ -10,6 +10,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ _numbers = itertools.count(1)
 _lock = threading.Lock()
 _starts: list[int] = []
 _segments: dict[int, Segment] = {}
+_released: deque[Segment] = deque()
 
 
 class Segment(NamedTuple):
@@ -38,16 +40,18 @@ def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A new zeroed tensor in shared memory; other members read and write it in place."""
     dtype = dtype or torch.get_default_dtype()
     count = math.prod(shape)
-    memory = Memory.create(_HEADER + max(1, count * dtype.itemsize))
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    memory = Memory.create(_HEADER + count * dtype.itemsize)
     flat = memory.tensor(_HEADER, count, dtype)
-    if count:
-        segment = Segment(next(_numbers), memory.descriptor, flat.data_ptr(), memory.size - _HEADER)
-        with _lock:
-            bisect.insort(_starts, segment.start)
-            _segments[segment.start] = segment
-        # The map lives exactly as long as a tensor on it, since only tensors refer to it.
-        weakref.finalize(memory.map, _release, segment)
-        memory.descriptor = -1  # kept open for those who have yet to map it
+    segment = Segment(next(_numbers), memory.descriptor, flat.data_ptr(), memory.size - _HEADER)
+    with _lock:
+        _forget_released()
+        bisect.insort(_starts, segment.start)
+        _segments[segment.start] = segment
+    # The map lives exactly as long as a tensor on it, since only tensors refer to it.
+    weakref.finalize(memory.map, _release, segment)
+    memory.descriptor = -1  # kept open for those who have yet to map it
     return flat.view(shape)
 
 
@@ -57,6 +61,7 @@ def find(tensor: torch.Tensor) -> Segment | None:
         return None
     address = tensor.data_ptr()
     with _lock:
+        _forget_released()
         place = bisect.bisect_right(_starts, address) - 1
         if place < 0:
             return None
@@ -65,12 +70,19 @@ def find(tensor: torch.Tensor) -> Segment | None:
 
 
 def _release(segment: Segment) -> None:
-    with _lock:
-        _starts.remove(segment.start)
-        del _segments[segment.start]
+    """Called whenever garbage is collected, in any thread, in the middle of anything: so it takes no lock."""
+    _released.append(segment)
     with contextlib.suppress(OSError):
         os.pwrite(segment.descriptor, b"\1", 0)
         os.close(segment.descriptor)
+
+
+def _forget_released() -> None:
+    while _released:
+        segment = _released.popleft()
+        if _segments.get(segment.start) is segment:
+            _starts.remove(segment.start)
+            del _segments[segment.start]
 
 
 class Mapped:
