@@ -105,7 +105,7 @@ class StoreExchange:
         try:
             return [self._store.get(key) for key in keys]
         except DistStoreError:
-            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])] or [self._rank]
             raise JoinError(
                 f"rank {self._rank} did not hear from {names(late)} in {self._timeouts.join:g} s", late
             ) from None

@@ -113,30 +113,35 @@ class Lane:
 
     def _advance(self, until: Job | None, spin: bool) -> None:
         """Do what is in the queue, up to this job, one thread at a time."""
-        finished = []
-        with self._turn:
-            self._engine.spin = spin
-            while self._queue and not (until is not None and until.done):
-                job = self._queue.popleft()
-                try:
-                    if self._broken is not None:
-                        raise self._refusal()
-                    job.run()
-                except (Mismatch, UsageError) as error:
-                    job.error = error
-                except BaseException as error:
-                    self._break(error)
-                    job.error = error
-                    if not isinstance(error, Exception):  # it is this thread that was interrupted
-                        job.done = True
-                        raise
-                job.done = True
-                if job.told is not None:
-                    finished.append(job.told)
-                    if until is None:
+        finished: list[Callable[[], None]] = []
+        try:
+            with self._turn:
+                self._engine.spin = spin
+                while self._queue and not (until is not None and until.done):
+                    job = self._queue.popleft()
+                    self._do(job, finished)
+                    if finished and until is None:
                         break  # whoever is told may want to go on with the group at once
-        if finished:
-            self._tell(finished)
+        finally:
+            if finished:
+                self._tell(finished)
+
+    def _do(self, job: Job, finished: list[Callable[[], None]]) -> None:
+        try:
+            if self._broken is not None:
+                raise self._refusal()
+            job.run()
+        except (Mismatch, UsageError) as error:
+            job.error = error
+        except BaseException as error:
+            self._break(error)
+            job.error = error
+            if not isinstance(error, Exception):  # it is this thread that was interrupted
+                raise
+        finally:
+            job.done = True
+            if job.told is not None:
+                finished.append(job.told)
 
     def _tell(self, finished: list[Callable[[], None]]) -> None:
         """Whoever is told may well wait for another operation, so somebody must be free to do it."""

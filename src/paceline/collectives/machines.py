@@ -9,6 +9,7 @@ knows the quickest way to each member.
 from __future__ import annotations
 
 import datetime
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class Machines:
         exchange.forget()
         self._channel = _MachineChannel(rank, self.size, here, self.group, self.gloo)
         self.lane = Lane(self, self.group.board.fail)
+        self._end = weakref.finalize(self, Lane.close, self.lane, 2.0)
         counts = {places.count(place) for place in places}
         column = [other for other in range(self.size) if _index(places, other) == _index(places, rank)]
         self._column = _Part(self._channel, column) if len(counts) == 1 else None
@@ -135,8 +137,8 @@ class Machines:
         self._do("direct", "all_to_all", parts, [out.view(-1) for out in outs])
 
     def close(self) -> None:
+        self._end()
         self.group.close()
-        self.lane.close()
 
     def _do(self, topology: str, operation: str, *arguments: object) -> None:
         with _named():

@@ -182,6 +182,8 @@ class Shared:
         item, length = seen.itemsize, CHUNK // seen.itemsize
         start, stop = _share(seen.numel(), self.rank, self.size)
         for begin in range(start, stop, length):
+            if board.closing:
+                raise TeamError(f"this process ended in the middle of {made.spoken}")
             own = seen[begin : min(begin + length, stop)]
             scratch = self._buffer(self._scratch, own)
             # The first rank's comes first, except that two can be added either way round.

@@ -237,7 +237,8 @@ class Mailbox:
         self._needed.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            self._ring(self.rank)
+            with self._lock:
+                self._ring(self.rank)
             thread.join(1.0)
 
     # -- sending -----------------------------------------------------------------------------------------------------
@@ -280,10 +281,11 @@ class Mailbox:
                 sending = self._unsigned[peer].pop(ticket)
                 self._tickets[peer].append(ticket)
                 refused = None
-                if signature == _REFUSED:
+                if signature & 3 == _REFUSED:
+                    wanted = f"{signature >> 10} x {self._dtypes[signature >> 2 & 255]}"
                     refused = Mismatch(
-                        f"rank {peer} expected something else than the {sending.tensor.numel()} x "
-                        f"{sending.tensor.dtype} that rank {self.rank} sent it",
+                        f"rank {self.rank} sent {sending.tensor.numel()} x {sending.tensor.dtype} to rank {peer}, "
+                        f"which expects {wanted}",
                         [peer],
                     )
                 self._finish(sending, refused)
@@ -292,7 +294,7 @@ class Mailbox:
 
     def _open(self, source: int, ring: _Ring) -> None:
         number, head = ring.tail, ring.head
-        full = head - number >= _ENVELOPES - 1
+        first = number
         while number < head:
             message = _Message(source, ring.header(number))
             if message.ticket < 0:
@@ -307,7 +309,7 @@ class Mailbox:
                 self._unasked.append(message)
             number += 1
             ring.tail = number
-        if full:
+        if ring.head - first >= _ENVELOPES:  # it was full meanwhile: its sender may wait for room
             self._ring(source)
 
     def _deliver(self, receiving: Receiving, message: _Message) -> None:
@@ -333,7 +335,8 @@ class Mailbox:
                 words = f"rank {source} {reason or failure}; its message to rank {self.rank} is lost"
                 error = WorkerLost(words, [source]) if reason else TeamError(words, [source])
         if message.ticket >= 0:
-            self._in[source].signatures[message.ticket] = _REFUSED if error else _SIGNED
+            wanted = tensor.numel() << 10 | self._numbers[tensor.dtype] << 2
+            self._in[source].signatures[message.ticket] = _REFUSED | wanted if error else _SIGNED
             self._ring(source)
         self._finish(receiving, error)
 
@@ -345,6 +348,8 @@ class Mailbox:
         self._bells.write(peer, (self._rung * self.size + self.rank) & 0xFFFFFFFF)
 
     def _finish(self, transfer: Transfer, error: Exception | None = None) -> None:
+        if transfer.done:  # given up before; what comes of it now is of no interest
+            return
         transfer.error = error
         transfer.done = True
         if transfer.told is not None:
@@ -411,7 +416,7 @@ class Mailbox:
     def _outstanding(self) -> list[Transfer]:
         with self._lock:
             sending = [item for queue in self._unsent for item in queue]
-            unsigned = [item for known in self._unsigned for item in known.values()]
+            unsigned = [item for known in self._unsigned for item in known.values() if not item.done]
             return [*self._awaited, *sending, *unsigned]
 
 

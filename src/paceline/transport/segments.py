@@ -50,7 +50,7 @@ def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         bisect.insort(_starts, segment.start)
         _segments[segment.start] = segment
     # The map lives exactly as long as a tensor on it, since only tensors refer to it.
-    weakref.finalize(memory.map, _release, segment)
+    weakref.finalize(memory.map, _release, segment, os.getpid())
     memory.descriptor = -1  # kept open for those who have yet to map it
     return flat.view(shape)
 
@@ -69,9 +69,11 @@ def find(tensor: torch.Tensor) -> Segment | None:
     return segment if address + tensor.nbytes <= segment.start + segment.size else None
 
 
-def _release(segment: Segment) -> None:
+def _release(segment: Segment, process: int) -> None:
     """Called whenever garbage is collected, in any thread, in the middle of anything: so it takes no lock."""
     _released.append(segment)
+    if os.getpid() != process:  # a fork lets go of its copy; the owner has not
+        return
     with contextlib.suppress(OSError):
         os.pwrite(segment.descriptor, b"\1", 0)
         os.close(segment.descriptor)
