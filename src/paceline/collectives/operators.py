@@ -50,6 +50,9 @@ class Reducer:
     def __init__(self, op: Op, dtype: torch.dtype) -> None:
         self.op, self.dtype = op, dtype
         self._combine = _combine(op, dtype)
+        plain = dtype not in _UNSIGNED and _wide(dtype) is None and op is not Op.AVG
+        self.pair: Callable[..., torch.Tensor] | None = _TORCH[op] if plain else None
+        """Torch's own function for two tensors, where that is all there is to do."""
 
     def merge(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """All parts, in their order, as one; `out` may be one of them if it is the first."""

@@ -29,6 +29,7 @@ from paceline.transport.mailbox import ANY
 
 NAME = "paceline"
 _CPU = torch.device("cpu")
+_SUM = ReduceOp.SUM
 _BY_NUMBER = {getattr(ReduceOp.RedOpType, op.name).value: op for op in Op if op is not Op.NONE}
 _CALL = -(1 << 40)
 """Tags of a monitored barrier; what users send has none below zero."""
@@ -550,7 +551,7 @@ def _pieces(whole: torch.Tensor, count: int) -> Tensors:
 
 
 def _kind(op: Any) -> Op:
-    return _BY_NUMBER[op.op.value]
+    return Op.SUM if op == _SUM else _BY_NUMBER[op.op.value]
 
 
 def _operator(opts: Any) -> tuple[Op, float | torch.Tensor | None]:

@@ -58,6 +58,16 @@ class Board(Steps):
         self.rows = self._rows[self._count & 1]
         return self.rows
 
+    def agree(self, signature: int, topic: Topic, spin: bool) -> bool:
+        """Take the next step with a number; whether all others came with the same."""
+        rows = self.rows = self._rows[(self._count + 1) & 1]
+        rows[self.rank][0] = signature
+        self.come(topic, spin)
+        for row in rows:  # noqa: SIM110  (a generator would take longer)
+            if row[0] != signature:
+                return False
+        return True
+
     def finish(self, topic: Topic, spin: bool = True) -> None:
         """Take the last step of something in which members looked at each other's memory.
 
