@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import multiprocessing
 import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -91,6 +92,7 @@ def run_group(work: Work, size: int, *arguments: Any, backend: str = "paceline",
 
 
 def _member(end: Connection, rank: int, size: int, backend: str, timeout: float, path: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started us may have had it ignored
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)
     store = distributed.FileStore(path, size)
