@@ -290,6 +290,7 @@ def test_groups_that_were_destroyed_hold_nothing() -> None:
 
 def makes_tensors(rank: int, count: int) -> dict[str, int]:
     most = {"descriptors": 0, "segments": 0, "megabytes": 0}
+    before, _ = held()
     for number in range(count):
         tensor = collectives.empty(500_000)
         tensor.fill_(rank + 1)
@@ -299,7 +300,7 @@ def makes_tensors(rank: int, count: int) -> dict[str, int]:
             opened, segments = held()
             status = Path("/proc/self/status").read_text()
             resident = int(re.findall(r"RssShmem:\s+(\d+)", status)[0]) // 1024
-            now = {"descriptors": opened, "segments": segments, "megabytes": resident}
+            now = {"descriptors": opened - before, "segments": segments, "megabytes": resident}
             most = {key: max(most[key], now[key]) for key in most}
     return most
 
@@ -308,7 +309,7 @@ def test_segments_that_their_owner_let_go_are_dropped_by_all() -> None:
     for most in run_group(makes_tensors, 2, 200):
         assert most["segments"] < 12
         assert most["megabytes"] < 40, "each tensor has 2"
-        assert most["descriptors"] < 60
+        assert most["descriptors"] < 40, "more than there were"
 
 
 def begins_and_forgets(rank: int) -> int:

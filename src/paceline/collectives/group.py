@@ -54,12 +54,12 @@ class Group:
         self.reach = Reach([card.pid for card in cards])
         self.shared = Shared(self.board, self.reach)
         permitted = self.reach.permit([card.address for card in cards], _MAGIC)
-        coming, _ = operation(Kind.BARRIER, torch.uint8, 0)
+        coming = operation(Kind.BARRIER, torch.uint8, 0)
         self.board.row[1] = permitted
-        self.reach.private = all(row[1] for row in self.board.step(coming))
+        self.reach.private = all(row[1] for row in self.shared.come(*coming))
         # Nobody goes on before all have taken the pulse of all: a process id must not be reused in between.
         self.board.watch = self._pulse = Pulse(self.board)
-        self.board.step(coming)
+        self.shared.come(*coming)
         memory.close_descriptor()
         self.board.timeouts = timeouts
         letters = Reach([card.pid for card in cards])

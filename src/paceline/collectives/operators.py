@@ -117,7 +117,7 @@ def _combine(op: Op, dtype: torch.dtype) -> Combine:
         function(probe, probe, out=probe)
         if wide:
             torch.empty(2, dtype=dtype).copy_(probe)
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError):
         raise UsageError(f"{op.spoken} is not defined for {str(dtype).removeprefix('torch.')}") from None
     if wide:
         return lambda first, second, out: out.copy_(function(first.to(wide), second.to(wide)))

@@ -16,29 +16,23 @@ from __future__ import annotations
 
 import ctypes
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy
 import torch
 
+from paceline.collectives.exchange import FIRST, Exchange, Offers
+from paceline.collectives.floor import Floor
 from paceline.collectives.operation import Kind, Op, Operation, operation
 from paceline.collectives.operators import Reducer, reducer, scaled
-from paceline.errors import Mismatch, TeamError, UsageError, WorkerLost
+from paceline.collectives.tensors import in_one_piece
+from paceline.errors import TeamError, UsageError
 from paceline.transport.board import Board
 from paceline.transport.reach import Reach, View, bytes_of
 
 CHUNK = 256 * 1024
 """Bytes of a chunk: read, combined and given on while they are in a core's own cache."""
-_INLINE = 1 << 62
-"""Stands for a segment's number where data lies in the slot."""
-_FIRST, _WIDTH = 3, 5
-"""A row: signature, whether somebody will read memory, own place; then for each member where its part is (three
-numbers), how many bytes are offered to it and how many expected from it, both plus one."""
 _PLANS = 512
-
-Tensors = Sequence[torch.Tensor | None]
 
 _exposed: set[torch.Tensor] = set()
 """What others may write to. If one of them falls out of step, this stays for good: it may yet write."""
@@ -56,14 +50,11 @@ class _Plan(NamedTuple):
     """For either turn: this member's place in its slot, everybody's, and the address of the first."""
 
 
-class Shared:
+class Shared(Floor):
     """One member's part in the collectives of a group. Tensors are on the CPU; those of `exchange` contiguous."""
 
     def __init__(self, board: Board, reach: Reach) -> None:
-        self._board, self._reach = board, reach
-        self.rank, self.size = board.rank, board.size
-        self.spin = True
-        """Whether to wait by looking for a while; not from a thread in the background."""
+        super().__init__(board, reach)
         self.told: Callable[[str, str, int, int, float], None] | None = None
         """Hears of what is read from and written to others' memory: operation, direction, rank, bytes, its start."""
         self._plans: list[dict[tuple[torch.dtype, torch.Size], _Plan]] = [{} for _ in Op]
@@ -80,14 +71,13 @@ class Shared:
             self._reduce_large(Kind.ALL_REDUCE, tensor, op, None)
             return
         plan = self._plans[op].get((tensor.dtype, tensor.shape)) or self._plan(op, tensor)
-        board = self._board
+        board = self.board
         own, parts, address = plan.places[board.turn]
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)  # half of the time that torch takes for so little
         else:
             own.copy_(tensor)
-        if not board.agree(plan.signature, plan.operation, self.spin):
-            self._disagree(plan.operation)
+        self.come(plan.operation, plan.signature)
         if plan.pair is not None and tensor.is_contiguous():
             plan.pair(*parts, out=tensor)
         else:
@@ -104,10 +94,9 @@ class Shared:
             return
         made, signature = operation(Kind.REDUCE, tensor.dtype, tensor.numel(), op, root)
         plan = self._plans[op].get((tensor.dtype, tensor.shape)) or self._plan(op, tensor)
-        own, parts, _ = plan.places[self._board.turn]
+        own, parts, _ = plan.places[self.board.turn]
         own.copy_(tensor)
-        self._board.row[0] = signature
-        self._agree(self._board.step(made, self.spin), made, signature)
+        self.come(made, signature)
         if self.rank == root:
             plan.reducer.merge(parts, tensor)
 
@@ -124,7 +113,7 @@ class Shared:
         made, signature = operation(Kind.REDUCE_SCATTER, out.dtype, 0, op)
         way = reducer(op, out.dtype)
         self._same_dtype(made, out, *inputs)
-        with _Exchange(self, made, signature, inputs, [out] * self.size) as views:
+        with Exchange(self, made, signature, inputs, [out] * self.size) as views:
             flat = out.view(-1)
             length = CHUNK // out.itemsize
             own = inputs[self.rank].view(-1)
@@ -151,7 +140,7 @@ class Shared:
         made, signature = operation(Kind.ALL_REDUCE, dtype, count, op)
         places = []
         for turn in (0, 1):
-            parts = [self._board.slot(turn, rank, count, dtype).view(shape) for rank in range(self.size)]
+            parts = [self.board.slot(turn, rank, count, dtype).view(shape) for rank in range(self.size)]
             places.append((parts[self.rank], parts, parts[self.rank].data_ptr()))
         way = reducer(op, dtype)
         plan = _Plan(made, signature, way, way.pair if self.size == 2 else None, places)
@@ -161,18 +150,17 @@ class Shared:
     def _reduce_large(self, kind: Kind, tensor: torch.Tensor, op: Op, root: int | None) -> None:
         """Each member combines its own part of all tensors, and gives it to all, or to the root."""
         made, signature = operation(kind, tensor.dtype, tensor.numel(), op, root or 0)
-        way, board, reach = reducer(op, tensor.dtype), self._board, self._reach
-        contiguous = tensor.resolve_conj().resolve_neg().contiguous()
+        way, board, reach = reducer(op, tensor.dtype), self.board, self.reach
+        contiguous = in_one_piece(tensor)
         seen, where = reach.expose(contiguous.view(-1))
         row = board.row
-        row[0], row[_FIRST], row[_FIRST + 1], row[_FIRST + 2] = signature, *where
-        rows = board.step(made, self.spin)
-        self._agree(rows, made, signature)
+        row[FIRST], row[FIRST + 1], row[FIRST + 2] = where
+        rows = self.come(made, signature)
         _exposed.add(seen)
         try:
             self._combine(made, seen, rows, way, root)
         except TeamError as error:
-            raise self._named(error, made) from None
+            raise self.named(error, made) from None
         board.finish(made, self.spin)
         _exposed.discard(seen)
         if (root is None or root == self.rank) and seen.data_ptr() != tensor.data_ptr():
@@ -183,9 +171,9 @@ class Shared:
         self, made: Operation, seen: torch.Tensor, rows: list[memoryview], way: Reducer, root: int | None
     ) -> None:
         """This member's part of it, chunk by chunk."""
-        kind, op, board = made.kind, made.op, self._board
-        views = self._views({rank: tuple(rows[rank][_FIRST : _FIRST + 3]) for rank in self._others()})
-        wanting = self._others() if root is None else [root] if root != self.rank else []
+        kind, op, board = made.kind, made.op, self.board
+        views = self._views({rank: tuple(rows[rank][FIRST : FIRST + 3]) for rank in self.others()})
+        wanting = self.others() if root is None else [root] if root != self.rank else []
         keeps = root is None or root == self.rank
         item, length = seen.itemsize, CHUNK // seen.itemsize
         start, stop = _share(seen.numel(), self.rank, self.size)
@@ -207,15 +195,14 @@ class Shared:
                 own.copy_(total)
             for rank in wanting:
                 if board.has_left(rank):  # it gave up: its memory may be somebody else's by now
-                    self._lost(rank, made)
+                    raise TeamError(f"rank {rank} {board.gone(rank)} in the middle of {made.spoken}", [rank])
                 self._write(kind, views[rank], rank, begin * item, total)
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         made, signature = operation(Kind.BARRIER, torch.uint8, 0)
-        self._board.row[0] = signature
-        self._agree(self._board.step(made, self.spin), made, signature)
+        self.come(made, signature)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         made, signature = operation(Kind.BROADCAST, tensor.dtype, tensor.numel(), Op.NONE, root)
@@ -253,10 +240,10 @@ class Shared:
             inputs = [part.clone() for part in inputs]
         self._exchange(made, signature, inputs, outs)
 
-    def _exchange(self, made: Operation, signature: int, offers: Tensors, wants: Tensors) -> None:
+    def _exchange(self, made: Operation, signature: int, offers: Offers, wants: Offers) -> None:
         """Offer a tensor to each member, or None, and take one from each, or none."""
-        with _Exchange(self, made, signature, offers, wants) as views:
-            for rank in self._others():
+        with Exchange(self, made, signature, offers, wants) as views:
+            for rank in self.others():
                 want = wants[rank]
                 if want is not None and want.nbytes:
                     views[rank].copy(0, want)
@@ -266,12 +253,8 @@ class Shared:
 
     # -- what these have in common -----------------------------------------------------------------------------------
 
-    def _others(self) -> list[int]:
-        """All other members, beginning with the next: so that not all look at the same one at once."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
-
     def _views(self, places: dict[int, tuple[int, ...]]) -> dict[int, View]:
-        return {rank: self._reach.view(rank, (place[0], place[1], place[2])) for rank, place in places.items()}
+        return {rank: self.reach.view(rank, (place[0], place[1], place[2])) for rank, place in places.items()}
 
     def _read(self, kind: Kind, view: View, rank: int, offset: int, into: torch.Tensor) -> torch.Tensor:
         start = time.perf_counter()
@@ -290,22 +273,6 @@ class Shared:
     def _buffer(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return memory[: like.nbytes].view(like.dtype)
 
-    def _agree(self, rows: list[memoryview], made: Operation, signature: int) -> None:
-        for row in rows:
-            if row[0] != signature:
-                self._disagree(made)
-
-    def _disagree(self, made: Operation) -> None:
-        """Somebody came for something else. All see it in the same step, so that the group goes on."""
-        for rank, row in enumerate(self._board.rows):
-            if row[0] != made.signature:
-                other = Operation.of(row[0])
-                raise Mismatch(
-                    f"rank {rank} is at {other.spoken if other else 'something else'} while rank {self.rank} is at "
-                    f"{made.spoken}: all members must do the same",
-                    [rank],
-                )
-
     def _same_dtype(self, made: Operation, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
             if tensor.dtype != made.dtype:
@@ -313,119 +280,6 @@ class Shared:
                     f"{made.kind.spoken} was given tensors of {tensor.dtype} and of {made.dtype}; "
                     "all must have the same dtype"
                 )
-
-    def _lost(self, rank: int, made: Operation) -> None:
-        raise TeamError(f"rank {rank} {self._board.gone(rank)} in the middle of {made.spoken}", [rank])
-
-    def _named(self, error: TeamError, made: Operation) -> TeamError:
-        """What went wrong with another's memory, with the reason for it: mostly that its owner has died."""
-        for rank in error.ranks:
-            reason = self._board.gone_soon(rank)
-            if reason is not None:
-                return WorkerLost(f"rank {rank} {reason} in the middle of {made.spoken}", [rank])
-        return error
-
-
-class _Exchange:
-    """What everybody offers to everybody, seen by one member: views by rank, for as long as all are at it."""
-
-    def __init__(self, shared: Shared, made: Operation, signature: int, offers: Tensors, wants: Tensors) -> None:
-        self._shared, self._made = shared, made
-        board, reach = shared._board, shared._reach
-        rank, size = shared.rank, shared.size
-        turn = board.turn
-        numbers = array("Q", bytes(8 * _WIDTH * size))
-        used, exposed = 0, 0
-        last: torch.Tensor | None = None
-        entry: tuple[int, int, int] = (0, 0, 0)
-        for peer in range(size):
-            offer, want, at = offers[peer], wants[peer], _WIDTH * peer
-            if peer == rank:
-                if offer is not None and want is not None:
-                    # Nothing travels, but the sizes must agree as they do with the others.
-                    numbers[at + 3], numbers[at + 4] = offer.nbytes + 1, want.nbytes + 1
-                continue
-            if want is not None:
-                numbers[at + 4] = want.nbytes + 1
-            if offer is None:
-                continue
-            if offer is not last:
-                size_in_bytes = offer.nbytes
-                if used + size_in_bytes <= Board.SLOT:
-                    if size_in_bytes:
-                        board.slot(turn, rank, size_in_bytes, torch.uint8, used).copy_(bytes_of(offer))
-                    entry = (_INLINE, 0, used)
-                    used += -(-size_in_bytes // 64) * 64
-                else:
-                    _, entry = reach.expose(offer)
-                    exposed = 1
-                last = offer
-            numbers[at], numbers[at + 1], numbers[at + 2], numbers[at + 3] = *entry, offer.nbytes + 1
-        row = board.row
-        row[0], row[1] = signature, exposed
-        row[_FIRST : _FIRST + _WIDTH * size] = memoryview(numbers)
-        self._rows = board.step(made, shared.spin)
-        self._turn = turn
-        shared._agree(self._rows, made, signature)
-        self._check()
-
-    def __enter__(self) -> dict[int, View]:
-        try:
-            return self._open()
-        except TeamError as error:
-            raise self._shared._named(error, self._made) from None
-
-    def _open(self) -> dict[int, View]:
-        shared = self._shared
-        views: dict[int, View] = {}
-        at = _FIRST + _WIDTH * shared.rank
-        for rank in shared._others():
-            number, descriptor, place, size = self._rows[rank][at : at + 4]
-            if size <= 1:
-                continue
-            if number == _INLINE:
-                views[rank] = _Slot(shared._board.slot(self._turn, rank, size - 1, torch.uint8, place))
-            else:
-                views[rank] = shared._reach.view(rank, (number, descriptor, place))
-        return views
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, TeamError):
-            raise self._shared._named(error, self._made) from None
-        if kind is None and any(row[1] for row in self._rows):
-            self._shared._board.finish(self._made, self._shared.spin)
-            self._shared._reach.release()
-
-    def _check(self) -> None:
-        """What is offered must be what is expected; everybody checks it for all, so that all know."""
-        size = self._shared.size
-        table = numpy.stack([numpy.asarray(row[_FIRST : _FIRST + _WIDTH * size]) for row in self._rows])
-        offered, wanted = table[:, 3::_WIDTH], table[:, 4::_WIDTH].T
-        wrong = numpy.argwhere(offered != wanted)
-        if len(wrong):
-            giver, taker = (int(number) for number in wrong[0])
-            gives, takes = int(offered[giver, taker]) - 1, int(wanted[giver, taker]) - 1
-            raise Mismatch(
-                f"rank {giver} has {_bytes(gives)} for rank {taker}, which expects {_bytes(takes)}, "
-                f"at {self._made.spoken}",
-                [giver, taker],
-            )
-
-
-class _Slot:
-    """A part that lies in its owner's slot."""
-
-    def __init__(self, content: torch.Tensor) -> None:
-        self._content = content
-
-    def read(self, offset: int, into: torch.Tensor) -> torch.Tensor:
-        return self._content[offset : offset + into.nbytes].view(into.dtype)
-
-    def copy(self, offset: int, into: torch.Tensor) -> None:
-        bytes_of(into).copy_(self._content[offset : offset + into.nbytes])
-
-    def write(self, offset: int, source: torch.Tensor) -> None:
-        raise NotImplementedError
 
 
 def _share(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -437,7 +291,3 @@ def _share(count: int, rank: int, size: int) -> tuple[int, int]:
 def _overlap(outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
     stores = {part.untyped_storage().data_ptr() for part in outs if part.nbytes}
     return any(part.nbytes and part.untyped_storage().data_ptr() in stores for part in inputs)
-
-
-def _bytes(count: int) -> str:
-    return "nothing" if count < 0 else f"{count} bytes"

@@ -52,14 +52,8 @@ class Board(Steps):
         """Elements in the slot of a member."""
         return self._memory.tensor(self._slots_start + self.SLOT * (turn * self.size + rank) + offset, count, dtype)
 
-    def step(self, topic: Topic, spin: bool = True) -> list[memoryview]:
-        """Take the next step with all others; everybody's numbers."""
-        self.come(topic, spin)
-        self.rows = self._rows[self._count & 1]
-        return self.rows
-
     def agree(self, signature: int, topic: Topic, spin: bool) -> bool:
-        """Take the next step with a number; whether all others came with the same."""
+        """Take the next step with a number; whether all others came with the same. Then `rows` is what all wrote."""
         rows = self.rows = self._rows[(self._count + 1) & 1]
         rows[self.rank][0] = signature
         self.come(topic, spin)

@@ -1,0 +1,63 @@
+"""Tensors as collectives want them: outside autograd, and in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.errors import UsageError
+
+Tensors = list[torch.Tensor]
+
+
+def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor, contiguous; itself if it is."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    """Give a tensor the values of what was made from it by `in_one_piece`, unless that is the same memory."""
+    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor outside autograd, which must not notice: other backends write to memory behind its back."""
+    if not tensor.is_cpu:
+        raise UsageError(f"the process group 'paceline' is for CPU tensors; this one is on {tensor.device}")
+    return tensor.data
+
+
+def given(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor that is only read."""
+    return in_one_piece(plain(tensor))
+
+
+def pieces(whole: torch.Tensor, count: int) -> Tensors:
+    """A contiguous tensor in equal parts."""
+    flat = whole.view(-1)
+    length = flat.numel() // count
+    return [flat[length * number : length * (number + 1)] for number in range(count)]
+
+
+class Filled:
+    """Tensors that will be filled: themselves where they are contiguous, else copies, to be put back."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], keep: bool = False) -> None:
+        self.parts: Tensors = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for tensor in tensors:
+            own = plain(tensor)
+            if own.is_contiguous() and not own.is_conj() and not own.is_neg():
+                self.parts.append(own)
+                continue
+            copy = in_one_piece(own) if keep else torch.empty(own.shape, dtype=own.dtype)
+            self.parts.append(copy)
+            self.copies.append((own, copy))
+
+    def back(self) -> None:
+        for own, copy in self.copies:
+            own.copy_(copy)
