@@ -4,11 +4,24 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from paceline.collectives.registration import register as _register
-from paceline.config import AllReduce, Timeouts
+from paceline.config import (
+    Adaptive,
+    AllReduce,
+    Async,
+    Groups,
+    KAsync,
+    KBatchAsync,
+    KBatchSync,
+    KSync,
+    Ssp,
+    Sync,
+    Timeouts,
+)
 from paceline.errors import (
     JoinError,
     Mismatch,
     PacelineError,
+    ServerLost,
     TeamError,
     TeamTimeout,
     UsageError,
@@ -22,10 +35,20 @@ if "torch" in sys.modules:  # otherwise torch will ask for it, once it is import
     _register()
 
 __all__ = [
+    "Adaptive",
     "AllReduce",
+    "Async",
+    "Groups",
     "JoinError",
+    "KAsync",
+    "KBatchAsync",
+    "KBatchSync",
+    "KSync",
     "Mismatch",
     "PacelineError",
+    "ServerLost",
+    "Ssp",
+    "Sync",
     "Team",
     "TeamError",
     "TeamTimeout",

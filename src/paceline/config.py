@@ -52,37 +52,211 @@ class AllReduce(Strategy, frozen=True, kw_only=True):
     spec: ClassVar[str] = "all-reduce"
 
 
-STRATEGIES: dict[str, type[Strategy]] = {kind.spec: kind for kind in (AllReduce,)}
-"""A new strategy is one class here and one file in `strategies/`."""
+class Sync(Strategy, frozen=True, kw_only=True):
+    """A parameter server that updates once all workers have pushed."""
+
+    spec: ClassVar[str] = "sync"
+
+
+class KSync(Strategy, frozen=True, kw_only=True):
+    """It updates once K workers have pushed; the others are cancelled."""
+
+    spec: ClassVar[str] = "k-sync"
+    k: int
+
+
+class KBatchSync(Strategy, frozen=True, kw_only=True):
+    """It updates once K minibatches of this version have come, from anyone; then all start on the new version."""
+
+    spec: ClassVar[str] = "k-batch-sync"
+    k: int
+
+
+class Async(Strategy, frozen=True, kw_only=True):
+    """It updates with every push; nobody waits for anybody."""
+
+    spec: ClassVar[str] = "async"
+
+
+class KAsync(Strategy, frozen=True, kw_only=True):
+    """It updates once K workers have pushed, and those wait for it; the others go on, stale."""
+
+    spec: ClassVar[str] = "k-async"
+    k: int
+
+
+class KBatchAsync(Strategy, frozen=True, kw_only=True):
+    """It updates once K minibatches have come, of whatever version; nobody waits."""
+
+    spec: ClassVar[str] = "k-batch-async"
+    k: int
+
+
+class Ssp(Strategy, frozen=True, kw_only=True):
+    """As async, but nobody gets more than `s` steps ahead of the slowest."""
+
+    spec: ClassVar[str] = "ssp"
+    s: int
+
+
+class Groups(Strategy, frozen=True, kw_only=True):
+    """Workers in groups that agree by all-reduce, and push as one worker under the policy `between`."""
+
+    spec: ClassVar[str] = "groups"
+    size: int
+    between: str = "async"
+    staleness: int | None = None
+    """A group's gradient that is older is dropped."""
+
+
+class Adaptive(Strategy, frozen=True, kw_only=True):
+    """A policy with a K, which grows from `start` as the loss falls."""
+
+    spec: ClassVar[str] = "adaptive"
+    of: str = "k-async"
+    start: int = 1
+
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    kind.spec: kind for kind in (AllReduce, Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, Ssp, Groups, Adaptive)
+}
+"""A new strategy is one class here and one file in `strategies/` or `policies/`."""
 
 
 def parse_strategy(spec: str | Strategy) -> Strategy:
     """`name` or `name:option=value,option=value` as a value, or one sentence about what is wrong with it."""
-    if isinstance(spec, Strategy):
-        return spec
+    return spec if isinstance(spec, Strategy) else _parse(spec, STRATEGIES, "strategy")
+
+
+Spec = TypeVar("Spec", bound=msgspec.Struct)
+
+
+def _parse(spec: str, kinds: dict[str, type[Spec]], what: str) -> Spec:
     name, _, rest = spec.partition(":")
-    kind = STRATEGIES.get(name)
+    kind = kinds.get(name)
     if kind is None:
-        raise UsageError(f"unknown strategy '{name}'; there is {_listed(STRATEGIES)}")
+        raise UsageError(f"unknown {what} '{name}'; there is {_listed(kinds)}")
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-    options: dict[str, Any] = {}
+    options: dict[str, str] = {}
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
+        last = next(reversed(options), "")
+        if key not in fields and ":" in options.get(last, ""):
+            options[last] += f",{part}"  # of the spec that is this option's value
+            continue
         if key not in fields:
             allowed = f"it takes {_listed(fields)}" if fields else "it takes no options"
-            raise UsageError(f"strategy '{name}' has no option '{key}'; {allowed}")
+            raise UsageError(f"{what} '{name}' has no option '{key}'; {allowed}")
         if not equals or not value:
-            raise UsageError(f"option '{key}' of strategy '{name}' has no value; write {key}=VALUE")
+            raise UsageError(f"option '{key}' of {what} '{name}' has no value; write {key}=VALUE")
         options[key] = value
-    try:
-        return msgspec.convert(options, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"strategy '{spec}': {str(error)[0].lower()}{str(error)[1:]}") from None
+    missing = [field.encode_name for field in fields.values() if field.required and field.encode_name not in options]
+    if missing:
+        raise UsageError(f"{what} '{name}' needs the option '{missing[0]}'; write {name}:{missing[0]}=NUMBER")
+    for key, value in options.items():
+        kind_of_value: Any = fields[key].type
+        try:
+            msgspec.convert(value, kind_of_value, strict=False)
+        except msgspec.ValidationError:
+            allowed = "a whole number" if kind_of_value in (int, int | None) else "a number"
+            raise UsageError(f"option '{key}' of {what} '{name}' is '{value}'; it must be {allowed}") from None
+    return msgspec.convert(options, kind, strict=False)
 
 
 def _listed(names: Iterable[str]) -> str:
     quoted = [f"'{name}'" for name in names]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+# -- gradients on their way to a server ------------------------------------------------------------------------------
+
+
+class Correction(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done about a gradient that was computed on an older version."""
+
+
+class RateOverStaleness(Correction, frozen=True, kw_only=True):
+    """The learning rate is divided by the staleness."""
+
+
+class DropAbove(Correction, frozen=True, kw_only=True):
+    """A gradient that is older than this is dropped."""
+
+    above: int
+
+
+class DcAsgd(Correction, frozen=True, kw_only=True):
+    """The gradient is extrapolated to the newest version."""
+
+    strength: float = msgspec.field(default=0.04, name="lambda")
+
+
+class DcAsgdAdaptive(Correction, frozen=True, kw_only=True):
+    """As DC-ASGD, the less the larger the gradients have been."""
+
+    strength: float = msgspec.field(default=2.0, name="lambda")
+    mean: float = 0.95
+
+
+class DuttaRate(Correction, frozen=True, kw_only=True):
+    """The learning rate is `c` over the squared distance to the gradient's version, but at most `max`."""
+
+    c: float
+    max: float | None = None
+    """The learning rate itself, if not given."""
+
+
+CORRECTIONS: dict[str, type[Correction]] = {
+    "lr/staleness": RateOverStaleness,
+    "drop": DropAbove,
+    "dc-asgd": DcAsgd,
+    "dc-asgd-adaptive": DcAsgdAdaptive,
+    "distance": DuttaRate,
+}
+
+
+def parse_correction(spec: str) -> Correction:
+    """`lr/staleness`, `drop:above=8`, `dc-asgd:lambda=0.04`, `dc-asgd-adaptive`, `distance:c=0.1,max=0.05`."""
+    correction = _parse(spec, CORRECTIONS, "correction")
+    if isinstance(correction, DropAbove) and correction.above < 0:
+        raise UsageError(f"correction '{spec}': above is {correction.above}; it must be a number of updates, 0 or more")
+    if isinstance(correction, DuttaRate) and not (correction.c > 0 and (correction.max is None or correction.max > 0)):
+        raise UsageError(f"correction '{spec}': c and max must be above 0")
+    if isinstance(correction, DcAsgdAdaptive) and not 0 <= correction.mean < 1:
+        raise UsageError(f"correction '{spec}': mean is {correction.mean:g}; it must be from 0 to below 1")
+    return correction
+
+
+class Compression(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pushed gradient is written as."""
+
+    form: str = "none"
+    share: float = 0.01
+    """Of the elements that top-k keeps."""
+
+
+FORMS = ("none", "fp32", "bf16", "fp16", "int8", "topk")
+
+
+def parse_compression(spec: str) -> Compression:
+    """`none`, `bf16`, `fp16`, `int8`, `topk` or `topk:SHARE`."""
+    form, _, share = spec.partition(":")
+    if form not in FORMS or (share and form != "topk"):
+        raise UsageError(f"compress is '{spec}'; it must be {_listed(FORMS)}, or 'topk:SHARE'")
+    if not share:
+        return Compression(form=form)
+    if not _FACTOR.match(share) or not 0 < float(share) <= 1:
+        raise UsageError(f"compress is '{spec}'; the share of the elements to keep must be above 0 and at most 1")
+    return Compression(form=form, share=float(share))
+
+
+def parse_servers(text: str) -> int | str:
+    """`lead`, `all`, or how many server processes."""
+    if text in ("lead", "all"):
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"servers is '{text}'; it must be a number of processes, at least 1, or 'lead' or 'all'")
+    return int(text)
 
 
 # -- slowness on purpose ---------------------------------------------------------------------------------------------
@@ -164,6 +338,12 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Where the run leaves its events, checkpoints and summary."""
     control: int | None = None
     """Descriptor of the shared memory in which the workers meet."""
+    starter: int | None = None
+    """Descriptor of the socket at which the launcher is asked to start servers."""
+    servers: str | None = None
+    """Where the parameters are held: how many processes, or `lead`, or `all`."""
+    corrections: list[str] = []
+    compress: str | None = None
 
     def to_environment(self) -> dict[str, str]:
         return {self.VARIABLE: msgspec.json.encode(self).decode()}

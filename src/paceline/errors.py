@@ -5,6 +5,7 @@ PacelineError
 └── TeamError             the team cannot go on                                   (a RuntimeError)
     ├── JoinError         the members did not come together
     ├── WorkerLost        a worker died, or its script ended, while others needed it
+    ├── ServerLost        a process that holds the parameters died
     ├── TeamTimeout       a worker is alive but did not come in time
     └── Mismatch          the workers do not do the same thing
 """
@@ -34,6 +35,10 @@ class JoinError(TeamError):
 
 class WorkerLost(TeamError):
     """A worker died, or left the team, while others needed it."""
+
+
+class ServerLost(TeamError):
+    """A server died, and with it the newest version of the parameters."""
 
 
 class TeamTimeout(TeamError):

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,11 +20,13 @@ from paceline.cluster.membership import Members, come_together
 from paceline.cluster.process import keep_freed_memory
 from paceline.config import AllReduce, Launch, Place, Strategy, Timeouts, parse_strategy
 from paceline.data import TeamLoader
+from paceline.data.leased import LeasedLoader
 from paceline.data.loader import check_loader
 from paceline.errors import UsageError
 from paceline.events import Balance, Join, Leave, Metric, Recorder
 from paceline.events.summary import merge
 from paceline.parameters.variables import Mirrored, PerReplica
+from paceline.policies import POLICIES, make_policy
 from paceline.strategies import TRAINERS, Options, Surroundings, Trainer
 from paceline.strategies.alone import AloneTrainer
 from paceline.strategies.base import check
@@ -56,12 +59,21 @@ class _Step:
         self._team, self._accumulating = team, accumulating
 
     def __enter__(self) -> None:
+        trainer = self._team._trainer
+        if trainer is None:
+            return
         if self._accumulating:
-            self._team._accumulate(True)
+            trainer.accumulate(True)
+        if trainer.cancels:
+            trainer.enter_step()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        trainer = self._team._trainer
+        if trainer is None:
+            return False
         if self._accumulating:
-            self._team._accumulate(False)
+            trainer.accumulate(False)
+        return trainer.cancels and trainer.leave_step(error)
 
 
 class Team:
@@ -77,6 +89,9 @@ class Team:
     ) -> None:
         self.rank, self.local_rank, self.world_size = place.rank, place.local_rank, place.world_size
         self.strategy = parse_strategy(launch.strategy or strategy or AllReduce())
+        if type(self.strategy) in POLICIES:
+            make_policy(self.strategy, range(self.world_size))  # to refuse here what can not be
+        self._launch = launch
         self.device = _device(place.local_rank)
         self._folder = _folder(launch, name)
         self._writes_summary = launch.folder is None and self._folder is not None
@@ -112,6 +127,9 @@ class Team:
         sync_batch_norm: bool = False,
         scale_lr: str | None = None,
         warmup: int = 0,
+        servers: int | str = 1,
+        corrections: Sequence[str] = (),
+        compress: str = "none",
     ) -> tuple[Any, ...]:
         """Put the team behind a model, its optimizer and its loaders; returns them, to be used as before.
 
@@ -120,18 +138,42 @@ class Team:
         gradients: "local" leaves this worker's own gradient in `.grad` until the step; "visible" puts the team's
             mean there at the end of the backward pass, as DistributedDataParallel does.
         sync_batch_norm: let batch norm layers use the whole global batch instead of each worker's part.
-        scale_lr: multiply the learning rate by the number of workers ("linear") or its root ("sqrt"),
-            reached over `warmup` updates.
+        scale_lr: multiply the learning rate by the number of workers, or with a parameter server of gradients per
+            update ("linear"), or its root ("sqrt"), reached over `warmup` updates.
+        servers: where a parameter server holds the parameters: so many processes, "lead", or "all" workers.
+        corrections: what it does about stale gradients: "lr/staleness", "drop:above=8", "dc-asgd", …
+        compress: what a pushed gradient is written as: "bf16", "fp16", "int8", "topk:0.01"; "none" as it is.
         """
         if self._trainer is not None:
             raise UsageError("setup was called before; a team trains one model with one optimizer")
         check(model, optimizer)
         for loader in loaders:
             check_loader(loader)
+        if sync_batch_norm and type(self.strategy) in POLICIES:
+            raise UsageError(
+                f"sync_batch_norm needs all workers in every step, which '{self.strategy}' does not promise; "
+                "use all-reduce"
+            )
         if sync_batch_norm and self.world_size > 1:
             model = synchronise(model, self._exchange_statistics)
-        options = Options(gradients=gradients, scale_lr=scale_lr, warmup=warmup)
-        around = Surroundings(self._members, self._recorder, self._stopwatch, self.device, self._say_once)
+        options = Options(
+            gradients=gradients,
+            scale_lr=scale_lr,
+            warmup=warmup,
+            servers=str(servers),
+            corrections=list(corrections),
+            compress=compress,
+        )
+        around = Surroundings(
+            members=self._members,
+            strategy=self.strategy,
+            launch=self._launch,
+            folder=self._folder,
+            recorder=self._recorder,
+            stopwatch=self._stopwatch,
+            device=self.device,
+            say=self._say_once,
+        )
         kind = TRAINERS[type(self.strategy)] if self.world_size > 1 else AloneTrainer
         self._model, self._optimizer = model, optimizer
         self._trainer = kind(model, optimizer, options, around)
@@ -139,7 +181,7 @@ class Team:
         shared = [self._share(loader, global_batch, balance) for loader in loaders]
         return (model, optimizer, *shared)
 
-    def loader(self, loader: DataLoader[Any], *, global_batch: int | None = None) -> TeamLoader:
+    def loader(self, loader: DataLoader[Any], *, global_batch: int | None = None) -> TeamLoader | LeasedLoader:
         """This worker's share of one more loader."""
         check_loader(loader)
         return self._share(loader, global_batch, balance=False)
@@ -167,6 +209,8 @@ class Team:
                 raise UsageError(
                     f"report takes numbers or tensors of one element; {name} is a {type(value).__name__}"
                 ) from None
+        if self._trainer is not None and "loss" in values:
+            self._trainer.report_loss(values["loss"])
         version = self._trainer.version if self._trainer else 0
         self._recorder.add(Metric(self.rank, time.perf_counter(), version, values))
 
@@ -198,12 +242,13 @@ class Team:
             path = self._folder / "checkpoints" / f"{trainer.version:08d}.pt"
         path = Path(path)
         if self.is_lead:
-            content = {
-                **extra,
-                "model": _compact(self._model.state_dict()),
-                "optimizer": _compact(self._optimizer.state_dict()),
-                "version": trainer.version,
-            }
+            with trainer.still():
+                content = {
+                    **extra,
+                    "model": _compact(self._model.state_dict()),
+                    "optimizer": _compact(self._optimizer.state_dict()),
+                    "version": trainer.version,
+                }
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f".{path.name}.{os.getpid()}")
             try:
@@ -246,6 +291,8 @@ class Team:
             return
         self._closed = True
         atexit.unregister(self._leave)
+        if self._trainer is not None:
+            self._trainer.part()
         self._recorder.add(Leave(self.rank, time.perf_counter()))
         self._recorder.close()
         self._members.leave()
@@ -291,11 +338,10 @@ class Team:
             loader, number = self._round
             loader.measure(self._trainer.paces, number)
 
-    def _accumulate(self, on: bool) -> None:
-        if self._trainer is not None:
-            self._trainer.accumulate(on)
-
-    def _share(self, loader: DataLoader[Any], global_batch: int | None, balance: bool) -> TeamLoader:
+    def _share(self, loader: DataLoader[Any], global_batch: int | None, balance: bool) -> TeamLoader | LeasedLoader:
+        leased: LeasedLoader | None = self._trainer.share_loader(loader, global_batch) if self._trainer else None
+        if leased is not None:
+            return leased
         return TeamLoader(loader, self, global_batch=global_batch, balance=balance, changed=self._rebalanced)
 
     def _rebalanced(self, start: int, shares: list[int]) -> None:

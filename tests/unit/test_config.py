@@ -89,13 +89,100 @@ def test_an_option_without_a_value_is_answered_with_how_to_write_it(spec: str) -
 
 
 @pytest.mark.parametrize(
-    ("spec", "about"), [("pack:riders=many", "riders"), ("pack:gap=1", "riders"), ("pack:riders=1,gap=x", "gap")]
+    ("spec", "option", "value", "allowed"),
+    [
+        ("pack:riders=many", "riders", "many", "a whole number"),
+        ("pack:riders=1.5", "riders", "1.5", "a whole number"),
+        ("pack:riders=1,gap=x", "gap", "x", "a number"),
+        ("k-sync:k=most", "k", "most", "a whole number"),
+        ("k-batch-sync:k=2.5", "k", "2.5", "a whole number"),
+        ("k-async:k=ten", "k", "ten", "a whole number"),
+        ("k-batch-async:k=true", "k", "true", "a whole number"),
+        ("ssp:s=+", "s", "+", "a whole number"),
+        ("groups:size=two", "size", "two", "a whole number"),
+        ("groups:size=2,staleness=old", "staleness", "old", "a whole number"),
+        ("adaptive:start=k", "start", "k", "a whole number"),
+    ],
 )
-def test_a_value_of_the_wrong_kind_is_named(spec: str, about: str) -> None:
+def test_a_value_of_the_wrong_kind_is_named(spec: str, option: str, value: str, allowed: str) -> None:
+    name = spec.partition(":")[0]
     with pytest.raises(UsageError) as caught:
         parse_strategy(spec)
-    assert str(caught.value).startswith(f"strategy '{spec}': ")
-    assert about in str(caught.value).removeprefix(f"strategy '{spec}': ")
+    assert str(caught.value) == f"option '{option}' of strategy '{name}' is '{value}'; it must be {allowed}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "option"),
+    [
+        ("pack:gap=1", "riders"),
+        ("k-sync", "k"),
+        ("k-batch-sync:", "k"),
+        ("k-async", "k"),
+        ("k-batch-async", "k"),
+        ("ssp", "s"),
+        ("groups", "size"),
+        ("groups:between=async", "size"),
+    ],
+)
+def test_an_option_that_is_missing_is_named(spec: str, option: str) -> None:
+    name = spec.partition(":")[0]
+    with pytest.raises(UsageError) as caught:
+        parse_strategy(spec)
+    assert str(caught.value) == f"strategy '{name}' needs the option '{option}'; write {name}:{option}=NUMBER"
+
+
+@pytest.mark.parametrize(
+    ("spec", "allowed"),
+    [
+        ("sync:k=2", "it takes no options"),
+        ("async:s=2", "it takes no options"),
+        ("k-sync:s=2", "it takes 'k'"),
+        ("k-batch-sync:n=2", "it takes 'k'"),
+        ("k-async:K=2", "it takes 'k'"),
+        ("k-batch-async:size=2", "it takes 'k'"),
+        ("ssp:k=2", "it takes 's'"),
+        ("groups:size=2,k=2", "it takes 'size', 'between' or 'staleness'"),
+        ("adaptive:k=2", "it takes 'of' or 'start'"),
+    ],
+)
+def test_an_option_that_a_policy_does_not_have_is_answered_with_those_it_has(spec: str, allowed: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_strategy(spec)
+    assert str(caught.value).startswith(f"strategy '{spec.partition(':')[0]}' has no option ")
+    assert str(caught.value).endswith(allowed)
+
+
+@pytest.mark.parametrize(
+    ("spec", "strategy"),
+    [
+        ("sync", config.Sync()),
+        ("k-sync:k=3", config.KSync(k=3)),
+        ("k-batch-sync:k=2", config.KBatchSync(k=2)),
+        ("async", config.Async()),
+        ("k-async:k=1", config.KAsync(k=1)),
+        ("k-batch-async:k=12", config.KBatchAsync(k=12)),
+        ("ssp:s=0", config.Ssp(s=0)),
+        ("groups:size=2", config.Groups(size=2)),
+        ("groups:size=2,between=k-sync:k=2", config.Groups(size=2, between="k-sync:k=2")),
+        ("groups:size=4,between=ssp:s=1,staleness=3", config.Groups(size=4, between="ssp:s=1", staleness=3)),
+        ("groups:size=4,staleness=0", config.Groups(size=4, staleness=0)),
+        ("adaptive", config.Adaptive()),
+        ("adaptive:of=k-sync,start=2", config.Adaptive(of="k-sync", start=2)),
+    ],
+)
+def test_every_policy_is_a_strategy_and_its_spec_leads_back_to_it(spec: str, strategy: Strategy) -> None:
+    assert parse_strategy(spec) == strategy
+    assert str(strategy) == spec
+
+
+def test_a_policy_between_groups_may_have_several_options() -> None:
+    groups = config.Groups(size=2, between="adaptive:of=k-sync,start=2")
+    assert parse_strategy(str(groups)) == groups
+
+
+def test_what_is_default_may_be_written_out() -> None:
+    assert parse_strategy("groups:size=2,between=async") == parse_strategy("groups:size=2")
+    assert parse_strategy("adaptive:of=k-async,start=1") == parse_strategy("adaptive")
 
 
 def test_a_strategy_cannot_be_changed() -> None:

@@ -3,10 +3,20 @@ import paceline
 
 def test_the_public_names_are_these_and_no_others() -> None:
     assert paceline.__all__ == [
+        "Adaptive",
         "AllReduce",
+        "Async",
+        "Groups",
         "JoinError",
+        "KAsync",
+        "KBatchAsync",
+        "KBatchSync",
+        "KSync",
         "Mismatch",
         "PacelineError",
+        "ServerLost",
+        "Ssp",
+        "Sync",
         "Team",
         "TeamError",
         "TeamTimeout",
@@ -24,5 +34,5 @@ def test_the_public_names_are_sorted_and_there() -> None:
 
 def test_every_error_can_be_caught_as_one() -> None:
     errors = [getattr(paceline, name) for name in paceline.__all__ if name.endswith(("Error", "Lost", "Timeout"))]
-    assert len(errors) == 6
+    assert len(errors) == 7
     assert all(issubclass(error, paceline.PacelineError) for error in [*errors, paceline.Mismatch])

@@ -30,13 +30,13 @@ class Progress:
         self._all_output, self._quiet = all_output, quiet
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        self._logs: list[IO[bytes]] = []
+        self._logs: dict[int, IO[bytes]] = {}
         self._said: set[bytes] = set()
         self._next = time.monotonic() + _REFRESH
         self._plain_next = time.monotonic() + _PLAIN_INTERVAL
 
     def __enter__(self) -> Progress:
-        self._logs = [self.output_of(rank).open("wb", buffering=0) for rank in range(self._workers)]
+        self._logs = {rank: self.output_of(rank).open("wb", buffering=0) for rank in range(self._workers)}
         if not self._quiet and self._console.is_terminal:
             self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
             self._live.start()
@@ -48,18 +48,21 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        for log in self._logs:
+        for log in self._logs.values():
             log.close()
-        self._logs = []
+        self._logs = {}
 
     def output_of(self, rank: int) -> Path:
-        return self._folder / "output" / f"{rank}.log"
+        name = str(rank) if rank >= 0 else f"server-{-1 - rank}"
+        return self._folder / "output" / f"{name}.log"
 
     # -- output ------------------------------------------------------------------------------------------------------
 
     def relay(self, rank: int, stream: str, line: bytes, force: bool = False) -> None:
         """Show a worker's line if it is the lead's, or a message of ours that has not been shown yet."""
         if self._logs:
+            if rank not in self._logs:  # a server's
+                self._logs[rank] = self.output_of(rank).open("wb", buffering=0)
             self._logs[rank].write(line + b"\n")
         ours = stream == "stderr" and line.startswith(b"paceline: ")
         if ours:

@@ -15,9 +15,19 @@ import typer
 
 from paceline.cli.progress import Progress
 from paceline.cluster.local import Ending, Interrupted, LocalEngine
-from paceline.config import Launch, Timeouts, parse_slowness, parse_strategy
+from paceline.config import (
+    Launch,
+    Strategy,
+    Timeouts,
+    parse_compression,
+    parse_correction,
+    parse_servers,
+    parse_slowness,
+    parse_strategy,
+)
 from paceline.errors import UsageError, names
 from paceline.events.summary import Summary, merge
+from paceline.policies import POLICIES, make_policy
 
 
 def run(
@@ -29,6 +39,26 @@ def run(
     strategy: Annotated[
         str | None,
         typer.Option("--strategy", "-s", help="How to train; wins over the script's. [default: all-reduce]"),
+    ] = None,
+    servers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|lead|all",
+            help="Where a parameter server holds the parameters: in so many processes, in the lead, or in all workers. "
+            "[default: 1]",
+        ),
+    ] = None,
+    correct: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOW",
+            help="What to do about stale gradients: lr/staleness, drop:above=8, dc-asgd:lambda=0.04, dc-asgd-adaptive, "
+            "distance:c=0.1. Repeatable.",
+        ),
+    ] = None,
+    compress: Annotated[
+        str | None,
+        typer.Option(help="What is pushed: none, bf16, fp16, int8, topk:0.01 (error feedback). [default: none]"),
     ] = None,
     name: Annotated[
         str | None,
@@ -62,7 +92,11 @@ def run(
         raise UsageError(f"--timeout is {timeout:g}; it must be above 0 seconds")
     if not script.is_file():
         raise UsageError(f"there is no script at {script}")
-    chosen = None if strategy is None else str(parse_strategy(strategy))
+    chosen = None if strategy is None else str(_check(strategy, workers))
+    for one in correct or []:
+        parse_correction(one)
+    parse_servers(servers or "1")
+    parse_compression(compress or "none")
     slowness = parse_slowness(slow or [], workers)
     folder = _make_folder(script, name)
     launch = Launch(
@@ -71,12 +105,18 @@ def run(
         slow=slowness,
         seed=seed,
         folder=str(folder.resolve()),
+        servers=servers,
+        corrections=correct or [],
+        compress=compress,
     )
     config = {
         "script": str(script),
         "arguments": arguments or [],
         "workers": workers,
         "strategy": chosen,  # until the workers have said what the script wants
+        "servers": servers,
+        "correct": correct or [],
+        "compress": compress,
         "slow": slow or [],
         "seed": seed,
         "timeout": timeout,
@@ -99,6 +139,14 @@ def run(
     if not quiet and code != 2:
         _close(folder, summary, code)
     raise typer.Exit(code)
+
+
+def _check(spec: str, workers: int) -> Strategy:
+    """The strategy, if so many workers can follow it."""
+    strategy = parse_strategy(spec)
+    if type(strategy) in POLICIES:
+        make_policy(strategy, range(workers))
+    return strategy
 
 
 def _write_config(folder: Path, config: dict[str, object]) -> None:
@@ -124,7 +172,12 @@ def _make_folder(script: Path, name: str | None) -> Path:
 
 def _tell(endings: list[Ending], progress: Progress) -> int:
     """Say once what went wrong, and decide the exit code."""
+    lost = [ending for ending in endings if ending.spared]
     failed = [ending for ending in endings if ending.failed]
+    if lost and len(lost) == sum(ending.rank >= 0 for ending in endings):
+        failed, lost = lost, []  # nobody was left to go on
+    for ending in lost:
+        progress.note(f"warning: {ending.spoken}; the others went on without it")
     if not failed:
         return 0
     # What failed of its own accord comes before what failed for want of it.

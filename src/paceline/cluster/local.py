@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.cluster.servers import Start, command
 from paceline.config import Launch
 from paceline.transport.meeting import Meeting
 from paceline.transport.memory import Memory
@@ -47,19 +48,23 @@ class Ending:
     """How one worker ended."""
 
     rank: int
+    """Below 0 for a server."""
     code: int
     farewell: Farewell | None
+    spared: bool = False
+    """It was lost, and the others could go on without it."""
 
     @property
     def failed(self) -> bool:
-        return self.code != 0
+        return self.code != 0 and not self.spared
 
     @property
     def spoken(self) -> str:
+        who = f"rank {self.rank}" if self.rank >= 0 else f"server {-1 - self.rank}"
         if self.code < 0:
             hint = _HINT if -self.code == signal.SIGILL else ""
-            return f"rank {self.rank} was killed by signal {-self.code} ({signal.Signals(-self.code).name}){hint}"
-        return f"rank {self.rank} ended with exit code {self.code}"
+            return f"{who} was killed by signal {-self.code} ({signal.Signals(-self.code).name}){hint}"
+        return f"{who} ended with exit code {self.code}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -106,6 +111,11 @@ class LocalEngine:
         self._folder = Path(launch.folder or ".") / "farewells"
         self._holder: socket.socket | None = None
         self._deadlines: list[tuple[float, int]] = []
+        self._starter, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._spare = False
+        """Whether a worker may be lost."""
+        self._grace: float | None = None
+        """Until when servers may end by themselves, once all workers have."""
 
     def run(self) -> list[Ending]:
         """Start all, wait for all; returns how they ended, in that order. Raises Interrupted when told to stop."""
@@ -114,12 +124,14 @@ class LocalEngine:
         handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._start()
-            while len(endings) < self._workers:
+            while not self._all_ended(endings):
                 for key, _ in self._selector.select(_TICK):
                     if key.fd not in self._selector.get_map():
                         continue  # its worker was buried a moment ago
                     if isinstance(key.data, _Pipe):
                         self._pump(key.data, key.fd)
+                    elif key.fd == self._asked.fileno():
+                        self._hear_lead()
                     else:
                         endings.append(self._bury(key.data, key.fd))
                         self._schedule(endings)
@@ -133,11 +145,20 @@ class LocalEngine:
                 signal.signal(number, handler)
         return endings
 
+    def _all_ended(self, endings: list[Ending]) -> bool:
+        """Whether all workers have, and their servers have had time to do so as well."""
+        if sum(ending.rank >= 0 for ending in endings) < self._workers:
+            return False
+        if self._grace is None:
+            self._grace = time.monotonic() + self._launch.timeouts.stop
+        return len(endings) == len(self._processes) or time.monotonic() >= self._grace
+
     # -- starting ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         control = Memory.create(Meeting.memory_size(self._workers))
-        launch = msgspec.structs.replace(self._launch, control=control.descriptor)
+        launch = msgspec.structs.replace(self._launch, control=control.descriptor, starter=self._starter.fileno())
+        self._selector.register(self._asked.fileno(), selectors.EVENT_READ, None)
         # Bound but not listening: nobody else is given this port, yet rank 0 may still listen on it.
         with socket.socket() as holder:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -156,7 +177,8 @@ class LocalEngine:
         }
         for rank in range(self._workers):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = subprocess.Popen(
+            self._spawn(
+                rank,
                 [
                     sys.executable,
                     str(_BOOTSTRAP),
@@ -165,20 +187,44 @@ class LocalEngine:
                     str(self._script),
                     *self._arguments,
                 ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={**self._environment, **shared, **own},
-                pass_fds=(control.descriptor,),
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, who ends the others in order
+                {**self._environment, **shared, **own},
+                (control.descriptor, self._starter.fileno()),
             )
-            self._processes[rank] = process
-            assert process.stdout is not None and process.stderr is not None
-            for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
-                os.set_blocking(stream.fileno(), False)
-                self._selector.register(stream.fileno(), selectors.EVENT_READ, _Pipe(rank, name))
-            self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
+        self._starter.close()
         control.close_descriptor()
+
+    def _spawn(self, rank: int, words: list[str], environment: dict[str, str], inherited: tuple[int, ...]) -> None:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            pass_fds=inherited,
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, who ends the others in order
+        )
+        self._processes[rank] = process
+        assert process.stdout is not None and process.stderr is not None
+        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
+            os.set_blocking(stream.fileno(), False)
+            self._selector.register(stream.fileno(), selectors.EVENT_READ, _Pipe(rank, name))
+        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
+
+    def _hear_lead(self) -> None:
+        request = self._asked.recv(1 << 17)
+        if request:
+            self._start_servers(msgspec.msgpack.decode(request, type=Start))
+        else:  # all workers have ended
+            self._selector.unregister(self._asked.fileno())
+
+    def _start_servers(self, start: Start) -> None:
+        """The lead has asked for servers."""
+        self._spare = start.spare
+        environment = {**self._environment, "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1")}
+        for index in range(start.servers):
+            rank = -1 - index
+            farewell = self._folder / f"{rank}.json"
+            self._spawn(rank, command(start, index, os.getpid(), farewell), environment, ())
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
@@ -217,7 +263,9 @@ class LocalEngine:
                     self._selector.unregister(key.fd)
         path = self._folder / f"{rank}.json"
         farewell = msgspec.json.decode(path.read_bytes(), type=Farewell) if path.exists() else None
-        return Ending(rank, code, farewell)
+        # A worker that was killed, not one whose script is wrong.
+        spared = self._spare and rank >= 0 and code < 0 and not self._deadlines
+        return Ending(rank, code, farewell, spared)
 
     def _schedule(self, endings: list[Ending]) -> None:
         """After the first failure: time for the others to say whom they miss, then the order to stop, then the end."""
@@ -252,6 +300,8 @@ class LocalEngine:
                 assert stream is not None
                 stream.close()
         self._selector.close()
+        self._asked.close()
+        self._starter.close()
         if self._holder is not None:
             self._holder.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -7,8 +7,9 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.config import Launch, Place, Timeouts
@@ -62,8 +63,11 @@ class Members:
         self._pulse = pulse
         self._store = store  # rank 0 may be its host, and goes on being it as long as the team lasts
 
-    def share(self, size: int) -> Memory:
-        """New memory that all members map; all must ask for it, with the same size."""
+    def share(self, size: int, *, keep: bool = False) -> Memory:
+        """New memory that all members map; all must ask for it, with the same size.
+
+        keep: its descriptor stays open, to hand it on to others.
+        """
         if self.size == 1:
             return Memory.create(size)
         meeting = self.meeting
@@ -76,8 +80,22 @@ class Members:
         if memory is None:
             memory = Memory.of(meeting.pid(0), descriptor)
         meeting.meet(Intent.ALLOCATE)
-        memory.close_descriptor()
+        if not keep:
+            memory.close_descriptor()
         return memory
+
+    def mirror(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give every member the lead's values of these."""
+        for tensor in tensors:
+            if tensor.numel() == 0:
+                continue
+            payload = b""
+            if self.rank == 0:
+                payload = bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            value = self.gather(payload, Intent.ALLOCATE)[0]
+            if self.rank != 0:
+                with torch.no_grad():
+                    tensor.copy_(torch.frombuffer(bytearray(value), dtype=tensor.dtype).view(tensor.shape))
 
     def gather(self, payload: bytes, intent: Intent = Intent.GATHER) -> list[bytes]:
         """Everybody's payload, by rank; of any length, also of different ones. Passive members bring nothing."""

@@ -113,18 +113,51 @@ class _Shares:
         return list(order)
 
 
-class _Singles:
-    """As `_Shares`, for a loader without batches: one sample at a time."""
+class Batches(Protocol):
+    """A batch sampler."""
 
-    def __init__(self, shares: _Shares) -> None:
-        self._shares = shares
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[list[Any]]: ...
+
+
+class _Singles:
+    """A batch sampler, for a loader without batches: one sample at a time."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
 
     def __len__(self) -> int:
-        return len(self._shares)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        for part in self._shares:
-            yield part[0]
+        for batch in self._batches:
+            yield batch[0]
+
+
+def with_batches_from(loader: DataLoader[Any], batches: Batches, *, workers: int) -> DataLoader[Any]:
+    """The user's loader, with so many processes and another batch sampler, and all else as it is."""
+    sampler: dict[str, Any] = {"batch_sampler": batches}
+    if loader.batch_sampler is None:
+        sampler = {"batch_size": None, "sampler": _Singles(batches)}
+    processes: dict[str, Any] = {}
+    if workers:
+        processes = {
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+        }
+    return DataLoader(
+        loader.dataset,
+        **sampler,
+        **processes,
+        num_workers=workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        generator=loader.generator,
+    )
 
 
 class TeamLoader:
@@ -144,22 +177,7 @@ class TeamLoader:
         """Samples in a round, all workers together."""
         self._balancer = Balancer(crew.size, self.global_batch, on=balance, changed=changed)
         self._shares = _Shares(loader, crew, self._balancer, self.global_batch)
-        sampler: dict[str, Any] = {"batch_sampler": self._shares}
-        if loader.batch_sampler is None:
-            sampler = {"batch_size": None, "sampler": _Singles(self._shares)}
-        self._inner: DataLoader[Any] = DataLoader(
-            loader.dataset,
-            **sampler,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-        )
+        self._inner = with_batches_from(loader, self._shares, workers=loader.num_workers)
         self._rounds = 0
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ import msgspec
 
 class _Event(msgspec.Struct, frozen=True, array_like=False, tag_field="event", tag=str.lower, gc=False):
     rank: int
-    """Who did it."""
+    """Who did it: a worker, or below 0 a server, -1 being the first."""
     start: float
     """When it began."""
 
@@ -75,6 +75,78 @@ class Update(_Event, frozen=True, gc=False):
     """How many gradients are in the mean."""
     skipped: bool = False
     """The gradients were not finite, so the parameters stayed as they were."""
+    pushes: list[int] = []
+    """A server's: the tickets of the gradients that it used."""
+    rate: float = 1.0
+    """What the learning rate was multiplied with, because the gradients were stale."""
+
+
+class Push(_Event, frozen=True, gc=False):
+    """A worker's gradient came to the server, which decided what to do with it."""
+
+    ticket: int
+    version: int
+    """That it was computed on."""
+    staleness: int
+    samples: int
+    leases: list[int]
+    bytes: int
+    """That it took to push it; fewer than it has when it is compressed."""
+    saved: int
+    """How many more it would have taken without compression."""
+    outcome: str
+    """`used` at once, `held` for a later update, `dropped`, or `skipped` because it was not finite."""
+    reason: str
+
+
+class Pull(_Event, frozen=True, gc=False):
+    """A worker pushed its gradient and got its next version, without having to wait for another worker."""
+
+    seconds: float
+    version: int
+
+
+class Cancel(_Event, frozen=True, gc=False):
+    """A worker left a step whose gradient could no longer be used."""
+
+    seconds: float
+    """That it had spent on it."""
+    version: int
+    """That it computed on."""
+    leases: list[int]
+
+
+class Lease(_Event, frozen=True, gc=False):
+    """A worker was given samples to train on."""
+
+    number: int
+    loader: int
+    epoch: int
+    first: int
+    """Place of the first of them in the order of the epoch."""
+    samples: int
+
+
+class Return(_Event, frozen=True, gc=False):
+    """A worker's samples go to somebody else: it was cancelled, its gradient dropped, or it is gone."""
+
+    leases: list[int]
+    why: str
+
+
+class Seen(_Event, frozen=True, gc=False):
+    """A worker has used samples without a gradient: to evaluate, say."""
+
+    leases: list[int]
+
+
+class Epoch(_Event, frozen=True, gc=False):
+    """An epoch began, or was over for all."""
+
+    loader: int
+    epoch: int
+    samples: int
+    over: bool = False
 
 
 class Balance(_Event, frozen=True, gc=False):
@@ -104,7 +176,24 @@ class Metric(_Event, frozen=True, gc=False):
     values: dict[str, float]
 
 
-Event = Join | Leave | Compute | Wait | Reduce | Update | Balance | Message | Metric
+Event = (
+    Join
+    | Leave
+    | Compute
+    | Wait
+    | Reduce
+    | Update
+    | Push
+    | Pull
+    | Cancel
+    | Lease
+    | Return
+    | Seen
+    | Epoch
+    | Balance
+    | Message
+    | Metric
+)
 
 _DECODER = msgspec.json.Decoder(Event)
 

@@ -9,7 +9,19 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.events.schema import Compute, Event, Join, Metric, Reduce, Update, Wait, read
+from paceline.events.schema import (
+    Cancel,
+    Compute,
+    Event,
+    Join,
+    Metric,
+    Pull,
+    Push,
+    Reduce,
+    Update,
+    Wait,
+    read,
+)
 
 
 class Staleness(msgspec.Struct, kw_only=True):
@@ -48,7 +60,21 @@ class Summary(msgspec.Struct, kw_only=True):
     staleness: Staleness
     last: dict[str, float]
     """The last value of each reported metric."""
+    pushed_bytes: int = 0
+    """What the gradients took that were pushed to a server."""
+    saved_bytes: int = 0
+    """What they would have taken more without compression."""
     workers: dict[int, Worker]
+
+
+_server = Worker()
+"""Servers are not counted among the workers."""
+
+
+def _staleness(ages: Counter[int]) -> Staleness:
+    count = sum(ages.values())
+    mean = sum(age * times for age, times in ages.items()) / count if count else 0.0
+    return Staleness(mean=mean, max=max(ages, default=0), histogram=dict(sorted(ages.items())))
 
 
 def summarise(events: Iterable[Event], world_size: int) -> Summary:
@@ -58,11 +84,13 @@ def summarise(events: Iterable[Event], world_size: int) -> Summary:
     last: dict[str, tuple[int, float]] = {}
     minibatches = 0
     strategy: str | None = None
+    ages: Counter[int] = Counter()
+    cancelled = dropped = pushed = saved = 0
     first, final = float("inf"), float("-inf")
     for event in events:
         end = event.start + getattr(event, "seconds", 0.0)
         first, final = min(first, event.start), max(final, end)
-        worker = workers.setdefault(event.rank, Worker())
+        worker = workers.setdefault(event.rank, Worker()) if event.rank >= 0 else _server
         match event:
             case Join():
                 strategy = event.strategy
@@ -74,8 +102,15 @@ def summarise(events: Iterable[Event], world_size: int) -> Summary:
                 gradients.append((end, event.samples))
             case Wait():
                 worker.waiting += event.seconds
-            case Reduce():
+            case Reduce() | Pull():
                 worker.communicating += event.seconds
+            case Push():
+                ages[event.staleness] += 1
+                dropped += event.outcome == "dropped"
+                pushed += event.bytes
+                saved += event.saved
+            case Cancel():
+                cancelled += 1
             case Update():
                 worker.communicating += event.seconds
                 if not event.skipped:
@@ -96,7 +131,11 @@ def summarise(events: Iterable[Event], world_size: int) -> Summary:
         minibatches=minibatches,
         seconds_per_update=span / (len(times) - 1) if span else None,
         samples_per_second=inside / span if span else None,
-        staleness=Staleness(histogram=dict(Counter({0: len(gradients)}) if gradients else {})),
+        cancelled=cancelled,
+        dropped=dropped,
+        pushed_bytes=pushed,
+        saved_bytes=saved,
+        staleness=_staleness(ages or Counter({0: len(gradients)} if gradients else {})),
         last={name: value for name, (_, value) in last.items()},
         workers=workers,
     )

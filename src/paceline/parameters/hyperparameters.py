@@ -25,8 +25,9 @@ SLOT = 64 * 1024
 class Hyperparameters:
     """This worker's values for the others to read, and theirs for this one."""
 
-    def __init__(self, optimizer: Optimizer, slots: list[memoryview], rank: int) -> None:
-        self._groups = optimizer.param_groups
+    def __init__(self, optimizer: Optimizer | None, slots: list[memoryview], rank: int = -1) -> None:
+        """Without an optimizer, only to read."""
+        self._groups = [] if optimizer is None else optimizer.param_groups
         self._slots, self._rank = slots, rank
         self._seen: list[dict[str, Any]] = []
         self._in_tensors = False
@@ -44,7 +45,7 @@ class Hyperparameters:
             ]
             self._in_tensors = any(isinstance(value, torch.Tensor) for group in self._seen for value in group.values())
             self.version += 1
-            text = msgspec.json.encode([_plain(group) for group in self._groups])
+            text = msgspec.json.encode([plain(group) for group in self._groups])
             if len(text) + 8 > SLOT:
                 raise UsageError(f"the optimizer's parameter groups take {len(text)} bytes; {SLOT - 8} are allowed")
             slot = self._slots[self._rank]
@@ -62,7 +63,7 @@ class Hyperparameters:
         return self._cache[rank]
 
 
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
+def plain(group: dict[str, Any]) -> dict[str, Any]:
     """What of a group can travel: numbers, flags, and tuples of them, but not the parameters or their names."""
     plain = {}
     for key, value in group.items():

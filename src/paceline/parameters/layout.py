@@ -53,11 +53,14 @@ class Flat:
 class Layout:
     """The flat buffers of a model, equal on all workers."""
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], workers: int) -> None:
+    def __init__(
+        self, parameters: Iterable[tuple[str, torch.nn.Parameter]], workers: int, *, whole: bool = False
+    ) -> None:
+        """whole: no parameter is divided between owners; their shards are then only about equal."""
         by_dtype: dict[torch.dtype, list[tuple[int, str, torch.nn.Parameter]]] = {}
         for index, (name, parameter) in enumerate(parameters):
             by_dtype.setdefault(parameter.dtype, []).append((index, name, parameter))
-        self.flats = tuple(_flat(dtype, members, workers) for dtype, members in by_dtype.items())
+        self.flats = tuple(_flat(dtype, members, workers, whole) for dtype, members in by_dtype.items())
         self.slots = tuple(sorted((slot for flat in self.flats for slot in flat.slots), key=_index))
         self.size = sum(flat.size for flat in self.flats)
 
@@ -70,7 +73,7 @@ class Layout:
         return [views[slot.index] for slot in self.slots]
 
 
-def _flat(dtype: torch.dtype, members: list[tuple[int, str, torch.nn.Parameter]], workers: int) -> Flat:
+def _flat(dtype: torch.dtype, members: list[tuple[int, str, torch.nn.Parameter]], workers: int, whole: bool) -> Flat:
     unit = max(1, _ALIGNMENT // dtype.itemsize)
     offset = 0
     slots = []
@@ -81,6 +84,9 @@ def _flat(dtype: torch.dtype, members: list[tuple[int, str, torch.nn.Parameter]]
         offset = -(-(offset + count) // unit) * unit
     units = offset // unit
     bounds = [units * rank // workers * unit for rank in range(workers + 1)]
+    if whole:
+        edges = [slot.offset for slot in slots] + [offset]
+        bounds = [min(edges, key=lambda edge: abs(edge - bound)) for bound in bounds]
     return Flat(dtype, offset, tuple(slots), tuple(itertools.pairwise(bounds)))
 
 

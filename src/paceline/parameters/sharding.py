@@ -43,6 +43,8 @@ _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.
 
 ByGroup = dict[int, list[torch.nn.Parameter]]
 """What to update, by parameter group."""
+Mix = Callable[[torch.Tensor, int, int, int, Weights, float], None]
+"""Sums gradients by weight into a tensor: those of a flat buffer's elements from a start to a stop, scaled."""
 
 _OWN, _AT_HEAD = 1, 2
 """Marks of a piece whose state is placed: its scalars (the number of steps, say) are its own, or its run's head's."""
@@ -129,6 +131,10 @@ class ShardedOptimizer:
         """How many pieces have no state in shared memory yet."""
         self._runs: list[ByGroup] = []
         """Per chunk, its runs, once pieces are updated together."""
+        self._spans: list[list[tuple[torch.nn.Parameter, int, int]]] = []
+        """Per chunk, where those of them lie that are made of several pieces."""
+        self.mix: Mix | None = None
+        """Sums gradients that do not lie there as they are: compressed ones, say."""
         self._apart = False
         """Whether parameters have turned out to be used unevenly, so that each must be updated by itself."""
         self._bytes = sum(chunk.total.nbytes for chunk in self._chunks)
@@ -221,24 +227,41 @@ class ShardedOptimizer:
         for group, values in zip(self._inner.param_groups, groups, strict=True):
             group.update(values)
 
-    def update(self, weights: Weights, used: list[bytes] | None, scale: float = 1.0) -> int:
+    def update(
+        self, weights: Weights, used: list[bytes] | None, scale: float = 1.0, move: tuple[int, int] | None = None
+    ) -> int:
         """Sum everybody's gradients by weight and write this worker's shard of the next version.
 
         `used` says per worker which parameters have a gradient; None if all have, everywhere. Gradients that were
-        reduced before are passed as this worker's own with weight 1. Returns the bytes read from other workers.
+        reduced before are passed as this worker's own with weight 1. `move` says from which buffer of versions to
+        which, where the next version does not take the place of the last. Returns the bytes read from other workers.
         """
         if used is not None:
             self._part()
         elif not (self._runs or self._apart or self._unsettled):
             self._join()
         for number, chunk in enumerate(self._chunks):
+            if move is not None:
+                self._move(number, chunk, *move)
             if used is not None:
                 self._update_used(chunk, weights, used, scale)
                 continue
-            weighted_sum(chunk.total, chunk.gradients, weights, scale)
+            if self.mix is None:
+                weighted_sum(chunk.total, chunk.gradients, weights, scale)
+            else:
+                self.mix(chunk.total, chunk.flat, chunk.start, chunk.stop, weights, scale)
             self._step(self._runs[number] if self._runs else chunk.by_group, chunk.pieces)
         others = sum(rank != self._rank for rank, _ in weights)
         return others * self._bytes
+
+    def _move(self, number: int, chunk: _Chunk, old: int, new: int) -> None:
+        """Let the optimizer see a chunk in another buffer, with the values that it has in the old one."""
+        values = self._versions.buffers[new][chunk.flat]
+        values[chunk.start : chunk.stop].copy_(self._versions.buffers[old][chunk.flat][chunk.start : chunk.stop])
+        for piece in chunk.pieces:
+            piece.parameter.data = values[piece.start : piece.stop]
+        for run, start, stop in self._spans[number] if self._runs else ():
+            run.data = values[start:stop]
 
     def _update_used(self, chunk: _Chunk, weights: Weights, used: list[bytes], scale: float) -> None:
         """As `update`, parameter by parameter: those that nobody used stay exactly as they are."""
@@ -247,8 +270,11 @@ class ShardedOptimizer:
             if not contributing:
                 continue
             begin, end = piece.start - chunk.start, piece.stop - chunk.start
-            parts = tuple(gradient[begin:end] for gradient in chunk.gradients)
-            weighted_sum(chunk.total[begin:end], parts, contributing, scale)
+            total = chunk.total[begin:end]
+            if self.mix is None:
+                weighted_sum(total, tuple(gradient[begin:end] for gradient in chunk.gradients), contributing, scale)
+            else:
+                self.mix(total, chunk.flat, piece.start, piece.stop, contributing, scale)
             self._step({piece.group: [piece.parameter]}, [piece])
 
     def _join(self) -> None:
@@ -258,11 +284,14 @@ class ShardedOptimizer:
             for piece in chunk.pieces:
                 heads.setdefault(piece.head, []).append(piece)
             runs: ByGroup = {}
+            spans: list[tuple[torch.nn.Parameter, int, int]] = []
             for pieces in heads.values():
                 joined = [self._run(chunk, pieces)] if len(pieces) > 1 and self._alike(pieces) else []
+                spans += [(run, pieces[0].start, pieces[-1].stop) for run in joined]
                 for parameter in joined or [piece.parameter for piece in pieces]:
                     runs.setdefault(pieces[0].group, []).append(parameter)
             self._runs.append(runs)
+            self._spans.append(spans)
 
     def _run(self, chunk: _Chunk, pieces: list[_Piece]) -> torch.nn.Parameter:
         """Pieces that lie side by side, with what padding is between them, as one; its scalars are the first one's."""
@@ -301,7 +330,7 @@ class ShardedOptimizer:
                 if value.dim() == 0:
                     value.copy_(self._inner.state[head.parameter][name])
             self._placed[piece.number] = _OWN
-        self._runs = []
+        self._runs, self._spans = [], []
 
     def _step(self, by_group: ByGroup, pieces: list[_Piece]) -> None:
         if self._unsettled and len({piece.settled for piece in pieces}) > 1:
@@ -354,6 +383,19 @@ class ShardedOptimizer:
                     state[name] = slot.view(self._state[piece.flat, name]) if is_full else home
             if state:
                 optimizer.state[slot.parameter] = state
+
+    def adopt_state(self) -> None:
+        """Go on with the state as it lies in shared memory, where somebody else has written it."""
+        self._runs, self._spans, self._apart = [], [], False
+        for piece in self._own:
+            mark = self._placed[piece.number]
+            piece.settled = bool(mark)
+            self._inner.state.pop(piece.parameter, None)
+            if mark:
+                spec = self._spec_of[self._layout.flats[piece.flat].dtype][piece.group]
+                homes = {name: self._home(piece, name) for name in spec}
+                self._inner.state[piece.parameter] = {name: home for name, home in homes.items() if home is not None}
+        self._unsettled = sum(not piece.settled for piece in self._own)
 
     def import_state(self, optimizer: Optimizer) -> None:
         """Take this worker's part of the state that lies in `optimizer.state`, and empty that."""

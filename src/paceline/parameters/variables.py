@@ -51,14 +51,14 @@ class Mirrored:
 
     def _combined(self, value: torch.Tensor, how: str) -> torch.Tensor:
         values = gather_tensors(value, self._gather)
-        return _COMBINE[how](torch.stack(values)).to(value.dtype)
+        return _COMBINE[how](torch.stack([one for one in values if one is not None])).to(value.dtype)
 
     def __repr__(self) -> str:
         return f"Mirrored({self.value!r})"
 
 
 class PerReplica:
-    """One value per worker; `values` has them all, by rank."""
+    """One value per worker; `values` has them all, by rank, with None for a worker that was lost."""
 
     def __init__(self, value: Any, rank: int, gather: Gather) -> None:
         self.local = value
@@ -71,13 +71,14 @@ class PerReplica:
                 raise UsageError(
                     f"per_replica takes tensors, numbers, strings, and lists or dicts of them: {error}"
                 ) from None
-            self.values = tuple(msgspec.msgpack.decode(part) for part in gather(payload))
+            self.values = tuple(msgspec.msgpack.decode(part) if part else None for part in gather(payload))
         self.rank = rank
 
     def reduce(self, how: str = "mean") -> torch.Tensor:
         """All values as one; needs no further exchange."""
         one_of("how", how, _COMBINE)
-        return _COMBINE[how](torch.stack([torch.as_tensor(value) for value in self.values]))
+        known = [torch.as_tensor(value) for value in self.values if value is not None]
+        return _COMBINE[how](torch.stack(known))
 
     def __getitem__(self, rank: int) -> Any:
         return self.values[rank]
@@ -89,13 +90,16 @@ class PerReplica:
         return f"PerReplica({dict(enumerate(self.values))!r})"
 
 
-def gather_tensors(value: torch.Tensor, gather: Gather, same: bool = True) -> list[torch.Tensor]:
-    """Everybody's tensor, by rank; `same` shapes and dtypes, unless they may differ."""
+def gather_tensors(value: torch.Tensor, gather: Gather, same: bool = True) -> list[torch.Tensor | None]:
+    """Everybody's tensor, by rank; `same` shapes and dtypes, unless they may differ. None for a lost worker's."""
     head = msgspec.msgpack.encode((str(value.dtype).removeprefix("torch."), list(value.shape)))
     flat = value.detach().cpu().contiguous().view(-1)
     body = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    tensors = []
+    tensors: list[torch.Tensor | None] = []
     for rank, part in enumerate(gather(len(head).to_bytes(4, "little") + head + body)):
+        if not part:
+            tensors.append(None)
+            continue
         length = int.from_bytes(part[:4], "little")
         name, shape = msgspec.msgpack.decode(part[4 : 4 + length])
         dtype = getattr(torch, name)

@@ -1,11 +1,14 @@
 """How a team trains one model. Each strategy is one file and one line here."""
 
 from paceline.config import AllReduce, Strategy
+from paceline.policies import POLICIES
 from paceline.strategies.all_reduce import AllReduceTrainer
 from paceline.strategies.base import Options, Surroundings, Trainer
+from paceline.strategies.parameter_server import ParameterServerTrainer
 
 TRAINERS: dict[type[Strategy], type[Trainer]] = {
     AllReduce: AllReduceTrainer,
+    **dict.fromkeys(POLICIES, ParameterServerTrainer),
 }
 
 __all__ = ["TRAINERS", "Options", "Surroundings", "Trainer"]

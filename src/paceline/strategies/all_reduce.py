@@ -86,13 +86,13 @@ class AllReduceTrainer(Trainer):
         else:
             self._gradients = Gradients.private(layout, named[0][1].device)
             self._reduction = CollectiveReduction(layout, self._gradients, self._rank)
-        self._mirror([*rest, *model.buffers()])
+        members.mirror([*rest, *model.buffers()])
         self._versions: Versions | None = None
         self._shard: ShardedOptimizer | None = None
         if sharded:
             self._share_versions()
         else:
-            self._mirror([slot.parameter for slot in layout.slots])
+            members.mirror([slot.parameter for slot in layout.slots])
         self._gradients.attach(self._gradient_made if self._visible else None)
         self._takeover = Takeover(optimizer)
         self._take_over()
@@ -109,17 +109,6 @@ class AllReduceTrainer(Trainer):
         self._shard = ShardedOptimizer(self._optimizer, layout, versions, self._gradients, self._rank, self._size)
         self._shard.place(members.share(self._shard.memory_size()))
         self._shard.import_state(self._optimizer)
-
-    def _mirror(self, tensors: list[torch.Tensor]) -> None:
-        """Give every worker the lead's values."""
-        for tensor in tensors:
-            if tensor.numel() == 0:
-                continue
-            payload = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if self._rank == 0 else b""
-            value = self._members.gather(bytes(payload), Intent.ALLOCATE)[0]
-            if self._rank != 0:
-                with torch.no_grad():
-                    tensor.copy_(torch.frombuffer(bytearray(value), dtype=tensor.dtype).view(tensor.shape))
 
     def _take_over(self) -> None:
         self._takeover.replace("step", self.step)

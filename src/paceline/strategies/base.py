@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from paceline.cluster.membership import Members
+from paceline.config import Launch, Strategy
 from paceline.errors import UsageError
 from paceline.events import Recorder
 from paceline.strategies.stopwatch import Stopwatch
@@ -24,6 +28,12 @@ class Options:
     """What `.grad` holds between backward and step: this worker's own gradient, or ("visible") the team's mean."""
     scale_lr: str | None = None
     warmup: int = 0
+    servers: str = "1"
+    """Where a parameter server holds the parameters: so many processes, the lead, or all workers."""
+    corrections: Sequence[str] = ()
+    """For stale gradients."""
+    compress: str = "none"
+    """What a pushed gradient is written as."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +41,10 @@ class Surroundings:
     """What a strategy finds around it."""
 
     members: Members
+    strategy: Strategy
+    launch: Launch
+    folder: Path | None
+    """Of the run."""
     recorder: Recorder
     stopwatch: Stopwatch
     device: torch.device
@@ -46,6 +60,8 @@ class Trainer(ABC):
     """Per worker, seconds and samples of its last minibatch; equal on all workers after an update."""
     updated: Callable[[], None] = staticmethod(lambda: None)
     """Called after each update."""
+    cancels = False
+    """Whether a step may be cancelled."""
 
     @abstractmethod
     def __init__(
@@ -71,6 +87,27 @@ class Trainer(ABC):
     @abstractmethod
     def accumulate(self, on: bool) -> None:
         """While on, gradients are summed over minibatches, and `step` and `zero_grad` do nothing."""
+
+    def enter_step(self) -> None:
+        """`with team.step():` begins."""
+
+    def leave_step(self, error: BaseException | None) -> bool:
+        """It ends, with this error; whether that is dealt with."""
+        return False
+
+    def share_loader(self, loader: DataLoader[Any], global_batch: int | None) -> Any:
+        """The loader to give to the script, if this strategy gives samples out in its own way; else None."""
+        return None
+
+    def report_loss(self, loss: float) -> None:
+        """The script has reported a loss."""
+
+    def still(self) -> contextlib.AbstractContextManager[None]:
+        """While in there, nothing changes the parameters and the optimizer's state."""
+        return contextlib.nullcontext()
+
+    def part(self) -> None:
+        """The script has ended: say farewell to whoever must know."""
 
     @abstractmethod
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 from paceline.config import Slowness
-from paceline.events import Compute, Recorder
+from paceline.events import Cancel, Compute, Recorder
+
+
+def _sleep(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while (left := until - time.perf_counter()) > 0:
+        time.sleep(left)
 
 
 class Stopwatch:
@@ -19,6 +26,13 @@ class Stopwatch:
         self._started: float | None = None
         self._last = time.perf_counter()
         self._samples = self._minibatches = 0
+        self.sleep: Callable[[float], None] = _sleep
+        """Sleeps so long; a strategy may put one here that is left early when the step is cancelled."""
+
+    @property
+    def samples(self) -> int:
+        """Of the step that is under way."""
+        return self._samples
 
     def start(self, samples: int) -> None:
         """A batch was handed out; the watch runs on if it runs already."""
@@ -34,15 +48,20 @@ class Stopwatch:
         slowed = 0.0
         if self._slowness is not None:
             slowed = self._slowness.seconds(end - start, self._source) - (end - start)
-            until = end + slowed
-            while (left := until - time.perf_counter()) > 0:
-                time.sleep(left)
+            self.sleep(slowed)
             end = time.perf_counter()
         samples = self._samples
         self._recorder.add(Compute(self._rank, start, end - start, version, max(1, self._minibatches), samples, slowed))
         self._started = None
         self._samples = self._minibatches = 0
         return end - start, samples
+
+    def cancel(self, version: int, leases: list[int]) -> None:
+        """The step that is under way is left."""
+        start = self._last if self._started is None else self._started
+        self._recorder.add(Cancel(self._rank, start, time.perf_counter() - start, version, leases))
+        self._started = None
+        self._samples = self._minibatches = 0
 
     def restart(self, now: float) -> None:
         """An update is over: what comes next is computing again."""

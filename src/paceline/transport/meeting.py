@@ -69,6 +69,8 @@ class Meeting(Steps):
         self._carried: Intent | None = None
         self._departed: set[int] = set()
         """Who has left for good while this member had nothing more to do with them."""
+        self.spare = False
+        """Whether the others can go on when one is lost."""
         self.notes = self._payloads[0]
         """Everybody's note of the last meeting."""
         self.passive: list[bool] = [False] * size
@@ -97,7 +99,7 @@ class Meeting(Steps):
                     "all workers must do the same"
                 )
             return intent
-        if self._departed and intent is not Intent.PASSIVE:
+        if self._departed and intent is not Intent.PASSIVE and not self.spare:
             gone = min(self._departed)
             raise WorkerLost(
                 f"rank {gone} has left the team: its script has ended; rank {self.rank} needs it at {intent.spoken}",
@@ -111,17 +113,19 @@ class Meeting(Steps):
 
     def excused(self, peer: int, topic: Topic) -> bool:
         """An epoch may well end with somebody's script: nothing is asked of it any more."""
-        if topic is Intent.PASSIVE and self.has_left(peer):
+        excused = self.gone(peer) is not None if self.spare else topic is Intent.PASSIVE and self.has_left(peer)
+        if excused:
             self._departed.add(peer)
-            return True
-        return False
+        return excused
 
     def carry(self, intent: Intent) -> None:
         """The last meeting, attended passively, counts as this member's own next one."""
         self._carried = intent
 
     def length(self, rank: int) -> int:
-        """The length of `rank`'s note at the last meeting."""
+        """The length of `rank`'s note at the last meeting; 0 of somebody who was not there."""
+        if rank in self._departed:
+            return 0
         return int(_HEADER.unpack_from(self._slots[self._count & 1][rank])[1])
 
     def _agree(self, intent: Intent, slots: list[memoryview]) -> Intent:

@@ -1,0 +1,66 @@
+"""Policies in which a gradient is used whatever version it was computed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.policies.base import Decision, Order, Policy, Push, count
+
+
+class Async(Policy):
+    """Every gradient is an update."""
+
+    def arrive(self, push: Push) -> Decision:
+        self.version += 1
+        return Decision("every gradient is an update", use=(push,), orders={push.worker: Order.RENEW})
+
+
+class KAsync(Policy):
+    """The server waits for K workers; those wait for the update, the rest go on, stale."""
+
+    def __init__(self, workers: Iterable[int], k: int) -> None:
+        super().__init__(workers)
+        self.k = count("k", k, self.size)
+
+    @property
+    def needed(self) -> int:
+        """Fewer than K once so many can not come any more: workers have gone, or the epoch has no samples left."""
+        return max(1, min(self.k, len(self.held) + self.computing))
+
+    @property
+    def spare(self) -> bool:
+        return self.k < self._started_with
+
+    @property
+    def lockstep(self) -> bool:
+        return self.k == self._started_with
+
+    def arrive(self, push: Push) -> Decision:
+        decision = self._hold(push, Order.WAIT, f"{len(self.held) + 1} of {self.k} workers have pushed")
+        if len(self.held) >= self.needed:
+            return self._update(decision.reason, {})
+        return decision
+
+    def reconsider(self, why: str) -> Decision:
+        if self.held and len(self.held) >= self.needed:
+            return self._update(f"{why}, and no more than {len(self.held)} workers can push", {})
+        return Decision(why)
+
+
+class KBatchAsync(Policy):
+    """The server waits for K minibatches, from whomever; who has pushed goes on at once with the newest version."""
+
+    def __init__(self, workers: Iterable[int], k: int) -> None:
+        super().__init__(workers)
+        self.k = count("k", k, self.size)
+
+    def arrive(self, push: Push) -> Decision:
+        decision = self._hold(push, Order.RENEW, f"{len(self.held) + 1} of {self.k} minibatches are here")
+        if len(self.held) >= self.k:
+            return self._update(decision.reason, decision.orders)
+        return decision
+
+    def reconsider(self, why: str) -> Decision:
+        if self.held and not self.computing:
+            return self._update(f"{why}, and no more than {len(self.held)} minibatches can come", {})
+        return Decision(why)

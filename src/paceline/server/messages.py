@@ -1,0 +1,310 @@
+"""What workers, the server and its shards say to each other. Gradients and parameters never travel here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from paceline.config import Timeouts
+from paceline.data.ledger import Lease
+
+if TYPE_CHECKING:
+    from paceline.transport.wire import Wire
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    pass
+
+
+# -- at the start ----------------------------------------------------------------------------------------------------
+
+
+class Parameter(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    shape: list[int]
+    stride: list[int]
+    dtype: str
+    group: int
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a server must know of a run."""
+
+    workers: int
+    servers: int
+    strategy: str
+    timeouts: Timeouts
+    folder: str | None
+    optimizer: tuple[str, str]
+    """Module and name of its class."""
+    groups: list[dict[str, Any]]
+    """Its hyperparameters, by parameter group."""
+    parameters: list[Parameter]
+    corrections: list[str]
+    compress: str
+    scale_lr: str | None
+    warmup: int
+
+
+class Hello(_Message, frozen=True, gc=False):
+    """A worker has come; of the lead's, `plan` is how many messages with parts of the plan follow."""
+
+    rank: int
+    pid: int
+    plan: int = 0
+
+
+class ShardHello(_Message, frozen=True, gc=False):
+    """A process that holds a further shard has come."""
+
+    index: int
+    pid: int
+
+
+class Part(_Message, frozen=True, gc=False):
+    """A part of something that is longer than a message."""
+
+    data: bytes
+    more: bool
+
+
+_PIECE = 1 << 16
+
+
+def send_parts(wire: Wire[Any], data: bytes) -> None:
+    """Send something that may be longer than a message."""
+    for start in range(0, max(1, len(data)), _PIECE):
+        wire.send(Part(data[start : start + _PIECE], start + _PIECE < len(data)))
+
+
+def receive_parts(wire: Wire[Any], seconds: float) -> bytes | None:
+    """What was sent so; None if something else came, or nothing in time."""
+    data = bytearray()
+    while isinstance(part := wire.receive_within(seconds), Part):
+        data += part.data
+        if not part.more:
+            return bytes(data)
+    return None
+
+
+class Ready(_Message, frozen=True, gc=False):
+    """All are here: the training can begin, on version 0 in buffer 0."""
+
+
+# -- from workers ----------------------------------------------------------------------------------------------------
+
+
+class Push(_Message, frozen=True, gc=False):
+    """My gradient lies in my buffer."""
+
+    version: int
+    samples: int
+    leases: list[int]
+    hyperparameters: int
+    """The number of their state."""
+    complete: bool
+    """Whether every parameter has a gradient; if not, the table says which have."""
+    factor: float = 1.0
+    """To multiply it with."""
+    bytes: int = 0
+    loss: float | None = None
+    clip: tuple[float, float] | None = None
+    """The limit, and which norm."""
+    skip: bool = False
+    """It is not finite, and must not be used."""
+    want: int | None = None
+    """The loader of which the next samples are wanted, too."""
+
+
+class Cancelled(_Message, frozen=True, gc=False):
+    """I have left a step, as I was told."""
+
+    leases: list[int]
+    want: int | None = None
+
+
+class Enter(_Message, frozen=True, gc=False):
+    """I begin an epoch."""
+
+    loader: int
+    epoch: int
+
+
+class Order(_Message, frozen=True, gc=False):
+    """The order of the epoch follows in parts, as I was told to draw it."""
+
+    loader: int
+    epoch: int
+    sizes: list[int]
+    """Of the minibatches, in turns; none if the order is one of whole batches."""
+    drop_last: bool
+    training: bool
+    """Not only evaluating."""
+
+
+class Ask(_Message, frozen=True, gc=False):
+    """I need samples; or I could fetch some ahead."""
+
+    loader: int
+    epoch: int
+    ahead: bool
+    renew: bool
+    """I begin a new gradient, so I can take a new version; if not, what I hold will be part of a later gradient."""
+
+
+class Done(_Message, frozen=True, gc=False):
+    """I have used these without a gradient. Needs no answer."""
+
+    leases: list[int]
+
+
+class Quit(_Message, frozen=True, gc=False):
+    """I leave this epoch before its end. Needs no answer."""
+
+    loader: int
+    epoch: int
+
+
+class Freeze(_Message, frozen=True, gc=False):
+    """Change nothing until I say so."""
+
+
+class Thaw(_Message, frozen=True, gc=False):
+    """Go on; `reload` if the parameters and the state of the optimizer are others now. Needs no answer."""
+
+    reload: bool
+
+
+class Reduced(_Message, frozen=True, gc=False):
+    """I have summed my part of the group's gradient."""
+
+
+class Bye(_Message, frozen=True, gc=False):
+    """I leave the team. Needs no answer."""
+
+
+# -- to workers ------------------------------------------------------------------------------------------------------
+
+
+class Go(_Message, frozen=True, gc=False):
+    """Go on, with this version."""
+
+    version: int
+    buffer: int
+    outcome: str = ""
+    """Of a push: `used`, `held` or `dropped`."""
+    on: int = -1
+    """Whose push it was that let this worker go on, if it had to wait for another's."""
+    lease: Lease | None = None
+
+
+class Draw(_Message, frozen=True, gc=False):
+    """Let your sampler draw the order of the epoch, and tell me."""
+
+
+class Leased(_Message, frozen=True, gc=False):
+    """Samples for you; none for now, if you wanted to fetch ahead."""
+
+    lease: Lease | None
+    version: int
+    buffer: int
+
+
+class Over(_Message, frozen=True, gc=False):
+    """The epoch is over for all."""
+
+    version: int
+    buffer: int
+
+
+class Reduce(_Message, frozen=True, gc=False):
+    """Sum your part of the gradients of your group."""
+
+    ranks: list[int]
+    weights: list[float]
+    group: int
+
+
+class Frozen(_Message, frozen=True, gc=False):
+    version: int
+    buffer: int
+
+
+class Failed(_Message, frozen=True, gc=False):
+    """The run can not go on."""
+
+    kind: str
+    message: str
+    ranks: list[int]
+
+
+# -- between the server and further shards ---------------------------------------------------------------------------
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A gradient, as an update uses it."""
+
+    buffer: int
+    """Of which worker, or after those of which group."""
+    weight: float
+    base: int = -1
+    """The buffer with the version that it was computed on, where a correction needs it."""
+    used: bytes | None = None
+    """Per parameter, whether it has a gradient; None if all have."""
+
+
+class Apply(_Message, frozen=True, gc=False):
+    """Write the next version of the shard. With a norm, only sum up the gradients, and answer with their norm."""
+
+    sources: list[Source]
+    old: int
+    new: int
+    groups: list[dict[str, Any]] | None
+    """Hyperparameters, if they have changed."""
+    scale: float = 1.0
+    norm: float | None = None
+
+
+class Add(_Message, frozen=True, gc=False):
+    """Add a gradient to what the next update will use."""
+
+    source: Source
+    old: int
+
+
+class Distance(_Message, frozen=True, gc=False):
+    """How far are these versions apart, squared?"""
+
+    first: int
+    second: int
+
+
+class Reload(_Message, frozen=True, gc=False):
+    """The optimizer's state was changed."""
+
+
+class Answer(_Message, frozen=True, gc=False):
+    value: float = 0.0
+
+
+FromWorker = (
+    Hello
+    | ShardHello
+    | Part
+    | Push
+    | Cancelled
+    | Enter
+    | Order
+    | Ask
+    | Done
+    | Quit
+    | Freeze
+    | Thaw
+    | Reduced
+    | Bye
+    | Answer
+    | Failed
+)
+ToWorker = Ready | Go | Draw | Leased | Over | Reduce | Frozen | Failed
+ToShard = Part | Ready | Apply | Add | Distance | Reload

@@ -1,0 +1,244 @@
+"""One shard of the parameters: the gradients, the optimizer and the versions of one server."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.config import parse_compression, parse_correction
+from paceline.parameters.compression import Codec, codec_class
+from paceline.parameters.corrections import Corrections
+from paceline.parameters.gradients import Gradients
+from paceline.parameters.layout import Layout
+from paceline.parameters.reduction import CHUNK, Weights, weighted_sum
+from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
+from paceline.parameters.versions import Versions
+from paceline.parameters.whole import WholeOptimizer
+from paceline.server.messages import Add, Apply, Distance, Parameter, Plan, Source
+from paceline.transport import Memory
+
+
+def describe(named: list[tuple[str, torch.nn.Parameter]], optimizer: Optimizer) -> list[Parameter]:
+    """What a server must know of the parameters."""
+    group_of = {
+        id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+    }
+    return [
+        Parameter(
+            name,
+            list(parameter.shape),
+            list(parameter.stride()),
+            str(parameter.dtype).removeprefix("torch."),
+            group_of[id(parameter)],
+        )
+        for name, parameter in named
+    ]
+
+
+def rebuild(plan: Plan) -> tuple[list[tuple[str, torch.nn.Parameter]], Optimizer]:
+    """Parameters without values, and an optimizer on them, as the workers have them."""
+    named: list[tuple[str, torch.nn.Parameter]] = []
+    members: list[list[torch.nn.Parameter]] = [[] for _ in plan.groups]
+    for known in plan.parameters:
+        empty = torch.empty_strided(known.shape, known.stride, dtype=getattr(torch, known.dtype), device="meta")
+        parameter = torch.nn.Parameter(empty, requires_grad=empty.is_floating_point() or empty.is_complex())
+        named.append((known.name, parameter))
+        members[known.group].append(parameter)
+    module, name = plan.optimizer
+    kind = getattr(importlib.import_module(module), name)
+    groups = [{**_tuples(group), "params": inside} for group, inside in zip(plan.groups, members, strict=True)]
+    return named, kind([group for group in groups if group["params"]] if kind not in ELEMENTWISE else groups)
+
+
+def _tuples(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+
+
+class Sizes:
+    """How much shared memory a run needs, and where in it things are."""
+
+    def __init__(self, layout: Layout, workers: int, groups: int, compress: str) -> None:
+        self.buffers = workers + 2
+        """One for each worker, one for the newest version, one for the next."""
+        self.sources = workers + groups
+        kind = codec_class(parse_compression(compress))
+        self.gradients = Gradients.memory_size(layout, self.sources)
+        if kind is not None:
+            self.gradients = kind.memory_size(layout, workers)
+        self.versions = Versions.memory_size(layout, self.buffers)
+
+
+class Shard:
+    """What one server does to its part of every version."""
+
+    def __init__(self, plan: Plan, index: int, groups: int, gradients: Memory, versions: Memory, state: Memory) -> None:
+        named, optimizer = rebuild(plan)
+        self._layout = layout = Layout(named, plan.servers, whole=type(optimizer) not in ELEMENTWISE)
+        sizes = Sizes(layout, plan.workers, groups, plan.compress)
+        self.size = layout.size
+        """Bytes of all parameters."""
+        self._versions = Versions(layout, versions, sizes.buffers)
+        kind = codec_class(parse_compression(plan.compress))
+        self._codec: Codec | None = None
+        sources: list[list[torch.Tensor]] = []
+        if kind is None:
+            sources = Gradients.shared(layout, gradients, 0, sizes.sources).flats
+        else:
+            self._codec = kind(layout, gradients, plan.workers)
+        # Memory is taken when it is first written, so only this shard's part of it ever is.
+        self._sum = [torch.empty(flat.count, dtype=flat.dtype) for flat in layout.flats]
+        """What has been summed before an update, as one more source after all others."""
+        self.collected = len(sources) if sources else sizes.sources
+        self._holds = False
+        corrections = Corrections(parse_correction(spec) for spec in plan.corrections)
+        self._compensate = corrections.compensator([(flat.count, flat.dtype) for flat in layout.flats])
+        self._bases: dict[int, int] = {}
+        self._newest = 0
+        everything = Gradients(layout, [*sources, self._sum] if sources else [self._sum], 0)
+        kind_of_optimizer = ShardedOptimizer if type(optimizer) in ELEMENTWISE else WholeOptimizer
+        self._optimizer = kind_of_optimizer(optimizer, layout, self._versions, everything, index, plan.servers)
+        self._optimizer.place(state)
+        self._optimizer.adopt_state()
+        if self._codec is not None or self._compensate is not None:
+            self._optimizer.mix = self._mix
+        self._sources = sources
+        self._ranges = [flat.shards[index] for flat in layout.flats]
+        self._everything = bytes([1]) * len(layout.slots)
+        self._used_sum: bytes | None = None
+        """Of which parameters the collected sum has gradients; None for all."""
+
+    # -- what the server asks for ------------------------------------------------------------------------------------
+
+    def add(self, message: Add) -> None:
+        """Take a gradient in, so that its worker can use its buffer again."""
+        source = message.source
+        self._newest = message.old
+        self._bases = {source.buffer: source.base}
+        used = source.used
+        for flat, (start, stop) in enumerate(self._ranges):
+            for begin in range(start, stop, self._step(flat)):
+                end = min(begin + self._step(flat), stop)
+                total = self._sum[flat][begin:end]
+                if used is None and not (self._holds and self._used_sum is not None):
+                    part = self._dense(source.buffer, flat, begin, end)
+                    if self._holds:
+                        total.add_(part, alpha=source.weight)
+                    else:
+                        torch.mul(part, source.weight, out=total)
+                else:
+                    self._add_used(total, flat, begin, end, source)
+        before = self._used_sum if self._used_sum is not None else self._everything
+        if not self._holds:
+            self._used_sum = used
+        elif used is None or self._used_sum is None:
+            self._used_sum = None
+        else:
+            self._used_sum = bytes(a | b for a, b in zip(before, used, strict=True))
+        self._holds = True
+
+    def _add_used(self, total: torch.Tensor, flat: int, begin: int, end: int, source: Source) -> None:
+        """As `add`, parameter by parameter; what nobody has used so far is nought."""
+        for slot in self._layout.flats[flat].slots:
+            first, last = max(begin, slot.offset), min(end, slot.offset + slot.count)
+            if first >= last:
+                continue
+            place = total[first - begin : last - begin]
+            if not self._holds or (self._used_sum is not None and not self._used_sum[slot.index]):
+                place.zero_()
+            if source.used is None or source.used[slot.index]:
+                place.add_(self._dense(source.buffer, flat, first, last), alpha=source.weight)
+
+    def apply(self, message: Apply) -> float:
+        """Write the next version, or only make the mean gradient and tell its norm."""
+        if message.groups is not None:
+            self._optimizer.set_hyperparameters([_tuples(group) for group in message.groups])
+        self._newest = message.old
+        self._bases = {source.buffer: source.base for source in message.sources}
+        weights: Weights = [(source.buffer, source.weight) for source in message.sources]
+        used = self._used(message.sources)
+        if message.norm is not None:
+            return self._collect(message, weights, used)
+        if used is not None:
+            self._part_used(used)
+        self._optimizer.update(weights, used, message.scale, (message.old, message.new))
+        if any(source.buffer == self.collected for source in message.sources):
+            self._holds, self._used_sum = False, None
+        return 0.0
+
+    def distance(self, message: Distance) -> float:
+        """The squared distance of two versions, as far as this shard knows them."""
+        first, second = self._versions.buffers[message.first], self._versions.buffers[message.second]
+        total = 0.0
+        for flat, (start, stop) in enumerate(self._ranges):
+            for begin in range(start, stop, self._step(flat)):
+                end = min(begin + self._step(flat), stop)
+                apart = first[flat][begin:end] - second[flat][begin:end]
+                total += float(torch.linalg.vector_norm(apart).double().square())
+        return total
+
+    def reload(self) -> None:
+        self._optimizer.adopt_state()
+
+    # -- how ---------------------------------------------------------------------------------------------------------
+
+    def _step(self, flat: int) -> int:
+        return max(1, CHUNK // self._layout.flats[flat].dtype.itemsize)
+
+    def _used(self, sources: list[Source]) -> list[bytes] | None:
+        """Per source, which parameters have a gradient; None if all have, everywhere."""
+        known = {source.buffer: source.used for source in sources}
+        if self.collected in known:
+            known[self.collected] = self._used_sum
+        if all(used is None for used in known.values()):
+            return None
+        flags = [self._everything] * (self.collected + 1)
+        for buffer, used in known.items():
+            flags[buffer] = self._everything if used is None else used
+        return flags
+
+    def _part_used(self, used: list[bytes]) -> None:
+        """Nothing to prepare for optimizers on pieces; a place for those on whole parameters."""
+
+    def _collect(self, message: Apply, weights: Weights, used: list[bytes] | None) -> float:
+        """Make the mean gradient of this shard, and raise its norm to that power so that shards can be added."""
+        norm = message.norm or 2.0
+        parts: list[float] = [0.0]
+        for flat, (start, stop) in enumerate(self._ranges):
+            for slot in self._layout.flats[flat].slots:
+                first, last = max(start, slot.offset), min(stop, slot.offset + slot.count)
+                if first >= last:
+                    continue
+                taken = [(b, w) for b, w in weights if used is None or used[b][slot.index]]
+                total = torch.zeros(last - first, dtype=self._layout.flats[flat].dtype)
+                if taken:
+                    self._mix(total, flat, first, last, taken, message.scale)
+                self._sum[flat][first:last] = total
+                value = float(torch.linalg.vector_norm(total, norm))
+                parts.append(value if norm == float("inf") else value**norm)
+        anywhere = None
+        if used is not None:
+            taking_part = [used[buffer] for buffer, _ in weights]
+            anywhere = bytes(any(flags) for flags in zip(*taking_part, strict=True))
+        self._holds, self._used_sum = True, anywhere
+        return max(parts) if norm == float("inf") else sum(parts)
+
+    def _dense(self, buffer: int, flat: int, start: int, stop: int) -> torch.Tensor:
+        """A gradient as it is used: whole, and corrected."""
+        if buffer == self.collected:
+            return self._sum[flat][start:stop]
+        if self._codec is not None:
+            value = self._codec.decode(buffer, flat, start, stop)
+        else:
+            value = self._sources[buffer][flat][start:stop]
+        base = self._bases.get(buffer, -1)
+        if self._compensate is None or base < 0 or base == self._newest:
+            return value
+        newest, old = (self._versions.buffers[number][flat][start:stop] for number in (self._newest, base))
+        return self._compensate(value, newest, old, flat, start, stop)
+
+    def _mix(self, total: torch.Tensor, flat: int, start: int, stop: int, weights: Weights, scale: float) -> None:
+        parts = tuple(self._dense(buffer, flat, start, stop) for buffer, _ in weights)
+        weighted_sum(total, parts, [(place, weight) for place, (_, weight) in enumerate(weights)], scale)

@@ -1,0 +1,492 @@
+"""A worker of a parameter server: computes gradients, pushes them, and goes on with the version that it is given.
+
+The way of a step: the gradient lies in the worker's shared buffer; a short message tells the server; the policy there
+decides, the server writes the next version, and answers when this worker may go on, and with which version. A pull is a
+change of pointers. Samples are leased from the server, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.cluster.servers import Start, start_servers
+from paceline.config import parse_compression, parse_correction, parse_servers
+from paceline.data.leased import Epoch, LeasedLoader
+from paceline.data.ledger import Lease
+from paceline.errors import TeamError, UsageError
+from paceline.events import Pull, Reduce, Wait
+from paceline.parameters.compression import Feedback, codec_class
+from paceline.parameters.gradients import Gradients
+from paceline.parameters.hyperparameters import SLOT, Hyperparameters, RateScaling, plain
+from paceline.parameters.layout import Layout
+from paceline.parameters.reduction import CHUNK, weighted_sum
+from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
+from paceline.parameters.versions import Versions
+from paceline.parameters.whole import WholeOptimizer
+from paceline.policies import make_policy
+from paceline.server.desk import Desk
+from paceline.server.host import group_count, serve_in_thread, table_size
+from paceline.server.messages import (
+    Ask,
+    Done,
+    Draw,
+    Enter,
+    Freeze,
+    Go,
+    Leased,
+    Plan,
+    Push,
+    Quit,
+    Thaw,
+    send_parts,
+)
+from paceline.server.messages import Cancelled as CancelledStep
+from paceline.server.messages import Order as Drawn
+from paceline.server.messages import Reduce as ReduceOrder
+from paceline.server.shard import Sizes, describe
+from paceline.strategies.base import Options, Surroundings, Trainer
+from paceline.strategies.cancellation import Boundaries, Cancelled, Snapshot
+from paceline.strategies.takeover import Takeover
+from paceline.transport import Intent, Memory
+from paceline.transport.futex import Words
+from paceline.transport.wire import new_address
+
+
+class ParameterServerTrainer(Trainer):
+    """One worker's part in training a model with a parameter server."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
+        _refuse(optimizer, options)
+        self._members, self._recorder, self._stopwatch = around.members, around.recorder, around.stopwatch
+        self._rank, self.size = around.members.rank, around.members.size
+        self._model, self._optimizer, self._launch = model, optimizer, around.launch
+        self._timeouts = around.members.meeting.timeouts
+        RateScaling(options.scale_lr, 1, options.warmup)
+        policy = make_policy(around.strategy, range(self.size))
+        self.cancels = policy.fresh_only and not policy.lockstep
+        self.version = self._buffer = 0
+        self.paces = [(0.0, 0)] * self.size
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held]
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
+        around.members.mirror([*rest, *model.buffers()])
+        self._set_up(named, options, around, policy.spare)
+        if policy.spare:
+            around.members.meeting.spare = True
+
+        self._open: list[int] = []
+        """Leases whose samples are, or will be, part of the next gradient."""
+        self._riding: Lease | None = None
+        """A lease that came with the answer to a push."""
+        self._want: int | None = None
+        """The loader whose next lease should come with the next answer."""
+        self._loss: float | None = None
+        self._clip: tuple[float, float] | None = None
+        self._accumulating = self._inside = self._frozen = False
+        self._loaders = 0
+        self._gone_back = False
+        """Whether the leases of a step that is being left are with the server already."""
+        self._snapshot: Snapshot | None = None
+        self._boundaries: Boundaries | None = None
+        if self.cancels:
+            self._snapshot = Snapshot(model)
+            self._boundaries = Boundaries(model, self._look)
+            self._stopwatch.sleep = self._sleep
+        self._gradients.attach()
+        self._takeover = Takeover(optimizer)
+        for name, method in (
+            ("step", self.step),
+            ("zero_grad", self._zero_grad),
+            ("state_dict", self._state_dict),
+            ("load_state_dict", self._load_state_dict),
+        ):
+            self._takeover.replace(name, method)
+        # GradScaler then leaves unscaling and skipping to `step`.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    # -- setting up --------------------------------------------------------------------------------------------------
+
+    def _set_up(
+        self, named: list[tuple[str, torch.nn.Parameter]], options: Options, around: Surroundings, spare: bool
+    ) -> None:
+        members, optimizer, launch = self._members, self._optimizer, self._launch
+        where = parse_servers(launch.servers or options.servers)
+        count = self.size if where == "all" else 1 if where == "lead" else int(where)
+        compress = launch.compress or options.compress
+        whole = type(optimizer) not in ELEMENTWISE
+        self._layout = layout = Layout(named, count, whole=whole)
+        sizes = Sizes(layout, self.size, group_count(str(around.strategy), self.size), compress)
+
+        gradients = members.share(sizes.gradients, keep=True)
+        versions = members.share(sizes.versions, keep=True)
+        table = members.share(table_size(self.size, len(layout.slots)), keep=True)
+        floors = members.share(Words.STRIDE * self.size, keep=True)
+        self._versions = Versions(layout, versions, sizes.buffers)
+        self._take_gradients(gradients, sizes.sources, compress)
+        slots = [table.bytes(rank * SLOT, SLOT) for rank in range(self.size)]
+        self._hyperparameters = Hyperparameters(optimizer, slots, self._rank)
+        start = self.size * SLOT + self._rank * len(layout.slots)
+        self._used = table.bytes(start, len(layout.slots))
+        state = self._share_state(WholeOptimizer if whole else ShardedOptimizer, count)
+
+        address = members.gather(new_address().encode(), Intent.ALLOCATE)[0].decode()
+        self._start(address, where, count, spare, around.say)
+        words = Words(floors.bytes(0, Words.STRIDE * self.size), self.size)
+        self._desk = Desk(address, self._rank, words, self._timeouts)
+        self._desk.reduce = self._sum_part
+        memories = [gradients, versions, table, floors, state]
+        if self._rank == 0:
+            plan = Plan(
+                workers=self.size,
+                servers=count,
+                strategy=str(around.strategy),
+                timeouts=self._timeouts,
+                folder=None if around.folder is None else str(around.folder),
+                optimizer=(type(optimizer).__module__, type(optimizer).__qualname__),
+                groups=[plain(group) for group in optimizer.param_groups],
+                parameters=describe(named, optimizer),
+                corrections=launch.corrections or list(options.corrections),
+                compress=compress,
+                scale_lr=options.scale_lr,
+                warmup=options.warmup,
+            )
+            wire = self._desk.introduce(1, [memory.descriptor for memory in memories])
+            send_parts(wire, msgspec.msgpack.encode(plan))
+        else:
+            self._desk.introduce(0, [])
+        self._desk.wait_until_ready()
+        for memory in memories:
+            memory.close_descriptor()
+        self._versions.pull(0)
+
+    def _take_gradients(self, memory: Memory, sources: int, compress: str) -> None:
+        """Where this worker's gradients lie: where the server reads them, or to be compressed first."""
+        layout = self._layout
+        self._feedback: Feedback | None = None
+        self._bytes = layout.size
+        kind = codec_class(parse_compression(compress))
+        if kind is None:
+            self._gradients = Gradients.shared(layout, memory, self._rank, sources)
+            return
+        for flat in layout.flats:
+            if flat.dtype not in (torch.float32, torch.float64):
+                raise UsageError(f"compress is '{compress}', which needs parameters of float32; some are {flat.dtype}")
+        codec = kind(layout, memory, self.size)
+        self._gradients = Gradients.private(layout, torch.device("cpu"))
+        self._feedback = Feedback(codec, self._rank, self._gradients.own)
+        self._bytes = codec.bytes
+
+    def _share_state(self, kind: type[ShardedOptimizer | WholeOptimizer], count: int) -> Memory:
+        """The state of the optimizer lives in shared memory: the servers work on it, any worker can read it."""
+        self._shards = [
+            kind(self._optimizer, self._layout, self._versions, self._gradients, index, count) for index in range(count)
+        ]
+        state = self._members.share(self._shards[0].memory_size(), keep=True)
+        for shard in self._shards:
+            shard.place(state)
+        if self._rank == 0:
+            self._versions.fill(0)
+            self._import_state()
+        self._optimizer.state.clear()
+        return state
+
+    def _start(self, address: str, where: int | str, count: int, spare: bool, say: Callable[[str], None]) -> None:
+        """Have the servers started, as processes or beside the workers."""
+        patience = self._timeouts.join
+        self._thread = None
+        if where in ("lead", "all"):
+            # A worker that holds a shard can not be spared.
+            if self._rank == 0 or where == "all":
+                self._thread = serve_in_thread(address, self._rank, patience, say)
+            return
+        kind = type(self._optimizer)
+        if kind.__module__ == "__main__":
+            raise UsageError(
+                f"the optimizer {kind.__name__} is defined in the script itself, where a server process cannot find "
+                "it; move it to a module, or hold the parameters in the lead with --servers lead"
+            )
+        if self._rank == 0:
+            paths = [path for path in sys.path if path]
+            self._processes = start_servers(self._launch, Start(count, address, patience, paths, spare))
+
+    def _import_state(self) -> None:
+        state = dict(self._optimizer.state)
+        for shard in self._shards:
+            self._optimizer.state.update(state)
+            shard.import_state(self._optimizer)
+
+    # -- the user's loop ---------------------------------------------------------------------------------------------
+
+    def take_batch(self, samples: int, weight: float) -> None:
+        self._stopwatch.start(samples)
+
+    def accumulate(self, on: bool) -> None:
+        self._accumulating = on
+
+    def report_loss(self, loss: float) -> None:
+        self._loss = loss
+
+    def enter_step(self) -> None:
+        self._inside = True
+        if self._snapshot is not None and len(self._open) <= 1:
+            # Of several minibatches that make one gradient, all are left together: back to before the first.
+            self._snapshot.take()
+
+    def leave_step(self, error: BaseException | None) -> bool:
+        self._inside = False
+        if not isinstance(error, Cancelled):
+            return False
+        if not self._gone_back:
+            leases, self._open = self._open, []
+            self._stopwatch.cancel(self.version, leases)
+            self._follow(self._desk.call(CancelledStep(leases, self._want)))
+        self._gone_back = False
+        self._clip = None
+        for slot in self._layout.slots:
+            slot.parameter.grad = None
+        if self._snapshot is not None:
+            self._snapshot.restore()
+        self._stopwatch.restart(time.perf_counter())
+        return True
+
+    def _look(self) -> None:
+        if self._inside and self._desk.cancelled(self.version):
+            raise Cancelled
+
+    def _sleep(self, seconds: float) -> None:
+        if self._desk.sleep(seconds, self.version if self._inside else None):
+            raise Cancelled
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        if self._accumulating:
+            return
+        if set_to_none:
+            for slot in self._layout.slots:
+                slot.parameter.grad = None
+        else:
+            type(self._optimizer).zero_grad(self._optimizer, set_to_none=False)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._accumulating:
+            return None
+        self._takeover.run_hooks("pre")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Set by GradScaler for the time of this call.
+        scale = getattr(self._optimizer, "grad_scale", None)
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        skip = bool(getattr(self._optimizer, "found_inf", False))
+        self._look()
+        _, samples = self._stopwatch.stop(self.version)
+        self._push(samples, factor, skip)
+        self._takeover.run_hooks("post")
+        return loss
+
+    def _push(self, samples: int, factor: float, skip: bool) -> None:
+        start = time.perf_counter()
+        used = self._gradients.settle()
+        complete = 0 not in used
+        if not complete:
+            self._used[:] = used
+        if self._feedback is not None and not skip:
+            self._feedback.encode()
+        leases, self._open = self._open, []
+        message = Push(
+            self.version,
+            samples,
+            leases,
+            self._hyperparameters.publish(),
+            complete,
+            factor,
+            self._bytes,
+            self._loss,
+            self._clip,
+            skip,
+            self._want,
+        )
+        self._loss = self._clip = None
+        answer: Go = self._desk.call(message)
+        self._follow(answer)
+        end = time.perf_counter()
+        if answer.on >= 0:
+            self._recorder.add(Wait(self._rank, start, end - start, answer.on))
+        else:
+            self._recorder.add(Pull(self._rank, start, end - start, self.version))
+        self._stopwatch.restart(end)
+        self.updated()
+        if answer.outcome == "dropped" and self.cancels and self._inside:
+            self._gone_back = True
+            raise Cancelled
+
+    def _follow(self, answer: Go | Leased | Any) -> None:
+        """Take the version that the server says, and a lease if it gives one."""
+        if answer.buffer != self._buffer:
+            self._versions.pull(answer.buffer)
+            self._buffer = answer.buffer
+        self.version = answer.version
+        if isinstance(answer, Go) and answer.lease is not None:
+            self._riding = answer.lease
+
+    def clip(self, limit: float, norm: float) -> torch.Tensor:
+        """The mean is clipped where it is made, on the server; what is known here is this worker's own norm."""
+        self._clip = (limit, norm)
+        gradients = [slot.parameter.grad for slot in self._layout.slots if slot.parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, norm)
+
+    def _sum_part(self, order: ReduceOrder) -> None:
+        """Sum this worker's part of its group's gradients into the group's buffer."""
+        start = time.perf_counter()
+        place, members = order.ranks.index(self._rank), len(order.ranks)
+        weights = list(zip(order.ranks, order.weights, strict=True))
+        read = 0
+        for number, flat in enumerate(self._layout.flats):
+            target = self._gradients.flats[self.size + order.group][number]
+            first, last = flat.count * place // members, flat.count * (place + 1) // members
+            step = max(1, CHUNK // flat.dtype.itemsize)
+            for begin in range(first, last, step):
+                end = min(begin + step, last)
+                parts = tuple(tensors[number][begin:end] for tensors in self._gradients.flats)
+                weighted_sum(target[begin:end], parts, weights)
+            read += (members - 1) * (last - first) * flat.dtype.itemsize
+        self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
+
+    # -- samples -----------------------------------------------------------------------------------------------------
+
+    def share_loader(self, loader: DataLoader[Any], global_batch: int | None) -> LeasedLoader:
+        self._loaders += 1
+        return LeasedLoader(loader, self, self._loaders - 1, global_batch=global_batch)
+
+    def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
+        self._riding = None
+        answer = self._desk.call(Enter(loader, epoch))
+        if isinstance(answer, Draw):
+            drawn = draw()
+            self._desk.tell(Drawn(loader, epoch, drawn.sizes, drawn.drop_last, torch.is_grad_enabled()))
+            answer = self._desk.call_in_parts(drawn.order)
+        self._follow(answer)
+
+    def ask(self, loader: int, epoch: int, *, ahead: bool) -> Lease | None:
+        riding, self._riding = self._riding, None
+        if riding is not None:
+            return riding
+        training = torch.is_grad_enabled()
+        if self._open and training and not ahead and not self._gradients.any:
+            self._desk.tell(Done(self._open))  # the script has passed over them
+            self._open = []
+        answer = self._desk.call(Ask(loader, epoch, ahead, training and not self._open and not ahead))
+        if isinstance(answer, Leased):
+            self._want = loader if training and not ahead else None
+            self._follow(answer)
+            return answer.lease
+        self._want = None
+        self._follow(answer)
+        return None
+
+    def begin(self, lease: Lease) -> None:
+        if torch.is_grad_enabled():
+            self._open.append(lease.number)
+            self._stopwatch.start(len(lease.keys))
+        else:
+            self._desk.tell(Done([lease.number]))
+
+    def quit(self, loader: int, epoch: int) -> None:
+        self._riding = self._want = None
+        self._open = []
+        with contextlib.suppress(TeamError):
+            self._desk.tell(Quit(loader, epoch))
+
+    def finish_epoch(self) -> None:
+        pass
+
+    # -- state as plain torch knows it -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def still(self, reload: bool = False) -> Iterator[None]:
+        """While here, the server changes nothing, and this worker has its newest version."""
+        if self._frozen:
+            yield
+            return
+        self._follow(self._desk.call(Freeze()))
+        self._frozen = True
+        try:
+            yield
+        finally:
+            self._frozen = False
+            self._desk.tell(Thaw(reload))
+
+    def _state_dict(self) -> dict[str, Any]:
+        with self.still():
+            self._shards[0].export_state(self._optimizer)
+            for state in self._optimizer.state.values():
+                for name, value in state.items():
+                    state[name] = value.clone() if isinstance(value, torch.Tensor) else value
+            try:
+                return type(self._optimizer).state_dict(self._optimizer)
+            finally:
+                self._optimizer.state.clear()
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        """The lead's counts; the others take the hyperparameters."""
+        type(self._optimizer).load_state_dict(self._optimizer, state)
+        if self._rank == 0:
+            with self.still(reload=True):
+                self._import_state()
+        self._optimizer.state.clear()
+
+    def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        self._members.meeting.meet(Intent.BARRIER)
+        # One after the other: the lead writes what all share, the others then find it, and their own buffers.
+        for rank in range(self.size):
+            if rank == self._rank:
+                with self.still():
+                    self._model.load_state_dict(model)
+                self._optimizer.load_state_dict(optimizer)
+            self._members.meeting.meet(Intent.BARRIER)
+
+    def part(self) -> None:
+        self._desk.close()
+        if self._thread is not None:
+            self._thread.join(self._timeouts.stop)
+
+    def close(self) -> None:
+        with contextlib.suppress(TeamError), self.still():
+            self._shards[0].export_state(self._optimizer)
+            for state in self._optimizer.state.values():
+                for name, value in state.items():
+                    state[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        if self._boundaries is not None:
+            self._boundaries.remove()
+        self._gradients.detach()
+        self._takeover.undo()
+        vars(self._optimizer).pop("_step_supports_amp_scaling", None)
+        for slot in self._layout.slots:
+            slot.parameter.data = slot.parameter.data.clone(memory_format=torch.preserve_format)
+
+
+def _refuse(optimizer: Optimizer, options: Options) -> None:
+    """What a parameter server can not do, in one sentence."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS evaluates the loss several times per step, which a parameter server cannot do; use all-reduce, "
+            "or another optimizer"
+        )
+    if options.gradients != "local":
+        raise UsageError(
+            f"gradients is {options.gradients!r}; with a parameter server the mean gradient is on the server only, "
+            "so it must be 'local'"
+        )
+    for spec in options.corrections:
+        parse_correction(spec)
+    parse_servers(options.servers)
+    parse_compression(options.compress)

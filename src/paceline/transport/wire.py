@@ -1,0 +1,132 @@
+"""Short typed messages between processes of one machine, over Unix sockets without a file.
+
+The kernel keeps messages whole and in order, and says at once when the other end has died. Memory travels as
+descriptors beside a message, so that the large things need not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from paceline.errors import JoinError, TeamError
+
+_LARGEST = 1 << 17
+"""Bytes of a message; what is longer is sent in parts."""
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+In = TypeVar("In")
+
+
+class Closed(TeamError):
+    """The other end is gone."""
+
+
+class Wire(Generic[In]):
+    """One end of a connection on which messages of the union `kinds` come in."""
+
+    def __init__(self, connection: socket.socket, kinds: Any) -> None:
+        connection.setblocking(True)
+        self._socket = connection
+        self._kinds = kinds
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(kinds).decode
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self.descriptor = connection.fileno()
+
+    def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
+        data = self._encode(message)
+        if len(data) > _LARGEST:
+            raise TeamError(f"a message of {len(data)} bytes is too long; {_LARGEST} are allowed")
+        try:
+            if descriptors:
+                socket.send_fds(self._socket, [data], list(descriptors))
+            else:
+                self._socket.send(data)
+        except (BrokenPipeError, ConnectionResetError, OSError) as error:
+            raise Closed(f"the other end is gone: {error}") from None
+
+    def receive(self) -> In:
+        """The next message; waits for it."""
+        try:
+            data = self._socket.recv(_LARGEST)
+        except (ConnectionResetError, OSError) as error:
+            raise Closed(f"the other end is gone: {error}") from None
+        if not data:
+            raise Closed("the other end is gone")
+        message: In = self._decode(data)
+        return message
+
+    def receive_within(self, seconds: float) -> In | None:
+        """The next message, or None if there is none in time."""
+        return self.receive() if self._poll.poll(max(0, int(seconds * 1e3))) else None
+
+    def receive_with_descriptors(self, count: int) -> tuple[In, list[int]]:
+        data, descriptors, _, _ = socket.recv_fds(self._socket, _LARGEST, count, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            raise Closed("the other end is gone")
+        return self._decode(data), list(descriptors)
+
+    @property
+    def open(self) -> bool:
+        """Whether the other end is there, as far as the kernel knows."""
+        return not any(events & (select.POLLHUP | select.POLLERR) for _, events in self._poll.poll(0))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+def new_address() -> str:
+    return f"paceline-{secrets.token_hex(12)}"
+
+
+class Listener:
+    """Where others of the same user connect to. The name is in no file system, and goes with the process."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(f"\0{address}")
+        self._socket.listen(1024)
+        self.descriptor = self._socket.fileno()
+
+    def accept(self, kinds: Any, seconds: float | None = None) -> Wire[Any] | None:
+        """Whoever connects next; None for a stranger, or if nobody comes in time."""
+        self._socket.settimeout(seconds)
+        try:
+            connection, _ = self._socket.accept()
+        except TimeoutError:
+            return None
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
+            connection.close()
+            return None
+        return Wire(connection, kinds)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(address: str, kinds: Any, seconds: float) -> Wire[Any]:
+    """Connect to a listener, who may still be about to start."""
+    until = time.monotonic() + seconds
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(f"\0{address}")
+            return Wire(connection, kinds)
+        except ConnectionRefusedError:
+            connection.close()
+            if time.monotonic() >= until:
+                raise JoinError(f"the server did not start within {seconds:g} s") from None
+            time.sleep(0.01)
