@@ -1,12 +1,17 @@
 """Trains on as many workers as it is started with: `paceline run examples/train_paceline.py --workers 4`."""
 
-import sys
+import argparse
 
 import torch
 from digits import accuracy, datasets, network
 from torch.utils.data import DataLoader
 
 import paceline
+
+options = argparse.ArgumentParser()
+options.add_argument("--epochs", type=int, default=8)
+options.add_argument("--balance", action="store_true")
+options = options.parse_args()
 
 team = paceline.join()
 
@@ -15,16 +20,16 @@ train, test = datasets()
 model = network()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 loader = DataLoader(train, batch_size=64, shuffle=True)
-model, optimizer, loader = team.setup(model, optimizer, loader, global_batch=64, balance="--balance" in sys.argv)
+model, optimizer, loader = team.setup(model, optimizer, loader, global_batch=64, balance=options.balance)
 
-for epoch in range(8):
+for epoch in range(options.epochs):
     for images, labels in loader:
         with team.step():
             loss = torch.nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        team.report(loss=loss)
+            team.report(loss=loss)
     if team.is_lead:
         score = accuracy(model, test)
         team.report(accuracy=score)

@@ -8,14 +8,21 @@ import pytest
 
 from paceline.events import (
     Balance,
+    Cancel,
     Compute,
+    Epoch,
     Event,
     Join,
+    Lease,
     Leave,
     Message,
     Metric,
+    Pull,
+    Push,
     Recorder,
     Reduce,
+    Return,
+    Seen,
     Update,
     Wait,
     decode,
@@ -32,6 +39,15 @@ EVERY_KIND: list[Event] = [
     Reduce(0, 2.5, 1e-9, 1 << 40),
     Update(3, 3.0, 0.1 + 0.2, 4, 1024, 4, True),
     Update(3, 3.0, 0.125, 4),
+    Update(-1, 3.0, 0.125, 4, 64, 2, pushes=[7, 9], rate=0.5),
+    Push(2, 3.1, 7, 3, 1, 16, [4, 5], 64, 192, "held", "1 of 2 minibatches are here"),
+    Pull(2, 3.1, 0.01, 4),
+    Cancel(1, 3.2, 0.05, 3, [6]),
+    Lease(1, 3.25, 6, 0, 2, 48, 16),
+    Return(1, 3.3, [6], "cancelled"),
+    Seen(0, 3.35, [8]),
+    Epoch(-1, 3.4, 0, 2, 1500),
+    Epoch(-1, 3.45, 0, 2, 0, True),
     Balance(0, 3.5, 17, [3, 1, 0]),
     Message(1, 3.75, 1e-5, "all_reduce", "ring", "send", 2, 4096),
     Metric(0, 4.0, 5, {"loss": 0.1, "accuracy": 1.0}),
@@ -211,6 +227,8 @@ SUMMARY: dict[str, Any] = {
     "samples_per_second": 100 / 6,
     "staleness": {"mean": 0.0, "max": 0, "histogram": {"0": 8}},
     "last": {"loss": 1.0, "accuracy": 0.5, "grip": 0.25},
+    "pushed_bytes": 0,
+    "saved_bytes": 0,
     "workers": {
         "0": {"computing": 4.5, "communicating": 2.375, "waiting": 0.75, "minibatches": 6, "samples": 115},
         "1": {"computing": 4.0, "communicating": 2.25, "waiting": 1.0, "minibatches": 4, "samples": 30},
@@ -220,6 +238,30 @@ SUMMARY: dict[str, Any] = {
 
 def test_a_summary_says_what_one_would_count_by_hand() -> None:
     assert msgspec.to_builtins(summarise(RUN, 2), str_keys=True) == SUMMARY
+
+
+def test_a_summary_counts_what_a_server_says() -> None:
+    run: list[Event] = [
+        Join(0, 0.0, 1, "host", "cpu", "k-sync:k=1", 0.0),
+        Compute(0, 0.0, 1.0, 0, 1, 8),
+        Push(0, 1.0, 1, 0, 0, 8, [1], 100, 300, "used", "1 of 1"),
+        Update(-1, 1.0, 0.1, 1, 100, 1, pushes=[1]),
+        Cancel(1, 0.0, 1.1, 0, [2]),
+        Compute(1, 1.1, 1.0, 0, 1, 8),
+        Push(1, 2.1, 2, 0, 1, 8, [3], 100, 300, "dropped", "late"),
+        Pull(0, 1.0, 0.125, 1),
+        Compute(0, 1.2, 1.0, 1, 1, 8),
+        Push(0, 2.2, 3, 1, 0, 8, [4], 100, 300, "used", "1 of 1"),
+        Update(-1, 2.2, 0.1, 2, 100, 1, pushes=[3]),
+    ]
+    summary = summarise(run, 2)
+    assert (summary.updates, summary.cancelled, summary.dropped) == (2, 1, 1)
+    assert (summary.pushed_bytes, summary.saved_bytes) == (300, 900)
+    assert summary.staleness.histogram == {0: 2, 1: 1}
+    assert summary.staleness.mean == pytest.approx(1 / 3)
+    assert summary.seconds_per_update == pytest.approx(1.2)
+    assert set(summary.workers) == {0, 1}, "a server is not a worker"
+    assert summary.workers[0].communicating == 0.125
 
 
 def test_a_summary_does_not_depend_on_the_order_of_events() -> None:

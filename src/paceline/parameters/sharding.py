@@ -132,7 +132,9 @@ class ShardedOptimizer:
         self._runs: list[ByGroup] = []
         """Per chunk, its runs, once pieces are updated together."""
         self._spans: list[list[tuple[torch.nn.Parameter, int, int]]] = []
-        """Per chunk, where those of them lie that are made of several pieces."""
+        """Per chunk, where they lie."""
+        self._rate = self._plain_rate()
+        """The learning rate, if all there is to do is plain gradient descent."""
         self.mix: Mix | None = None
         """Sums gradients that do not lie there as they are: compressed ones, say."""
         self._apart = False
@@ -226,6 +228,16 @@ class ShardedOptimizer:
     def set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
         for group, values in zip(self._inner.param_groups, groups, strict=True):
             group.update(values)
+        self._rate = self._plain_rate()
+
+    def _plain_rate(self) -> float | None:
+        if type(self._inner) is not torch.optim.SGD:
+            return None
+        groups = self._inner.param_groups
+        if any(group["momentum"] or group["weight_decay"] or group["maximize"] for group in groups):
+            return None
+        rates = {float(group["lr"]) for group in groups}
+        return rates.pop() if len(rates) == 1 else None
 
     def update(
         self, weights: Weights, used: list[bytes] | None, scale: float = 1.0, move: tuple[int, int] | None = None
@@ -240,28 +252,48 @@ class ShardedOptimizer:
             self._part()
         elif not (self._runs or self._apart or self._unsettled):
             self._join()
+        descent = self._rate if move is not None and used is None else None
         for number, chunk in enumerate(self._chunks):
+            if descent is not None and move is not None:
+                self._descend(chunk, weights, scale, descent, *move)
+                continue
             if move is not None:
                 self._move(number, chunk, *move)
             if used is not None:
                 self._update_used(chunk, weights, used, scale)
                 continue
-            if self.mix is None:
-                weighted_sum(chunk.total, chunk.gradients, weights, scale)
-            else:
-                self.mix(chunk.total, chunk.flat, chunk.start, chunk.stop, weights, scale)
+            self._sum(chunk, weights, scale)
             self._step(self._runs[number] if self._runs else chunk.by_group, chunk.pieces)
         others = sum(rank != self._rank for rank, _ in weights)
         return others * self._bytes
+
+    def _sum(self, chunk: _Chunk, weights: Weights, scale: float) -> None:
+        if self.mix is None:
+            weighted_sum(chunk.total, chunk.gradients, weights, scale)
+        else:
+            self.mix(chunk.total, chunk.flat, chunk.start, chunk.stop, weights, scale)
+
+    def _descend(self, chunk: _Chunk, weights: Weights, scale: float, rate: float, old: int, new: int) -> None:
+        """Plain gradient descent from one buffer to another: as `_move` and `_step`, crossing memory once."""
+        source, weight = weights[0]
+        gradient = chunk.total
+        if len(weights) == 1 and weight * scale == 1.0 and self.mix is None:
+            gradient = chunk.gradients[source]
+        else:
+            self._sum(chunk, weights, scale)
+        before, after = self._versions.buffers[old][chunk.flat], self._versions.buffers[new][chunk.flat]
+        torch.add(before[chunk.start : chunk.stop], gradient, alpha=-rate, out=after[chunk.start : chunk.stop])
 
     def _move(self, number: int, chunk: _Chunk, old: int, new: int) -> None:
         """Let the optimizer see a chunk in another buffer, with the values that it has in the old one."""
         values = self._versions.buffers[new][chunk.flat]
         values[chunk.start : chunk.stop].copy_(self._versions.buffers[old][chunk.flat][chunk.start : chunk.stop])
-        for piece in chunk.pieces:
-            piece.parameter.data = values[piece.start : piece.stop]
-        for run, start, stop in self._spans[number] if self._runs else ():
-            run.data = values[start:stop]
+        if self._runs:
+            for run, start, stop in self._spans[number]:
+                run.data = values[start:stop]
+        else:
+            for piece in chunk.pieces:
+                piece.parameter.data = values[piece.start : piece.stop]
 
     def _update_used(self, chunk: _Chunk, weights: Weights, used: list[bytes], scale: float) -> None:
         """As `update`, parameter by parameter: those that nobody used stay exactly as they are."""
@@ -272,7 +304,8 @@ class ShardedOptimizer:
             begin, end = piece.start - chunk.start, piece.stop - chunk.start
             total = chunk.total[begin:end]
             if self.mix is None:
-                weighted_sum(total, tuple(gradient[begin:end] for gradient in chunk.gradients), contributing, scale)
+                parts = tuple(gradient[begin:end] for gradient in chunk.gradients)
+                weighted_sum(total, parts, contributing, scale)
             else:
                 self.mix(total, chunk.flat, piece.start, piece.stop, contributing, scale)
             self._step({piece.group: [piece.parameter]}, [piece])
@@ -288,6 +321,8 @@ class ShardedOptimizer:
             for pieces in heads.values():
                 joined = [self._run(chunk, pieces)] if len(pieces) > 1 and self._alike(pieces) else []
                 spans += [(run, pieces[0].start, pieces[-1].stop) for run in joined]
+                if not joined:
+                    spans += [(piece.parameter, piece.start, piece.stop) for piece in pieces]
                 for parameter in joined or [piece.parameter for piece in pieces]:
                     runs.setdefault(pieces[0].group, []).append(parameter)
             self._runs.append(runs)

@@ -1,28 +1,49 @@
-"""The picture that explains a run: a row per worker, time to the right, the gaps where a worker waits left empty."""
+"""The picture that explains a run: a row per worker, time to the right, the gaps where a worker waits left empty.
+
+Where workers can be on different versions, computing has the colour of its version, and cancelled work is light.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from typing import NamedTuple
 
-from paceline.events import Compute, Event, Reduce, Update, Wait
+from paceline.events import Cancel, Compute, Event, Pull, Push, Reduce, Update, Wait
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 _COLOURS = {"computing": "#0072B2", "slowed on purpose": "#56B4E9", "updating": "#E69F00", "waiting": "#ffffff"}
+_VERSIONS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _OTHER = "#f0f0f0"
 _WIDTH, _ROW, _LEFT, _TOP = 960, 34, 76, 46
+
+
+class _Bar(NamedTuple):
+    kind: str
+    start: float
+    seconds: float
+    note: str
+    colour: str
+    light: bool = False
 
 
 def timeline(events: Iterable[Event], title: str, updates: int = 8) -> str:
     """An SVG of some updates in a row that are typical for a run."""
     events = list(events)
-    moments = sorted(event.start for event in events if isinstance(event, Update) and event.rank == 0)
+    served = any(isinstance(event, Push) for event in events)
+    who = -1 if served else 0
+    moments = sorted(
+        event.start + (event.seconds if served else 0.0)
+        for event in events
+        if isinstance(event, Update) and event.rank == who
+    )
+    legend = _legend(served)
     if not moments:
-        return _frame(title, 1, ["<text x='20' y='70'>there was no update in this run</text>"])
+        return _frame(title, 1, ["<text x='20' y='70'>there was no update in this run</text>"], legend)
     begin, end = _window(moments, updates)
     if end <= begin:
         begin, end = min(e.start for e in events), max(e.start + getattr(e, "seconds", 0.0) for e in events)
-    ranks = sorted({event.rank for event in events})
+    ranks = sorted({event.rank for event in events if event.rank >= 0})
     scale = (_WIDTH - _LEFT - 16) / (end - begin)
     shapes: list[str] = []
     for row, rank in enumerate(ranks):
@@ -32,11 +53,11 @@ def timeline(events: Iterable[Event], title: str, updates: int = 8) -> str:
         shapes.append(f"<rect x='{_LEFT}' y='{y}' width='{width}' height='{_ROW - 8}' fill='{_OTHER}' stroke='#ddd'/>")
         for event in events:
             if event.rank == rank:
-                for kind, start, seconds, note in _spans(event):
-                    first, last = max(begin, start), min(end, start + seconds)
+                for bar in _bars(event, served):
+                    first, last = max(begin, bar.start), min(end, bar.start + bar.seconds)
                     if first < last:
                         x, length = _LEFT + (first - begin) * scale, max(0.6, (last - first) * scale)
-                        shapes.append(_bar(x, y, length, kind, note))
+                        shapes.append(_drawn(x, y, length, bar))
     for moment in moments:
         if begin <= moment <= end:
             x = _LEFT + (moment - begin) * scale
@@ -45,7 +66,7 @@ def timeline(events: Iterable[Event], title: str, updates: int = 8) -> str:
                 f"<line x1='{x:.1f}' y1='{_TOP - 4}' x2='{x:.1f}' y2='{bottom}' stroke='#333' opacity='.35'/>"
             )
     shapes.append(_axis(end - begin, _TOP + len(ranks) * _ROW + 12))
-    return _frame(title, len(ranks), shapes)
+    return _frame(title, len(ranks), shapes, legend)
 
 
 def _window(moments: list[float], updates: int) -> tuple[float, float]:
@@ -56,27 +77,42 @@ def _window(moments: list[float], updates: int) -> tuple[float, float]:
     return begin, begin + seconds
 
 
-def _spans(event: Event) -> list[tuple[str, float, float, str]]:
-    """What an event shows as: kind, start, seconds, and words for whoever points at it."""
+def _bars(event: Event, served: bool) -> list[_Bar]:
+    """What an event shows as."""
     match event:
+        case Compute() if served:
+            words = f"{event.samples} samples on version {event.version} in {event.seconds * 1e3:.2f} ms"
+            return [_Bar("computing", event.start, event.seconds, words, _colour(event.version))]
         case Compute():
             busy = event.seconds - event.slowed
             words = f"{event.samples} samples of version {event.version} in {event.seconds * 1e3:.2f} ms"
-            spans = [("computing", event.start, busy, words)]
+            bars = [_Bar("computing", event.start, busy, words, _COLOURS["computing"])]
             if event.slowed > 0:
-                spans.append(("slowed on purpose", event.start + busy, event.slowed, words))
-            return spans
-        case Update() | Reduce():
-            return [("updating", event.start, event.seconds, f"{event.seconds * 1e3:.2f} ms")]
+                kind = "slowed on purpose"
+                bars.append(_Bar(kind, event.start + busy, event.slowed, words, _COLOURS[kind]))
+            return bars
+        case Cancel():
+            words = f"after {event.seconds * 1e3:.2f} ms on version {event.version}"
+            return [_Bar("cancelled", event.start, event.seconds, words, _colour(event.version), light=True)]
+        case Update() | Reduce() | Pull():
+            words = f"{event.seconds * 1e3:.2f} ms"
+            return [_Bar("updating", event.start, event.seconds, words, "#555555" if served else _COLOURS["updating"])]
         case Wait():
-            return [("waiting", event.start, event.seconds, f"{event.seconds * 1e3:.2f} ms for worker {event.on}")]
+            words = f"{event.seconds * 1e3:.2f} ms for worker {event.on}"
+            return [_Bar("waiting", event.start, event.seconds, words, _COLOURS["waiting"])]
     return []
 
 
-def _bar(x: float, y: float, width: float, kind: str, note: str) -> str:
+def _colour(version: int) -> str:
+    return _VERSIONS[version % len(_VERSIONS)]
+
+
+def _drawn(x: float, y: float, width: float, bar: _Bar) -> str:
+    faint = " fill-opacity='.25' stroke-dasharray='3 2'" if bar.light else ""
+    edge = f" stroke='{bar.colour}' stroke-width='.8'" if bar.light else ""
     return (
-        f"<rect x='{x:.2f}' y='{y + 1}' width='{width:.2f}' height='{_ROW - 10}' fill='{_COLOURS[kind]}'>"
-        f"<title>{escape(kind)}: {escape(note)}</title></rect>"
+        f"<rect x='{x:.2f}' y='{y + 1}' width='{width:.2f}' height='{_ROW - 10}' fill='{bar.colour}'{faint}{edge}>"
+        f"<title>{escape(bar.kind)}: {escape(bar.note)}</title></rect>"
     )
 
 
@@ -88,19 +124,37 @@ def _axis(seconds: float, y: int) -> str:
     )
 
 
-def _frame(title: str, rows: int, shapes: list[str]) -> str:
+def _legend(served: bool) -> list[tuple[str, list[str], str]]:
+    """Words, the colours of their boxes, and how the boxes are filled."""
+    if not served:
+        known = [(kind, [colour], "") for kind, colour in _COLOURS.items()]
+    else:
+        known = [
+            ("computing, a colour per version", list(_VERSIONS), ""),
+            ("cancelled", [_VERSIONS[0]], " fill-opacity='.25'"),
+            ("pushing and pulling", ["#555555"], ""),
+            ("waiting", ["#ffffff"], ""),
+        ]
+    return [*known, ("not training", [_OTHER], "")]
+
+
+def _frame(title: str, rows: int, shapes: list[str], legend: list[tuple[str, list[str], str]]) -> str:
     height = _TOP + rows * _ROW + 44
-    legend, x = [], _LEFT
-    for kind, colour in {**_COLOURS, "not training": _OTHER}.items():
-        legend.append(f"<rect x='{x}' y='{height - 20}' width='12' height='12' fill='{colour}' stroke='#bbb'/>")
-        legend.append(f"<text x='{x + 18}' y='{height - 9}' class='small'>{kind}</text>")
-        x += 34 + 7 * len(kind)
+    words, x = [], _LEFT
+    for kind, colours, style in legend:
+        for colour in colours:
+            words.append(
+                f"<rect x='{x}' y='{height - 20}' width='12' height='12' fill='{colour}'{style} stroke='#bbb'/>"
+            )
+            x += 12
+        words.append(f"<text x='{x + 6}' y='{height - 9}' class='small'>{kind}</text>")
+        x += 22 + 7 * len(kind)
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' height='{height}'>"
         "<style>text{font:13px system-ui,sans-serif;fill:#222}.small{font-size:11px;fill:#555}</style>"
         f"<rect width='{_WIDTH}' height='{height}' fill='#ffffff'/>"
         f"<text x='{_LEFT}' y='26' style='font-weight:600;font-size:15px'>{escape(title)}</text>"
         + "".join(shapes)
-        + "".join(legend)
+        + "".join(words)
         + "</svg>"
     )

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import TCPStore, rpc
+from torch.distributed import TCPStore, rpc  # type: ignore[attr-defined]
 
 LEARNING_RATE = 0.01
 WARM_UP_SECONDS = 1.0
@@ -137,27 +137,41 @@ def measure(task: dict[str, Any]) -> list[float]:
     return rates[1:]
 
 
+def start(role: dict[str, Any], stack: contextlib.ExitStack) -> None:
+    """Start this program in another role, until the stack unwinds. Should it end badly before, so does everything."""
+    process = subprocess.Popen([sys.executable, __file__, json.dumps(role | {"parent": os.getpid()})])
+    over = threading.Event()
+
+    def guard() -> None:
+        if process.wait() and not over.is_set():
+            print(f"A process ended with {process.returncode}: {role}", file=sys.stderr, flush=True)
+            os._exit(1)  # The main thread may wait for that process in a call that nothing can interrupt.
+
+    threading.Thread(target=guard, daemon=True).start()
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    stack.callback(over.set)
+
+
 def main() -> None:
     global _server
     # Read by the message layer: without it, it would listen at the host's outer address.
     os.environ.update(OMP_NUM_THREADS="1", TP_SOCKET_IFNAME="lo")
     task = json.loads(sys.argv[1])
     if "rank" in task:
-        return work(task)
+        work(task)
+        return
     _server = Server(WORKLOADS[task["model"]])
     # The rendezvous below finds this store at its port, and shares it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    task |= {"port": store.port, "parent": os.getpid()}
+    task["port"] = store.port
     with contextlib.ExitStack() as stack:
         for rank in range(1, task["workers"] + 1):
-            worker = subprocess.Popen([sys.executable, __file__, json.dumps(task | {"rank": rank})])
-            stack.callback(worker.wait)
-            stack.callback(worker.kill)
+            start(task | {"rank": rank}, stack)
         join(0, task)
-        stack.callback(rpc.shutdown, graceful=False)
         rates = measure(task)
+        rpc.shutdown(timeout=START_SECONDS)
         Path(task["output"]).write_text(json.dumps({"minibatches_per_second": rates}), encoding="utf-8")
-    return None
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +26,25 @@ WORKLOADS = {"small": ((64, 256, 10), 64), "mlp25m": ((1024, 4096, 4096, 1024), 
 LEARNING_RATE = 0.01
 WARM_UP_SECONDS = 1.0
 PR_SET_PDEATHSIG = 1
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "GRPC_VERBOSITY": "NONE", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "GRPC_VERBOSITY": "NONE",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def tensorflow() -> Any:
     """Loaded only once the environment is set, which it reads while it is loaded."""
-    os.environ.update(QUIET)
-    import tensorflow as tf
-
+    os.environ.update(ENVIRONMENT)
+    errors = os.dup(2)
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # While it is loaded, it heeds no log level.
+    try:
+        import tensorflow as tf
+    finally:
+        os.dup2(errors, 2)
+        os.close(errors)
     tf.get_logger().setLevel("ERROR")
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
@@ -44,7 +56,9 @@ def serve(task: dict[str, Any]) -> None:
     if os.getppid() != task["parent"]:
         return  # The coordinator ended before its end could be noticed.
     tf = tensorflow()
-    config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1)
+    # A worker's step waits in one thread while a second works: with a single one it never ends.
+    threads = 2 if task["job"] == "worker" else 1
+    config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=threads)
     tf.distribute.Server(
         tf.train.ClusterSpec(task["cluster"]),
         job_name=task["job"],
@@ -78,12 +92,12 @@ def training(tf: Any, strategy: Any, coordinator: Any, model: str) -> Callable[[
         ]
     parameters = list(itertools.chain.from_iterable(layers))
 
-    def batches(context: Any = None) -> Any:
+    def batches() -> Any:
         return tf.data.Dataset.from_tensors(tf.random.normal((batch, widths[0]))).cache().repeat()
 
     data = iter(coordinator.create_per_worker_dataset(batches))
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]
     def step(iterator: Any) -> None:
         x = next(iterator)
         with tf.GradientTape() as tape:
@@ -125,17 +139,31 @@ def measure(task: dict[str, Any], cluster: dict[str, list[str]]) -> list[float]:
     return rates
 
 
+def start(role: dict[str, Any], stack: contextlib.ExitStack) -> None:
+    """Start this program in another role, until the stack unwinds. Should it end badly before, so does everything."""
+    process = subprocess.Popen([sys.executable, __file__, json.dumps(role | {"parent": os.getpid()})])
+    over = threading.Event()
+
+    def guard() -> None:
+        if process.wait() and not over.is_set():
+            print(f"A process ended with {process.returncode}: {role}", file=sys.stderr, flush=True)
+            os._exit(1)  # The main thread may wait for that process in a call that nothing can interrupt.
+
+    threading.Thread(target=guard, daemon=True).start()
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    stack.callback(over.set)
+
+
 def main() -> None:
     task = json.loads(sys.argv[1])
     if "job" in task:
-        return serve(task)
+        serve(task)
+        return
     with contextlib.ExitStack() as stack:
         cluster = {"ps": addresses(1, stack), "worker": addresses(task["workers"], stack)}
         for job, index in [("ps", 0), *(("worker", index) for index in range(task["workers"]))]:
-            role = {"cluster": cluster, "job": job, "index": index, "parent": os.getpid()}
-            server = subprocess.Popen([sys.executable, __file__, json.dumps(role)])
-            stack.callback(server.wait)
-            stack.callback(server.kill)
+            start({"cluster": cluster, "job": job, "index": index}, stack)
         rates = measure(task, cluster)
         Path(task["output"]).write_text(json.dumps({"minibatches_per_second": rates}), encoding="utf-8")
 
