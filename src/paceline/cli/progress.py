@@ -103,6 +103,9 @@ class Progress:
     def line(self) -> str:
         """`update 120 · loss 0.312 · 5,120 samples/s · pace 0: 1,280/s 1: 320/s` from what the streams say last."""
         update, metrics, samples, paces = 0, "", 0.0, []
+        for event in _tail(self._folder / "streams" / "-1.jsonl"):
+            if isinstance(event, Update):
+                update = max(update, event.version)
         for rank in range(self._workers):
             events = _tail(self._folder / "streams" / f"{rank}.jsonl")
             computed = [event for event in events if isinstance(event, Compute)]

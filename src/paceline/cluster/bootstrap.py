@@ -51,7 +51,7 @@ def main() -> None:
         sys.exit(130)
     except BaseException as error:
         code = _farewell(farewell, error)
-        del error
+        sys.last_value = error  # as the interpreter does it, for whoever is called at exit
         sys.exit(code)
 
 

@@ -81,6 +81,7 @@ def summarise(events: Iterable[Event], world_size: int) -> Summary:
     workers = {rank: Worker() for rank in range(world_size)}
     updates: dict[int, float] = {}
     gradients: list[tuple[float, int]] = []
+    used: list[tuple[float, int]] = []
     last: dict[str, tuple[int, float]] = {}
     minibatches = 0
     strategy: str | None = None
@@ -109,6 +110,8 @@ def summarise(events: Iterable[Event], world_size: int) -> Summary:
                 dropped += event.outcome == "dropped"
                 pushed += event.bytes
                 saved += event.saved
+                if event.outcome in ("used", "held"):
+                    used.append((event.start, event.samples))
             case Cancel():
                 cancelled += 1
             case Update():
@@ -122,7 +125,7 @@ def summarise(events: Iterable[Event], world_size: int) -> Summary:
                         last[name] = (event.rank, value)
     times = sorted(updates.values())
     span = times[-1] - times[0] if len(times) > 1 else 0.0
-    inside = sum(samples for end, samples in gradients if times and times[0] < end <= times[-1])
+    inside = sum(samples for end, samples in (used if ages else gradients) if times and times[0] < end <= times[-1])
     return Summary(
         strategy=strategy,
         world_size=world_size,

@@ -496,7 +496,8 @@ class Coordinator:
         if self._ledger.is_open(loader, epoch):
             self._ledger.enter(seat.rank, loader)
             self._policy.wake(seat.rank)
-            self._renew(seat)
+            if request.renew:
+                self._renew(seat)
             seat.into(State.COMPUTING)
             seat.request = None
             self._tell(seat, Go(seat.version, seat.buffer))

@@ -29,6 +29,7 @@ class Desk:
     def __init__(self, address: str, rank: int, floors: Words, timeouts: Timeouts) -> None:
         self._rank, self._floors, self._timeouts = rank, floors, timeouts
         self._wire: Wire[Any] = connect(address, ToWorker, timeouts.join)
+        self._wire.patience(timeouts.meeting + _MARGIN)
         self._place = rank * floors.step
         self.reduce: Callable[[Reduce], None] = lambda _message: None
         """Sums this worker's part of its group's gradient, when it is asked to."""
@@ -72,16 +73,17 @@ class Desk:
             raise self._lost() from None
 
     def _answer(self) -> Any:
-        until = time.monotonic() + self._timeouts.meeting + _MARGIN
         while True:
-            answer = self._wire.receive_within(until - time.monotonic())
+            try:
+                answer = self._wire.receive()
+            except TimeoutError:
+                waited = self._timeouts.meeting + _MARGIN
+                raise TeamTimeout(f"the server did not answer rank {self._rank} in {waited:g} s") from None
             if isinstance(answer, Reduce):
                 self.reduce(answer)
                 self._wire.send(Reduced())
             elif isinstance(answer, Failed):
                 raise _error(answer)
-            elif answer is None:
-                raise TeamTimeout(f"the server did not answer rank {self._rank} in {self._timeouts.meeting:g} s")
             else:
                 return answer
 

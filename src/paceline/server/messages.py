@@ -129,6 +129,8 @@ class Enter(_Message, frozen=True, gc=False):
 
     loader: int
     epoch: int
+    renew: bool
+    """I can take a new version: I am not in the middle of a gradient."""
 
 
 class Order(_Message, frozen=True, gc=False):

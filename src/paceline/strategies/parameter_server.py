@@ -369,7 +369,7 @@ class ParameterServerTrainer(Trainer):
 
     def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
         self._riding = None
-        answer = self._desk.call(Enter(loader, epoch))
+        answer = self._desk.call(Enter(loader, epoch, not self._open))
         if isinstance(answer, Draw):
             drawn = draw()
             self._desk.tell(Drawn(loader, epoch, drawn.sizes, drawn.drop_last, torch.is_grad_enabled()))
@@ -456,8 +456,9 @@ class ParameterServerTrainer(Trainer):
 
     def part(self) -> None:
         self._desk.close()
-        if self._thread is not None:
-            self._thread.join(self._timeouts.stop)
+        if self._thread is not None and getattr(sys, "last_value", None) is None:
+            # The others need what is served from here; not if this script has failed, for then they can not go on.
+            self._thread.join(self._timeouts.meeting)
 
     def close(self) -> None:
         with contextlib.suppress(TeamError), self.still():

@@ -57,15 +57,23 @@ class Wire(Generic[In]):
             raise Closed(f"the other end is gone: {error}") from None
 
     def receive(self) -> In:
-        """The next message; waits for it."""
+        """The next message; waits for it, as long as `patience` says."""
         try:
             data = self._socket.recv(_LARGEST)
-        except (ConnectionResetError, OSError) as error:
+        except BlockingIOError:
+            raise TimeoutError from None
+        except OSError as error:
             raise Closed(f"the other end is gone: {error}") from None
         if not data:
             raise Closed("the other end is gone")
         message: In = self._decode(data)
         return message
+
+    def patience(self, seconds: float) -> None:
+        """Let `receive` raise TimeoutError after so long: the kernel's own clock, so it costs nothing."""
+        whole = int(seconds)
+        limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def receive_within(self, seconds: float) -> In | None:
         """The next message, or None if there is none in time."""

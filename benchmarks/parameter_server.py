@@ -1,0 +1,85 @@
+"""Asynchronous training on two workers and one server, against the peers.
+
+One command: `python benchmarks/parameter_server.py`.
+
+Contestants take turns, in processes of their own: Paceline, torch.distributed.rpc, TensorFlow's ParameterServerStrategy
+(in a virtual environment that this makes), and two processes that each train alone. What counts is the ratio of their
+medians. `--without tensorflow` leaves one out.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from paceline.bench.harness import measure
+from paceline.bench.tasks import MODELS, Race
+
+HERE = Path(__file__).resolve().parent
+PEERS = HERE.parent / "src" / "paceline" / "bench" / "peers"
+TENSORFLOW = HERE.parent / ".venv-tensorflow"
+WORKERS = 2
+
+
+def tensorflow() -> str:
+    """The Python that has TensorFlow; made on first use."""
+    python = TENSORFLOW / "bin" / "python"
+    if not (TENSORFLOW / "ready").exists():
+        print("installing TensorFlow into .venv-tensorflow", file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(TENSORFLOW)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "tensorflow==2.21.0"], check=True)
+        (TENSORFLOW / "ready").touch()
+    return str(python)
+
+
+def ours(model: str, seconds: float, contestant: str) -> float:
+    """Minibatches per second of all workers together."""
+    race = Race(model=model, contestants=[contestant], batch=MODELS[model], rounds=1, seconds=seconds)
+    return WORKERS / measure(race, WORKERS, "async" if contestant == "paceline" else None).seconds[contestant][0]
+
+
+def peer(model: str, seconds: float, python: str, script: str) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        task = {"model": model, "workers": WORKERS, "seconds": seconds, "rounds": 1, "output": str(output)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            [python, str(PEERS / script), json.dumps(task)], check=True, env=environment, stderr=subprocess.DEVNULL
+        )
+        return float(json.loads(output.read_text())["minibatches_per_second"][0])
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--seconds", type=float, default=3.0, help="of each turn")
+    options.add_argument("--model", action="append", choices=["small", "mlp25m"], help="both by default")
+    options.add_argument("--without", action="append", default=[], choices=["rpc", "tensorflow", "alone"])
+    options = options.parse_args()
+    contestants = {
+        "paceline": lambda model: ours(model, options.seconds, "paceline"),
+        "rpc": lambda model: peer(model, options.seconds, sys.executable, "rpc_server.py"),
+        "tensorflow": lambda model: peer(model, options.seconds, tensorflow(), "tensorflow_server.py"),
+        "alone": lambda model: ours(model, options.seconds, "alone"),
+    }
+    for name in options.without:
+        del contestants[name]
+    for model in options.model or ["small", "mlp25m"]:
+        rates: dict[str, list[float]] = {name: [] for name in contestants}
+        for number in range(options.rounds):
+            for name, run in contestants.items():
+                print(f"{model}: round {number + 1} of {options.rounds}: {name}", file=sys.stderr, flush=True)
+                rates[name].append(run(model))
+        own = statistics.median(rates["paceline"])
+        for name, values in rates.items():
+            if name != "paceline":
+                print(f"{model}: {own / statistics.median(values):.2f} times {name}", flush=True)
+        print(f"{model}: minibatches per second, by round: {json.dumps(rates)}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

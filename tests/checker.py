@@ -1,0 +1,534 @@
+"""Whole runs under any policy: playing one quickly, and finding from its events alone what it did wrong.
+
+`violations` knows no code of the package but the schema of events: it replays what the server wrote down, and
+recomputes what must always hold.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import process as multiprocessing_process
+from multiprocessing import util as multiprocessing_util
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import PACELINE, Outcome, Run, environment, shared_files
+
+import paceline.cli
+import paceline.server.host
+import paceline.team  # noqa: F401  (once here, not once in every fork)
+from paceline.events import Cancel, Epoch, Event, Join, Lease, Push, Return, Seen, Update, decode
+
+# -- what a policy promises ------------------------------------------------------------------------------------------
+
+_FRESH = ("sync", "k-sync", "k-batch-sync")
+_BATCHES = ("k-batch-sync", "k-batch-async")
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """A strategy spec, taken apart."""
+
+    family: str
+    """Of those who push: of the groups, where there are groups."""
+    k: int
+    """How many pushes make an update; to begin with, if it grows."""
+    bound: int | None
+    """Steps that nobody may be ahead of the slowest."""
+    size: int
+    """Workers that push as one."""
+    grows: bool
+
+    @classmethod
+    def of(cls, spec: str, workers: int) -> Promise:
+        name, _, rest = spec.partition(":")
+        size = 1
+        if name == "groups":
+            rest, _, between = rest.partition(",between=")
+            size = int(rest.removeprefix("size="))
+            name, _, rest = (between or "async").partition(":")
+        options = dict(part.split("=") for part in rest.split(",") if part)
+        grows = name == "adaptive"
+        if grows:
+            name, options = options.get("of", "k-async"), {"k": options.get("start", "1")}
+        k = workers // size if name == "sync" else int(options.get("k", 1))
+        return cls(name, k, int(options["s"]) if name == "ssp" else None, size, grows)
+
+    def lockstep(self, workers: int) -> bool:
+        """Whether everybody is in every update, each with samples of its own."""
+        return not self.grows and self.family in ("sync", "k-sync", "k-async") and self.k == workers // self.size
+
+
+# -- what must always hold -------------------------------------------------------------------------------------------
+
+
+def violations(events: Iterable[Event], spec: str | None = None) -> list[str]:
+    """All that a run did wrong, one sentence each. Without a spec, the strategy is the one that its workers name."""
+    ordered = list(events)
+    joined = [event for event in ordered if isinstance(event, Join)]
+    return _Replay(spec or joined[0].strategy, len({event.rank for event in joined})).over(ordered)
+
+
+class _Replay:
+    """One run, event by event."""
+
+    def __init__(self, spec: str, workers: int) -> None:
+        self.promise, self.workers = Promise.of(spec, workers), workers
+        self.lockstep = self.promise.lockstep(workers)
+        self.found: list[str] = []
+        self.version = 0
+        self.k = self.promise.k
+        self.here = set(range(workers))
+        self.gone_since_update = False
+        self.pushes: dict[int, Push] = {}
+        self.ended: dict[int, str] = {}
+        """By ticket: used, dropped or skipped."""
+        self.leases: dict[int, Lease] = {}
+        self.state: dict[int, str] = {}
+        """By number of the lease: out, pushed, done or returned."""
+        self.taken: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        """By loader and epoch: which lease has each sample, by place."""
+        self.done: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+        self.epochs: dict[tuple[int, int], Epoch] = {}
+        self.over_at: set[tuple[int, int]] = set()
+        self.abandoned: set[tuple[int, int]] = set()
+        self.again: set[int] = set()
+        """Leases that were returned and that nobody has got since."""
+        self.cancelled: dict[int, int] = {}
+        """Leases of steps that were cancelled, by who says so."""
+        self.given_back: set[int] = set()
+        self.last_version = dict.fromkeys(range(workers), 0)
+        units = workers // self.promise.size
+        self.at_least, self.at_most = [0] * units, [0] * units
+        """Bounds of the steps that each has finished: who had nothing to compute is not waited for, and need not
+        catch up."""
+        self.starved: set[int] = set()
+        self.carries = False
+
+    def over(self, events: Sequence[Event]) -> list[str]:
+        # Gradients of several minibatches may span two epochs: then samples are counted over the whole run.
+        self.carries = any(isinstance(event, Push) and len(event.leases) > 1 for event in events)
+        self.training = {
+            event.loader
+            for event in events
+            if isinstance(event, Lease)
+            and any(isinstance(push, Push) and event.number in push.leases for push in events)
+        }
+        for event in events:
+            match event:
+                case Push():
+                    self._push(event)
+                case Update():
+                    self._update(event)
+                case Lease():
+                    self._lease(event)
+                case Return():
+                    self._return(event)
+                case Seen():
+                    self._finish(event.leases, f"Seen by rank {event.rank}", "out")
+                case Epoch():
+                    self._epoch(event)
+                case Cancel():
+                    self.cancelled |= dict.fromkeys(event.leases, event.rank)
+            self._note_who_starves()
+        self._end()
+        return self.found
+
+    def _say(self, sentence: str) -> None:
+        self.found.append(sentence)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def _push(self, push: Push) -> None:
+        who = f"push {push.ticket} of rank {push.rank}"
+        if push.ticket in self.pushes:
+            self._say(f"{who} came twice")
+            return
+        self.pushes[push.ticket] = push
+        if push.staleness != self.version - push.version:
+            self._say(f"{who} is {self.version - push.version} versions stale, not {push.staleness}")
+        if not self.last_version[push.rank] <= push.version <= self.version:
+            self._say(f"{who} is of version {push.version}, after {self.last_version[push.rank]}")
+        self.last_version[push.rank] = max(push.version, self.last_version[push.rank])
+        for number in push.leases:
+            if self.state.get(number) != "out" or self.leases[number].rank != push.rank:
+                self._say(f"{who} has lease {number}, which is not its own to train on")
+            self.state[number] = "pushed"
+        if push.leases and push.samples != sum(self.leases[n].samples for n in push.leases if n in self.leases):
+            self._say(f"{who} has {push.samples} samples, which is not what its leases have")
+        late = self.promise.family in _FRESH and push.version != self.version
+        if late and push.outcome != "dropped":
+            self._say(f"{who} was {push.outcome}, though it is of version {push.version}, not {self.version}")
+        if push.outcome == "dropped":
+            self.ended[push.ticket] = "dropped"
+        elif push.outcome == "skipped":
+            self.ended[push.ticket] = "skipped"
+            self._finish(push.leases, who, "pushed")
+
+    def _update(self, update: Update) -> None:
+        what = f"update {update.version}"
+        if update.version != self.version + 1:
+            self._say(f"{what} came after version {self.version}: versions rise by one")
+        used = []
+        for ticket in update.pushes:
+            if ticket not in self.pushes:
+                self._say(f"{what} uses push {ticket}, which never came")
+                continue
+            push = self.pushes[ticket]
+            if ticket in self.ended:
+                self._say(f"{what} uses push {ticket}, which was {self.ended[ticket]} before")
+            for number in push.leases:
+                if number in self.cancelled:
+                    self._say(f"{what} uses push {ticket}, whose step was cancelled")
+            if self.promise.family in _FRESH and push.version != self.version:
+                self._say(f"{what} uses push {ticket}, which is of version {push.version}, not {self.version}")
+            used.append(push)
+        if update.workers != len(update.pushes):
+            self._say(f"{what} is said to be of {update.workers} gradients, and names {len(update.pushes)}")
+        self._check_count(what, used)
+        self._check_groups(what, used)
+        self._check_bound(what, used)
+        for push in used:
+            self.ended[push.ticket] = "used"
+            self._finish(push.leases, f"push {push.ticket}", "pushed")
+        self.version = update.version
+        self.gone_since_update = False
+
+    def _check_count(self, what: str, used: list[Push]) -> None:
+        """As many as the policy promises; fewer only if no more could have come."""
+        promise = self.promise
+        units = [push.rank // promise.size for push in used]
+        if promise.family not in _BATCHES and len(set(units)) * promise.size < len(used):
+            self._say(f"{what} uses several gradients of one worker")
+        count = len(used) if promise.size == 1 else len(set(units))
+        if promise.grows:
+            self.k = max(self.k, count)
+        if count > (self.workers if promise.grows else self.k):
+            self._say(f"{what} is of {count}, and {self.k} are enough")
+        if count >= self.k:
+            return
+        present = len({rank // promise.size for rank in self.here})
+        if promise.family not in _BATCHES and count >= present:
+            return
+        if self.gone_since_update or (promise.family in _BATCHES and not self.here):
+            return
+        if self.lockstep and not self._last_of_epoch(used):
+            self._say(f"{what} is of {count} of {self.k}, and is not the last of its epoch")
+        if not self.lockstep and self._free():
+            self._say(f"{what} is of {count} of {self.k}, though there are samples left to train on")
+        if not self.carries and (late := self._holders() - {push.rank for push in used}):
+            self._say(f"{what} is of {count} of {self.k}, though rank {min(late)} is not done")
+
+    def _check_groups(self, what: str, used: list[Push]) -> None:
+        size = self.promise.size
+        present = {push.rank for push in used}
+        for group in {rank // size for rank in present}:
+            members = set(range(group * size, (group + 1) * size)) & self.here
+            for rank in members - present:
+                if rank in self._holders() or not (self._free() == 0 or self.gone_since_update):
+                    self._say(f"{what} uses group {group} without rank {rank}")
+
+    def _check_bound(self, what: str, used: list[Push]) -> None:
+        if self.promise.bound is None:
+            return
+        size = self.promise.size
+        holders = self._holders() - {push.rank for push in used}
+        active = {rank // size for rank in holders}
+        for unit in {push.rank // size for push in used}:
+            slowest = min((self.at_most[other] for other in active if other != unit), default=self.at_least[unit])
+            if self.at_least[unit] - slowest > self.promise.bound:
+                ahead = self.at_least[unit] - slowest
+                self._say(f"{what} is a step of {unit} begun {ahead} ahead of the slowest; {self.promise.bound} may be")
+            self.at_least[unit] += 1
+            self.at_most[unit] += 1
+
+    # -- samples -----------------------------------------------------------------------------------------------------
+
+    def _lease(self, lease: Lease) -> None:
+        key = (lease.loader, lease.epoch)
+        what = f"lease {lease.number} of rank {lease.rank}"
+        if lease.number in self.leases:
+            self._say(f"{what} has a number that was given before")
+        if key not in self.epochs or key in self.over_at:
+            self._say(f"{what} is of epoch {lease.epoch}, which is not open")
+        for place in range(lease.first, lease.first + lease.samples):
+            owner = self.taken[key].get(place)
+            if owner is not None and not self.carries:
+                self._say(f"{what} has sample {place}, which lease {owner} has")
+                break
+        self.taken[key] |= dict.fromkeys(range(lease.first, lease.first + lease.samples), lease.number)
+        for number in list(self.again):
+            old = self.leases[number]
+            if (old.loader, old.first, old.samples) == (lease.loader, lease.first, lease.samples):
+                self.again.discard(number)
+                break
+        self.leases[lease.number], self.state[lease.number] = lease, "out"
+        if lease.rank in self.starved:
+            self.starved.discard(lease.rank)
+            self._wake(lease.rank // self.promise.size)
+
+    def _wake(self, unit: int) -> None:
+        active = [self.at_most[rank // self.promise.size] for rank in self._holders()]
+        self.at_most[unit] = max(self.at_most[unit], min(active) if active else max(self.at_most))
+
+    def _finish(self, numbers: Iterable[int], who: str, before: str) -> None:
+        """These have been trained on, or looked at."""
+        for number in numbers:
+            lease = self.leases.get(number)
+            if lease is None or self.state[number] != before:
+                self._say(f"{who} has lease {number}, which is {self.state.get(number, 'unknown')}")
+            if lease is not None:
+                self.state[number] = "done"
+                self.done[lease.loader, lease.epoch].update(range(lease.first, lease.first + lease.samples))
+
+    def _return(self, back: Return) -> None:
+        if back.why == "lost":
+            self.here.discard(back.rank)
+            self.gone_since_update = True
+        for number in back.leases:
+            lease = self.leases.get(number)
+            if lease is None or self.state[number] not in ("out", "pushed") or lease.rank != back.rank:
+                self._say(f"rank {back.rank} returns lease {number}, which it does not have")
+                continue
+            if back.why == "dropped":
+                for ticket, push in self.pushes.items():
+                    if number in push.leases and ticket not in self.ended:
+                        self.ended[ticket] = "dropped"
+            elif self.state[number] == "pushed":
+                self._say(f"lease {number} was returned ({back.why}) though its gradient is with the server")
+            self.state[number] = "returned"
+            self.given_back.add(number)
+            self.again.add(number)
+            if back.why == "abandoned":
+                self.abandoned.add((lease.loader, lease.epoch))
+            for place in range(lease.first, lease.first + lease.samples):
+                self.taken[lease.loader, lease.epoch].pop(place, None)
+
+    def _epoch(self, epoch: Epoch) -> None:
+        key = (epoch.loader, epoch.epoch)
+        if not epoch.over:
+            running = [k for k in self.epochs if k[0] == epoch.loader and k not in self.over_at | self.abandoned]
+            if running:
+                self._say(f"epoch {epoch.epoch} begins before {running[0][1]} is over")
+            self.epochs[key] = epoch
+            return
+        self.over_at.add(key)
+        if self.carries or key in self.abandoned:
+            return
+        self._check_covered(key, "when it ends")
+
+    def _check_covered(self, key: tuple[int, int], when: str) -> None:
+        samples = self.epochs[key].samples
+        places = self.done[key]
+        missing = [place for place in range(samples) if not places[place]]
+        twice = [place for place, times in places.items() if times > 1]
+        strange = [place for place in places if place >= samples]
+        for found, how in ((missing, "not trained on"), (twice, "trained on twice"), (strange, "not its own")):
+            if found:
+                self._say(f"epoch {key[1]}: {len(found)} samples are {how} {when}, the first is {found[0]}")
+
+    # -- who could do what -------------------------------------------------------------------------------------------
+
+    def _holders(self) -> set[int]:
+        """Who has samples and no gradient of them yet."""
+        return {self.leases[number].rank for number, state in self.state.items() if state == "out"} & self.here
+
+    def _free(self) -> int:
+        """Samples that could be given out."""
+        return sum(
+            epoch.samples - len(self.taken[key])
+            for key, epoch in self.epochs.items()
+            if key not in self.over_at and key[0] in self.training
+        )
+
+    def _last_of_epoch(self, used: list[Push]) -> bool:
+        left = sum(
+            epoch.samples - sum(self.done[key].values())
+            for key, epoch in self.epochs.items()
+            if key not in self.over_at and key[0] in self.training
+        )
+        return left <= sum(push.samples for push in used)
+
+    def _note_who_starves(self) -> None:
+        if not self._free():
+            self.starved |= set(range(self.workers)) - self._holders()
+
+    def _end(self) -> None:
+        forgotten = [ticket for ticket in self.pushes if ticket not in self.ended]
+        if forgotten:
+            self._say(f"push {forgotten[0]} was neither used nor dropped in the end")
+        for number, rank in self.cancelled.items():
+            if number not in self.given_back:
+                self._say(f"rank {rank} was cancelled, and lease {number} did not go back")
+        whole = self.epochs.keys() - self.abandoned
+        if unended := whole - self.over_at:
+            self._say(f"epoch {min(unended)[1]} was never over")
+        if self.carries:
+            trained = sum(sum(places.values()) for places in self.done.values())
+            due = sum(self.epochs[key].samples for key in whole)
+            out = sum(self.leases[n].samples for n, state in self.state.items() if state == "out")
+            if trained + out != due:
+                self._say(f"{trained} samples were trained on, {out} are with workers, and there were {due}")
+        else:
+            for key in whole:
+                self._check_covered(key, "in the end")
+        for number in self.again:
+            lease = self.leases[number]
+            if (lease.loader, lease.epoch) in whole:
+                self._say(f"lease {number} was returned, and nobody got its samples")
+
+
+# -- playing a run ---------------------------------------------------------------------------------------------------
+
+
+class Fork:
+    """Runs a Python program in a fork of this process, which has imported torch already; else as `subprocess.Popen`.
+
+    A run of four workers and a server spends most of its time importing torch; here it starts at once. What runs is
+    the real command line, with real processes, signals and pipes.
+    """
+
+    def __init__(self, words: Sequence[str], **options: Any) -> None:
+        self.returncode: int | None = None
+        pipes = {name: os.pipe() for name in ("stdout", "stderr") if options[name] == subprocess.PIPE}
+        streams = {1: options["stdout"], 2: options["stderr"]}
+        streams |= {1 if name == "stdout" else 2: ends[1] for name, ends in pipes.items()}
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                code = _program(list(words), options, streams)
+            finally:
+                os._exit(code)
+        self.stdout: Any = None
+        self.stderr: Any = None
+        for name, (ours, theirs) in pipes.items():
+            os.close(theirs)
+            setattr(self, name, os.fdopen(ours, "rb", buffering=0))
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if until is not None and time.monotonic() >= until:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _program(words: list[str], options: dict[str, Any], streams: dict[int, int]) -> int:
+    """What a fork does instead of what it was forked from."""
+    if options.get("start_new_session"):
+        os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for target, source in streams.items():
+        os.dup2(source, target)
+    kept = {0, 1, 2, *options.get("pass_fds", ()), *_MARKS}
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if int(path.name) not in kept:
+            with contextlib.suppress(OSError):
+                os.close(int(path.name))
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    atexit._clear()
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+    atexit.register(multiprocessing.util._exit_function)
+    os.environ.clear()
+    os.environ.update(options["env"])
+    if "cwd" in options:
+        os.chdir(options["cwd"])
+    torch.set_num_threads(1)
+    code: Any = 0
+    try:
+        if words[0] == PACELINE:
+            sys.argv = words
+            subprocess.Popen = Fork  # type: ignore[misc,assignment]
+            paceline.cli.main()
+        else:
+            sys.argv = words[1:]
+            runpy.run_path(words[1], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return int(code or 0)
+
+
+_MARKS: set[int] = set()
+"""Descriptors that all processes of a run keep open, by which they are known."""
+
+
+class QuickRun(Run):
+    """`paceline run` that starts at once."""
+
+    def __init__(self, command: Sequence[str], cwd: Path, **extra: str) -> None:
+        self.cwd = cwd
+        self.notes = Path(tempfile.mkdtemp(prefix="notes-", dir=cwd))
+        self.shared_before = shared_files()
+        self._out, self._err = self.notes / "stdout", self.notes / "stderr"
+        with self._out.open("wb") as out, self._err.open("wb") as err, (self.notes / "mark").open("wb") as mark:
+            _MARKS.add(mark.fileno())
+            variables = environment(RUN_NOTES=str(self.notes), **extra)
+            streams = {"stdout": out.fileno(), "stderr": err.fileno()}
+            self.process = Fork(command, cwd=cwd, env=variables, **streams)  # type: ignore[assignment]
+            _MARKS.clear()
+
+    def processes(self) -> list[int]:
+        mark, found = str(self.notes / "mark"), []
+        for path in Path("/proc").iterdir():
+            if path.name.isdecimal():
+                with contextlib.suppress(OSError):
+                    if any(os.readlink(link) == mark for link in (path / "fd").iterdir()):  # noqa: PTH115
+                        found.append(int(path.name))
+        return found
+
+
+@contextlib.contextmanager
+def playing(command: Sequence[str | Path], cwd: Path, **extra: str) -> Iterator[QuickRun]:
+    """Start `paceline run` with these words; nothing of it is left afterwards."""
+    run = QuickRun([PACELINE, "run", *(str(word) for word in command)], cwd, **extra)
+    try:
+        yield run
+    finally:
+        run.clear()
+
+
+def played(command: Sequence[str | Path], cwd: Path, seconds: float = 60.0, **extra: str) -> Outcome:
+    with playing(command, cwd, **extra) as run:
+        return run.finish(seconds)
+
+
+def events_of(outcome: Outcome, name: str) -> list[Event]:
+    lines = (outcome.run.cwd / "runs" / name / "events.jsonl").read_bytes().splitlines()
+    return [decode(line) for line in lines]
