@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 import runpy
 import signal
@@ -26,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
 from support import PACELINE, Outcome, Run, environment, shared_files
 
 import paceline.cli
 import paceline.server.host
-import paceline.team  # noqa: F401  (once here, not once in every fork)
+import paceline.team
 from paceline.events import Cancel, Epoch, Event, Join, Lease, Push, Return, Seen, Update, decode
 
 # -- what a policy promises ------------------------------------------------------------------------------------------
@@ -276,10 +276,10 @@ class _Replay:
             if (old.loader, old.first, old.samples) == (lease.loader, lease.first, lease.samples):
                 self.again.discard(number)
                 break
-        self.leases[lease.number], self.state[lease.number] = lease, "out"
         if lease.rank in self.starved:
             self.starved.discard(lease.rank)
             self._wake(lease.rank // self.promise.size)
+        self.leases[lease.number], self.state[lease.number] = lease, "out"
 
     def _wake(self, unit: int) -> None:
         active = [self.at_most[rank // self.promise.size] for rank in self._holders()]
@@ -449,14 +449,15 @@ def _program(words: list[str], options: dict[str, Any], streams: dict[int, int])
     for target, source in streams.items():
         os.dup2(source, target)
     kept = {0, 1, 2, *options.get("pass_fds", ()), *_MARKS}
+    nothing = os.open(os.devnull, os.O_RDWR)
     for path in list(Path("/proc/self/fd").iterdir()):
         if int(path.name) not in kept:
-            with contextlib.suppress(OSError):
-                os.close(int(path.name))
+            with contextlib.suppress(OSError):  # replaced, not closed: objects of before may still close that number
+                os.dup2(nothing, int(path.name))
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     atexit._clear()
-    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
-    atexit.register(multiprocessing.util._exit_function)
+    multiprocessing_process._children.clear()
+    atexit.register(multiprocessing_util._exit_function)
     os.environ.clear()
     os.environ.update(options["env"])
     if "cwd" in options:

@@ -335,6 +335,8 @@ class ParameterServerTrainer(Trainer):
             self._versions.pull(answer.buffer)
             self._buffer = answer.buffer
         self.version = answer.version
+        if not self._open:
+            self._stopwatch.free()
         if isinstance(answer, Go) and answer.lease is not None:
             self._riding = answer.lease
 

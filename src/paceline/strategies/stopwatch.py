@@ -25,6 +25,9 @@ class Stopwatch:
         self._source = random.Random(f"{seed}/{rank}")
         self._started: float | None = None
         self._last = time.perf_counter()
+        self._drawn: float | None = None
+        self._free: float | None = None
+        """When the worker was told to go on."""
         self._samples = self._minibatches = 0
         self.sleep: Callable[[float], None] = _sleep
         """Sleeps so long; a strategy may put one here that is left early when the step is cancelled."""
@@ -38,8 +41,16 @@ class Stopwatch:
         """A batch was handed out; the watch runs on if it runs already."""
         if self._started is None:
             self._started = time.perf_counter()
+            self._drawn = self._draw()  # here, so that a step that is left early has had its turn, too
         self._samples += samples
         self._minibatches += 1
+
+    def _draw(self) -> float:
+        """The length of the step that is under way, where lengths are drawn; 0 where not."""
+        if self._slowness is None:
+            return 0.0
+        drawn, self._drawn = self._drawn, None
+        return self._slowness.seconds(0.0, self._source) if drawn is None else drawn
 
     def stop(self, version: int) -> tuple[float, int]:
         """The gradient is ready: seconds and samples since `start`, or since the last update without one."""
@@ -47,12 +58,14 @@ class Stopwatch:
         end = time.perf_counter()
         slowed = 0.0
         if self._slowness is not None:
-            slowed = self._slowness.seconds(end - start, self._source) - (end - start)
+            # A drawn length is that of all a worker does from when it may, getting its batch included.
+            began = start if self._free is None or self._slowness.factor > 1 else self._free
+            slowed = max((end - began) * self._slowness.factor, self._draw()) - (end - began)
             self.sleep(slowed)
             end = time.perf_counter()
         samples = self._samples
         self._recorder.add(Compute(self._rank, start, end - start, version, max(1, self._minibatches), samples, slowed))
-        self._started = None
+        self._started = self._free = self._drawn = None
         self._samples = self._minibatches = 0
         return end - start, samples
 
@@ -60,9 +73,13 @@ class Stopwatch:
         """The step that is under way is left."""
         start = self._last if self._started is None else self._started
         self._recorder.add(Cancel(self._rank, start, time.perf_counter() - start, version, leases))
-        self._started = None
+        self._started = self._free = self._drawn = None
         self._samples = self._minibatches = 0
 
     def restart(self, now: float) -> None:
         """An update is over: what comes next is computing again."""
         self._last = now
+
+    def free(self) -> None:
+        """The worker may go on with its next step, as soon as it has a batch."""
+        self._free = time.perf_counter()

@@ -1,0 +1,308 @@
+"""A leased loader is an ordinary DataLoader whose batches come when a worker asks for them."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
+
+from paceline.data.leased import Epoch, LeasedLoader
+from paceline.data.ledger import Lease, Ledger
+from paceline.errors import TeamTimeout, UsageError
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        assert 0 <= index < self.count
+        return index
+
+
+class Lender:
+    """A server that only lends, to workers who take turns to ask in one process."""
+
+    def __init__(self, size: int = 1, rank: int = 0, ledger: Ledger | None = None) -> None:
+        self.size, self.rank = size, rank
+        self.ledger = ledger or Ledger(range(size), in_turns=False)
+        self.begun: list[Lease] = []
+        self.asked: list[bool] = []
+        self.left: list[tuple[int, int]] = []
+        self.drawn: list[Epoch] = []
+        self.fails: Exception | None = None
+
+    def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
+        if not self.ledger.is_open(loader, epoch):
+            drawn = draw()
+            self.drawn.append(drawn)
+            order = msgspec.msgpack.decode(drawn.order)
+            self.ledger.open(loader, epoch, order, drawn.sizes, drop_last=drawn.drop_last)
+        self.ledger.enter(self.rank, loader)
+
+    def ask(self, loader: int, epoch: int, *, ahead: bool) -> Lease | None:
+        assert self.ledger.is_open(loader, epoch)
+        self.asked.append(ahead)
+        if self.fails is not None:
+            raise self.fails
+        return self.ledger.lease(self.rank, loader, ahead=ahead)
+
+    def begin(self, lease: Lease) -> None:
+        self.begun.append(lease)
+        self.ledger.done([lease.number])
+
+    def quit(self, loader: int, epoch: int) -> None:
+        self.left.append((loader, epoch))
+        self.ledger.quit(self.rank, loader, epoch)
+
+
+def make(count: int, lender: Lender | None = None, *, share: dict[str, Any] | None = None, **options: Any) -> Any:
+    options.setdefault("collate_fn", list)
+    return LeasedLoader(DataLoader(Numbers(count), **options), lender or Lender(), 0, **(share or {}))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_alone_a_worker_gets_all_batches_as_plain_pytorch_makes_them(num_workers: int, drop_last: bool) -> None:
+    lender = Lender()
+    loader = make(23, lender, batch_size=4, drop_last=drop_last, num_workers=num_workers)
+    plain = list(DataLoader(Numbers(23), batch_size=4, drop_last=drop_last, collate_fn=list))
+    for epoch in range(2):
+        assert list(loader) == plain
+        assert [lease.keys for lease in lender.begun[-len(plain) :]] == plain
+        assert {lease.epoch for lease in lender.begun[-len(plain) :]} == {epoch}
+    assert len(loader) == len(plain)
+    assert lender.left == []
+
+
+@given(st.integers(0, 60), st.integers(1, 7), st.integers(1, 4), st.booleans())
+def test_workers_that_share_a_ledger_get_every_sample_once(
+    count: int, batch: int, workers: int, drop_last: bool
+) -> None:
+    ledger = Ledger(range(workers), in_turns=False)
+    lenders = [Lender(workers, rank, ledger) for rank in range(workers)]
+    loaders = [make(count, lender, batch_size=batch, drop_last=drop_last) for lender in lenders]
+    streams = [iter(loader) for loader in loaders]
+    seen: list[int] = []
+    asking = list(streams)
+    while asking:
+        stream = asking.pop(0)
+        for part in stream:
+            seen += part
+            asking.append(stream)
+            break
+    assert sorted(seen) == list(range(count // batch * batch if drop_last else count))
+    assert sum(len(lender.drawn) for lender in lenders) == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_is_announced_before_it_is_handed_out_and_not_when_it_is_fetched(num_workers: int) -> None:
+    lender = Lender()
+    for number, batch in enumerate(make(20, lender, batch_size=2, num_workers=num_workers), 1):
+        assert len(lender.begun) == number
+        assert lender.begun[-1].keys == batch
+
+
+def test_loader_processes_fetch_ahead_and_what_comes_back_is_loaded_here() -> None:
+    ledger = Ledger(range(2), in_turns=False)
+    lender = Lender(2, 0, ledger)
+    loader = make(30, lender, batch_size=1, num_workers=2)
+    stream = iter(loader)
+    assert next(stream) == [0]
+    assert all(lender.asked) and len(lender.asked) > 1
+    seen = [0, *(value for batch in stream for value in batch)]
+    assert sorted(seen) == list(range(30))
+    assert lender.asked[-1] is False
+
+
+def test_without_loader_processes_nothing_is_fetched_ahead() -> None:
+    lender = Lender()
+    loader = make(6, lender, batch_size=2)
+    stream = iter(loader)
+    next(stream)
+    assert lender.asked == [False]
+    assert list(chain(*stream)) == [2, 3, 4, 5]
+
+
+def test_the_user_s_collate_function_makes_the_batches() -> None:
+    loader = make(5, batch_size=2, collate_fn=lambda batch: ("sum", sum(batch)))
+    assert list(loader) == [("sum", 1), ("sum", 5), ("sum", 4)]
+    tensors = LeasedLoader(DataLoader(Numbers(4), batch_size=2), Lender(), 0)
+    assert [batch.tolist() for batch in tensors] == [[0, 1], [2, 3]]
+
+
+class Growing(Sampler[list[int]]):
+    """Batches of 1, 2, 3, … samples."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = 0
+        for size in range(1, self.count + 1):
+            yield list(range(start, start + size))
+            start += size
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_batches_of_a_batch_sampler_are_leased_whole(num_workers: int) -> None:
+    lender = Lender()
+    loader = make(100, lender, batch_sampler=Growing(6), num_workers=num_workers)
+    assert list(loader) == list(Growing(6))
+    assert [lease.first for lease in lender.begun] == list(range(6))
+    assert len(loader) == 6
+    assert len(make(100, Lender(4), batch_sampler=Growing(6))) == 2
+
+
+def test_a_batch_sampler_of_torch_s_own_kind_is_the_user_s_too() -> None:
+    def sampler() -> BatchSampler:
+        order = RandomSampler(range(22), generator=torch.Generator().manual_seed(4))
+        return BatchSampler(order, batch_size=5, drop_last=True)
+
+    assert list(make(22, batch_sampler=sampler())) == list(sampler())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_without_batches_samples_are_leased_one_by_one(num_workers: int) -> None:
+    lender = Lender()
+    loader = make(9, lender, batch_size=None, collate_fn=None, num_workers=num_workers)
+    assert list(loader) == list(range(9))
+    assert [lease.keys for lease in lender.begun] == [[number] for number in range(9)]
+    assert len(loader) == 9
+    assert len(make(9, Lender(2), batch_size=None, collate_fn=None)) == 5
+
+
+def test_the_length_is_a_worker_s_part_if_all_are_equally_fast() -> None:
+    assert [len(make(26, Lender(3), batch_size=4, drop_last=drop)) for drop in (False, True)] == [3, 2]
+    assert len(make(24, Lender(2), share={"global_batch": 6}, batch_size=1)) == 4
+
+
+def test_a_global_batch_is_divided_among_minibatches() -> None:
+    lender = Lender(3)
+    loader = make(20, lender, share={"global_batch": 8}, batch_size=5)
+    assert [len(batch) for batch in loader] == [3, 3, 2, 3, 3, 2, 3, 1]
+    assert loader.global_batch == 8
+    assert make(20, Lender(3), batch_size=5).global_batch == 15
+    with pytest.raises(UsageError, match="global_batch is 2; it must be at least the number of workers, 3"):
+        make(20, Lender(3), share={"global_batch": 2}, batch_size=5)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_to_leave_in_the_middle_is_to_quit_the_epoch(num_workers: int) -> None:
+    lender = Lender()
+    loader = make(24, lender, batch_size=2, num_workers=num_workers)
+    for batch in loader:
+        assert batch == [0, 1]
+        break
+    assert lender.left == [(0, 0)]
+    assert lender.ledger.held_by(0) == []
+    assert list(chain(*loader)) == list(range(24))
+    assert lender.left == [(0, 0)]
+    assert {lease.epoch for lease in lender.begun[1:]} == {1}
+
+
+def test_an_error_in_the_script_is_to_quit_the_epoch_too() -> None:
+    lender = Lender()
+
+    def train() -> None:
+        for _ in make(24, lender, batch_size=2):
+            raise ValueError("the script's own")
+
+    with pytest.raises(ValueError, match="the script's own"):
+        train()
+    assert lender.left == [(0, 0)]
+
+
+def test_a_team_that_has_failed_is_told_nothing_more() -> None:
+    lender = Lender()
+    stream = iter(make(24, lender, batch_size=2))
+    next(stream)
+    lender.fails = TeamTimeout("rank 1 did not come")
+    with pytest.raises(TeamTimeout):
+        next(stream)
+    assert lender.left == []
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_order_is_plain_pytorch_s_for_the_same_seed_through_all_epochs(num_workers: int) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": num_workers}
+    torch.manual_seed(5)
+    plain = DataLoader(Numbers(30), collate_fn=list, **options)
+    wanted = [list(plain) for _ in range(3)]
+    torch.manual_seed(5)
+    loader = make(30, **options)
+    assert [list(loader) for _ in range(3)] == wanted
+
+
+def test_with_a_generator_the_order_is_plain_pytorch_s_through_all_epochs() -> None:
+    plain = DataLoader(
+        Numbers(30), batch_size=4, shuffle=True, collate_fn=list, generator=torch.Generator().manual_seed(9)
+    )
+    wanted = [list(plain) for _ in range(3)]
+    loader = make(30, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(9))
+    assert [list(loader) for _ in range(3)] == wanted
+
+
+def test_a_sampler_may_give_tensors_and_strings() -> None:
+    class Table(Dataset[str]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, key: str) -> str:
+            return key.upper()
+
+    class Tensors(Sampler[torch.Tensor]):
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.tensor([3, 1, 2, 0]))
+
+    class Keys(Sampler[str]):
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Iterator[str]:
+            return iter("abcd")
+
+    table = LeasedLoader(DataLoader(Table(), 2, sampler=Keys(), collate_fn=list), Lender(), 0)
+    assert list(table) == [["A", "B"], ["C", "D"]]
+    assert list(make(4, batch_size=2, sampler=Tensors())) == [[3, 1], [2, 0]]
+
+
+def test_keys_that_cannot_travel_are_refused() -> None:
+    class Objects(Sampler[object]):
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Iterator[object]:
+            return iter([object(), object()])
+
+    with pytest.raises(UsageError, match="they must be numbers, strings, or lists of them"):
+        list(make(2, batch_size=1, sampler=Objects()))
+
+
+def test_what_is_not_the_team_s_is_the_user_s_own_loader_s() -> None:
+    original = DataLoader(Numbers(8), batch_size=2, num_workers=0, drop_last=True)
+    loader = LeasedLoader(original, Lender(2), 0)
+    assert loader.dataset is original.dataset
+    assert loader.batch_size == 2
+    assert loader.collate_fn is original.collate_fn
+    assert loader.sampler is original.sampler
+    assert loader.drop_last is True
+    with pytest.raises(AttributeError):
+        _ = loader.nothing_of_the_kind
