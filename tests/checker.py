@@ -273,7 +273,8 @@ class _Replay:
         self.taken[key] |= dict.fromkeys(range(lease.first, lease.first + lease.samples), lease.number)
         for number in list(self.again):
             old = self.leases[number]
-            if (old.loader, old.first, old.samples) == (lease.loader, lease.first, lease.samples):
+            same = (old.loader, old.first, old.samples) == (lease.loader, lease.first, lease.samples)
+            if same and (old.epoch == lease.epoch or self.carries):
                 self.again.discard(number)
                 break
         if lease.rank in self.starved:
@@ -374,21 +375,21 @@ class _Replay:
         for number, rank in self.cancelled.items():
             if number not in self.given_back:
                 self._say(f"rank {rank} was cancelled, and lease {number} did not go back")
-        whole = self.epochs.keys() - self.abandoned
-        if unended := whole - self.over_at:
+        if unended := self.epochs.keys() - self.over_at - self.abandoned:
             self._say(f"epoch {min(unended)[1]} was never over")
         if self.carries:
+            # What a script had summed up when it ended was never a gradient.
             trained = sum(sum(places.values()) for places in self.done.values())
-            due = sum(self.epochs[key].samples for key in whole)
-            out = sum(self.leases[n].samples for n, state in self.state.items() if state == "out")
-            if trained + out != due:
-                self._say(f"{trained} samples were trained on, {out} are with workers, and there were {due}")
-        else:
-            for key in whole:
-                self._check_covered(key, "in the end")
+            left = sum(self.leases[n].samples for n, s in self.state.items() if s == "out" or n in self.again)
+            due = sum(epoch.samples for epoch in self.epochs.values())
+            if trained + left != due:
+                self._say(f"{trained} samples were trained on, {left} were left in the end, and there were {due}")
+            return
+        for key in self.epochs.keys() - self.abandoned:
+            self._check_covered(key, "in the end")
         for number in self.again:
             lease = self.leases[number]
-            if (lease.loader, lease.epoch) in whole:
+            if (lease.loader, lease.epoch) not in self.abandoned:
                 self._say(f"lease {number} was returned, and nobody got its samples")
 
 

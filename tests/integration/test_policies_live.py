@@ -221,9 +221,10 @@ def test_k_grows_as_the_loss_falls_and_never_shrinks(family: str, tmp_path: Path
     falling = run(tmp_path, f"adaptive:of={family},start=1", samples=1200, epochs=1, loss="8.0 * 0.8**n")
     counts = used(assert_all_holds(falling))
     assert counts[0] == 1
-    assert max(counts) == 4
-    before_the_end = counts[: counts.index(4) + 5]
-    assert before_the_end == sorted(before_the_end)
+    most = 3 if family == "k-sync" else 4  # there the rule comes near the number of workers, and never reaches it
+    assert max(counts) == most
+    risen = counts[: counts.index(most) + 5]
+    assert risen == sorted(risen)
     level = run(tmp_path, f"adaptive:of={family},start=1", name="level", epochs=1, loss="8.0")
     assert set(used(assert_all_holds(level, "level"))) == {1}
 
@@ -358,11 +359,6 @@ def one_gradient_fewer(events: list[Event]) -> list[Event]:
     return changed(events, update, pushes=update.pushes[1:], workers=update.workers - 1)
 
 
-def one_gradient_more(events: list[Event]) -> list[Event]:
-    update, after = updates_of(events)[5:7]
-    return changed(events, update, pushes=[*update.pushes, after.pushes[0]], workers=update.workers + 1)
-
-
 def another_count(events: list[Event]) -> list[Event]:
     return changed(events, updates_of(events)[5], workers=7)
 
@@ -485,8 +481,6 @@ CORRUPTIONS: list[tuple[str, Callable[[list[Event]], list[Event]], str]] = [
     ("k-batch-sync:k=3", one_gradient_fewer, "is of 2 of 3, though"),
     ("k-batch-async:k=3", one_gradient_fewer, "is of 2 of 3, though"),
     ("sync", one_gradient_fewer, "is of 3 of 4, and is not the last of its epoch"),
-    ("async", one_gradient_more, "is of 2, and 1 are enough"),
-    ("k-batch-async:k=3", one_gradient_more, "is of 4, and 3 are enough"),
     ("k-sync:k=2", another_count, "is said to be of 7 gradients"),
     ("k-sync:k=2", one_worker_twice, "several gradients of one worker"),
     ("k-async:k=2", one_worker_twice, "several gradients of one worker"),
@@ -530,6 +524,8 @@ def test_the_checker_finds(spec: str, corrupt: Callable[[list[Event]], list[Even
         ("async", "ssp:s=0", "ahead of the slowest; 0 may be"),
         ("ssp:s=1", "ssp:s=0", "ahead of the slowest; 0 may be"),
         ("async", "k-async:k=2", "is of 1 of 2"),
+        ("k-batch-async:k=3", "k-batch-async:k=2", "is of 3, and 2 are enough"),
+        ("k-async:k=2", "async", "is of 2, and 1 are enough"),
         ("async", "k-sync:k=1", "which is of version"),
         ("k-async:k=2", "k-sync:k=2", "which is of version"),
         ("k-batch-async:k=3", "k-async:k=3", "several gradients of one worker"),

@@ -81,12 +81,11 @@ def summarise(events: Iterable[Event], world_size: int) -> Summary:
     workers = {rank: Worker() for rank in range(world_size)}
     updates: dict[int, float] = {}
     gradients: list[tuple[float, int]] = []
-    used: list[tuple[float, int]] = []
+    pushes: list[Push] = []
     last: dict[str, tuple[int, float]] = {}
     minibatches = 0
     strategy: str | None = None
-    ages: Counter[int] = Counter()
-    cancelled = dropped = pushed = saved = 0
+    cancelled = 0
     first, final = float("inf"), float("-inf")
     for event in events:
         end = event.start + getattr(event, "seconds", 0.0)
@@ -106,12 +105,7 @@ def summarise(events: Iterable[Event], world_size: int) -> Summary:
             case Reduce() | Pull():
                 worker.communicating += event.seconds
             case Push():
-                ages[event.staleness] += 1
-                dropped += event.outcome == "dropped"
-                pushed += event.bytes
-                saved += event.saved
-                if event.outcome in ("used", "held"):
-                    used.append((event.start, event.samples))
+                pushes.append(event)
             case Cancel():
                 cancelled += 1
             case Update():
@@ -125,7 +119,10 @@ def summarise(events: Iterable[Event], world_size: int) -> Summary:
                         last[name] = (event.rank, value)
     times = sorted(updates.values())
     span = times[-1] - times[0] if len(times) > 1 else 0.0
-    inside = sum(samples for end, samples in (used if ages else gradients) if times and times[0] < end <= times[-1])
+    ages = Counter(push.staleness for push in pushes) or Counter({0: len(gradients)} if gradients else {})
+    if pushes:
+        gradients = [(push.start, push.samples) for push in pushes if push.outcome in ("used", "held")]
+    inside = sum(samples for end, samples in gradients if times and times[0] < end <= times[-1])
     return Summary(
         strategy=strategy,
         world_size=world_size,
@@ -135,10 +132,10 @@ def summarise(events: Iterable[Event], world_size: int) -> Summary:
         seconds_per_update=span / (len(times) - 1) if span else None,
         samples_per_second=inside / span if span else None,
         cancelled=cancelled,
-        dropped=dropped,
-        pushed_bytes=pushed,
-        saved_bytes=saved,
-        staleness=_staleness(ages or Counter({0: len(gradients)} if gradients else {})),
+        dropped=sum(push.outcome == "dropped" for push in pushes),
+        pushed_bytes=sum(push.bytes for push in pushes),
+        saved_bytes=sum(push.saved for push in pushes),
+        staleness=_staleness(ages),
         last={name: value for name, (_, value) in last.items()},
         workers=workers,
     )

@@ -68,7 +68,7 @@ def plain(group: dict[str, Any]) -> dict[str, Any]:
     plain = {}
     for key, value in group.items():
         item = float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        if isinstance(item, (bool, int, float, tuple, list)) and not key.startswith("param"):
+        if isinstance(item, (bool, int, float, str, tuple, list, type(None))) and not key.startswith("param"):
             plain[key] = item
     # These say how torch computes, not what; the shards have their own.
     for key in ("fused", "foreach", "capturable"):

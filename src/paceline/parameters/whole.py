@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ from paceline.transport import Memory
 
 _Spec = dict[str, tuple[torch.Size, torch.dtype]]
 """The tensors that an optimizer keeps for one parameter: shapes and dtypes."""
+
+
+def like(kind: Any, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
+    """An optimizer of that kind on other parameters; its constructor gets what it once was given."""
+    known = inspect.signature(kind).parameters
+    made: Optimizer = kind(groups, **{name: value for name, value in defaults.items() if name in known})
+    return made
 
 
 class WholeOptimizer:
@@ -59,8 +67,7 @@ class WholeOptimizer:
             groups.append({**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": inside})
         if not any(group["params"] for group in groups):
             groups[0]["params"] = [torch.nn.Parameter(torch.zeros(2, 2))]
-        kind: Any = type(self._user)
-        return kind(groups)  # type: ignore[no-any-return]
+        return like(type(self._user), groups, self._user.defaults)
 
     def _try(self) -> dict[int, _Spec]:
         """What the optimizer keeps for each parameter of the model, found by trying."""

@@ -40,6 +40,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Module and name of its class."""
     groups: list[dict[str, Any]]
     """Its hyperparameters, by parameter group."""
+    defaults: dict[str, Any]
+    """What it was made with."""
     parameters: list[Parameter]
     corrections: list[str]
     compress: str

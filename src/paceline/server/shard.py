@@ -16,7 +16,7 @@ from paceline.parameters.layout import Layout
 from paceline.parameters.reduction import CHUNK, Weights, weighted_sum
 from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.versions import Versions
-from paceline.parameters.whole import WholeOptimizer
+from paceline.parameters.whole import WholeOptimizer, like
 from paceline.server.messages import Add, Apply, Distance, Parameter, Plan, Source
 from paceline.transport import Memory
 
@@ -50,7 +50,7 @@ def rebuild(plan: Plan) -> tuple[list[tuple[str, torch.nn.Parameter]], Optimizer
     module, name = plan.optimizer
     kind = getattr(importlib.import_module(module), name)
     groups = [{**_tuples(group), "params": inside} for group, inside in zip(plan.groups, members, strict=True)]
-    return named, kind([group for group in groups if group["params"]] if kind not in ELEMENTWISE else groups)
+    return named, like(kind, groups, _tuples(plan.defaults))
 
 
 def _tuples(group: dict[str, Any]) -> dict[str, Any]:
@@ -161,8 +161,6 @@ class Shard:
         used = self._used(message.sources)
         if message.norm is not None:
             return self._collect(message, weights, used)
-        if used is not None:
-            self._part_used(used)
         self._optimizer.update(weights, used, message.scale, (message.old, message.new))
         if any(source.buffer == self.collected for source in message.sources):
             self._holds, self._used_sum = False, None
@@ -198,9 +196,6 @@ class Shard:
         for buffer, used in known.items():
             flags[buffer] = self._everything if used is None else used
         return flags
-
-    def _part_used(self, used: list[bytes]) -> None:
-        """Nothing to prepare for optimizers on pieces; a place for those on whole parameters."""
 
     def _collect(self, message: Apply, weights: Weights, used: list[bytes] | None) -> float:
         """Make the mean gradient of this shard, and raise its norm to that power so that shards can be added."""

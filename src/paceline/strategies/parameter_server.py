@@ -153,6 +153,7 @@ class ParameterServerTrainer(Trainer):
                 folder=None if around.folder is None else str(around.folder),
                 optimizer=(type(optimizer).__module__, type(optimizer).__qualname__),
                 groups=[plain(group) for group in optimizer.param_groups],
+                defaults=plain(optimizer.defaults),
                 parameters=describe(named, optimizer),
                 corrections=launch.corrections or list(options.corrections),
                 compress=compress,

@@ -1,0 +1,124 @@
+"""Seconds per update and staleness of every policy, against theory. One command: `python benchmarks/policies.py`.
+
+Four workers whose steps are of drawn length: exp(0.1) seconds, and 0.05 + exp(0.05). Each run is compared with what the
+same draws give when messages and updates cost nothing (which takes the luck of the draw out), and with the expected
+value.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+WORKERS = 4
+SCRIPT = """
+import sys
+
+import paceline
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+team = paceline.join()
+torch.manual_seed(0)
+count = 8 * int(sys.argv[1])
+data = TensorDataset(torch.randn(count, 20), torch.randint(0, 2, (count,)))
+model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = team.setup(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
+for x, y in loader:
+    with team.step():
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+EXPECTED = {
+    # (policy, K): seconds per update in units of the mean, for exp(1) and for 1 + exp(1)
+    ("k-sync", 1): (0.250, 1.250),
+    ("k-sync", 2): (0.583, 1.583),
+    ("k-sync", 4): (2.083, 3.083),
+    ("k-batch-sync", 1): (0.250, 1.250),
+    ("k-batch-sync", 2): (0.500, 1.580),
+    ("k-batch-sync", 4): (1.000, 2.553),
+    ("k-async", 1): (0.250, 0.500),
+    ("k-async", 2): (0.583, 1.139),
+    ("k-async", 4): (2.083, 3.083),
+    ("k-batch-async", 1): (0.250, 0.500),
+    ("k-batch-async", 2): (0.500, 1.000),
+    ("k-batch-async", 4): (1.000, 2.000),
+}
+STALE = {"k-async": lambda k: WORKERS / k - 1, "k-batch-async": lambda k: (WORKERS - 1) / k}
+
+
+def replay(policy: str, k: int, shift: float, mean: float, seed: int, updates: int) -> tuple[float, float]:
+    """Seconds per update and mean staleness if nothing but the drawn steps took time."""
+    sources = [random.Random(f"{seed}/{rank}") for rank in range(WORKERS)]
+
+    def draw(rank: int) -> float:
+        return shift + sources[rank].expovariate(1 / mean)
+
+    ends = {rank: draw(rank) for rank in range(WORKERS)}
+    versions = dict.fromkeys(range(WORKERS), 0)
+    version, here, waiting = 0, 0, set[int]()
+    times: list[float] = []
+    stale: list[int] = []
+    while len(times) < updates:
+        rank = min((rank for rank in ends if rank not in waiting), key=ends.__getitem__)
+        now = ends[rank]
+        stale.append(version - versions[rank])
+        here += 1
+        again = {rank}
+        if policy in ("k-sync", "k-async"):
+            waiting.add(rank)
+            again = set()
+        if here == k:
+            version += 1
+            here = 0
+            times.append(now)
+            again = set(ends) if policy.endswith("-sync") else again | waiting
+            waiting = set()
+        for worker in sorted(again):
+            ends[worker] = now + draw(worker)
+            if policy != "k-batch-sync" or here == 0:
+                versions[worker] = version
+    return (times[-1] - times[0]) / (len(times) - 1), sum(stale) / len(stale)
+
+
+def measure(spec: str, slow: str, seed: int, minibatches: int, folder: str) -> dict[str, object]:
+    script = Path(folder) / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "paceline", "run", str(script), "--workers", str(WORKERS), "--strategy", spec]
+    command += ["--slow", slow, "--seed", str(seed), "--quiet", "--name", "run", "--", str(minibatches)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
+    summary: dict[str, object] = json.loads((Path(folder) / "runs" / "run" / "summary.json").read_text())
+    return summary
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--updates", type=int, default=400, help="per run")
+    options.add_argument("--seed", type=int, default=1)
+    options = options.parse_args()
+    print("policy               steps           measured/replayed  measured/expected  staleness (replayed, expected)")
+    for (policy, k), values in EXPECTED.items():
+        for (shift, mean), value in zip(((0.0, 0.1), (0.05, 0.05)), values, strict=True):
+            spec, slow = f"{policy}:k={k}", f"all:{shift}+exp({mean})" if shift else f"all:exp({mean})"
+            with tempfile.TemporaryDirectory() as folder:
+                summary = measure(spec, slow, options.seed, k * options.updates, folder)
+            seconds, updates = float(summary["seconds_per_update"]), int(summary["updates"])  # type: ignore[arg-type, call-overload]
+            ideal, stale = replay(policy, k, shift, mean, options.seed, updates)
+            known = STALE.get(policy, lambda _k: 0.0)(k)
+            measured = summary["staleness"]["mean"]  # type: ignore[index]
+            print(
+                f"{spec:20} {slow[4:]:15} {seconds / ideal:17.3f} {seconds / (value * mean):18.3f}  "
+                f"{measured:.3f} ({stale:.3f}, {known:.3f})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
