@@ -77,6 +77,13 @@ def _staleness(ages: Counter[int]) -> Staleness:
     return Staleness(mean=mean, max=max(ages, default=0), histogram=dict(sorted(ages.items())))
 
 
+def _remember(last: dict[str, tuple[int, float]], event: Metric) -> None:
+    """The lead's word counts; another's only where the lead says nothing."""
+    for name, value in event.values.items():
+        if name not in last or event.rank <= last[name][0]:
+            last[name] = (event.rank, value)
+
+
 def summarise(events: Iterable[Event], world_size: int) -> Summary:
     workers = {rank: Worker() for rank in range(world_size)}
     updates: dict[int, float] = {}
@@ -113,10 +120,7 @@ def summarise(events: Iterable[Event], world_size: int) -> Summary:
                 if not event.skipped:
                     updates[event.version] = max(updates.get(event.version, 0.0), end)
             case Metric():
-                for name, value in event.values.items():
-                    # The lead's word counts; another's only where the lead says nothing.
-                    if name not in last or event.rank <= last[name][0]:
-                        last[name] = (event.rank, value)
+                _remember(last, event)
     times = sorted(updates.values())
     span = times[-1] - times[0] if len(times) > 1 else 0.0
     ages = Counter(push.staleness for push in pushes) or Counter({0: len(gradients)} if gradients else {})
