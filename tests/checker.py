@@ -31,7 +31,7 @@ from support import PACELINE, Outcome, Run, environment, shared_files
 import paceline.cli
 import paceline.server.host
 import paceline.team
-from paceline.events import Cancel, Epoch, Event, Join, Lease, Push, Return, Seen, Update, decode
+from paceline.events import Cancel, Epoch, Event, Join, Lease, Leave, Push, Return, Seen, Update, decode
 
 # -- what a policy promises ------------------------------------------------------------------------------------------
 
@@ -79,8 +79,9 @@ class Promise:
 def violations(events: Iterable[Event], spec: str | None = None) -> list[str]:
     """All that a run did wrong, one sentence each. Without a spec, the strategy is the one that its workers name."""
     ordered = list(events)
-    joined = [event for event in ordered if isinstance(event, Join)]
-    return _Replay(spec or joined[0].strategy, len({event.rank for event in joined})).over(ordered)
+    spec = spec or next(event.strategy for event in ordered if isinstance(event, Join))
+    # A worker that was killed may not have written down anything itself.
+    return _Replay(spec, 1 + max(event.rank for event in ordered)).over(ordered)
 
 
 class _Replay:
@@ -128,7 +129,12 @@ class _Replay:
             if isinstance(event, Lease)
             and any(isinstance(push, Push) and event.number in push.leases for push in events)
         }
-        for event in events:
+        left = {event.rank for event in events if isinstance(event, Leave)}
+        last = {event.rank: place for place, event in enumerate(events) if event.rank not in left and event.rank >= 0}
+        for place, event in enumerate(events):
+            for rank in [rank for rank in self.here if last.get(rank, place) < place]:
+                self.here.discard(rank)  # killed: it never said that it leaves
+                self.gone_since_update = True
             match event:
                 case Push():
                     self._push(event)
@@ -239,7 +245,8 @@ class _Replay:
         for group in {rank // size for rank in present}:
             members = set(range(group * size, (group + 1) * size)) & self.here
             for rank in members - present:
-                if rank in self._holders() or not (self._free() == 0 or self.gone_since_update):
+                computes = rank in self._holders() and not self.carries
+                if computes or not (self._free() == 0 or self.gone_since_update):
                     self._say(f"{what} uses group {group} without rank {rank}")
 
     def _check_bound(self, what: str, used: list[Push]) -> None:
@@ -263,7 +270,8 @@ class _Replay:
         what = f"lease {lease.number} of rank {lease.rank}"
         if lease.number in self.leases:
             self._say(f"{what} has a number that was given before")
-        if key not in self.epochs or key in self.over_at:
+        # What somebody left of a window when its script ended goes to whoever is still there.
+        if key not in self.epochs or (key in self.over_at and not self.carries):
             self._say(f"{what} is of epoch {lease.epoch}, which is not open")
         for place in range(lease.first, lease.first + lease.samples):
             owner = self.taken[key].get(place)
@@ -297,9 +305,6 @@ class _Replay:
                 self.done[lease.loader, lease.epoch].update(range(lease.first, lease.first + lease.samples))
 
     def _return(self, back: Return) -> None:
-        if back.why == "lost":
-            self.here.discard(back.rank)
-            self.gone_since_update = True
         for number in back.leases:
             lease = self.leases.get(number)
             if lease is None or self.state[number] not in ("out", "pushed") or lease.rank != back.rank:
@@ -517,13 +522,18 @@ class QuickRun(Run):
 
 
 @contextlib.contextmanager
-def playing(command: Sequence[str | Path], cwd: Path, **extra: str) -> Iterator[QuickRun]:
-    """Start `paceline run` with these words; nothing of it is left afterwards."""
-    run = QuickRun([PACELINE, "run", *(str(word) for word in command)], cwd, **extra)
+def starting(words: Sequence[str | Path], cwd: Path, **extra: str) -> Iterator[QuickRun]:
+    """Start a program at once: `paceline`, or `python` with a script. Nothing of it is left afterwards."""
+    run = QuickRun([str(word) for word in words], cwd, **extra)
     try:
         yield run
     finally:
         run.clear()
+
+
+def playing(words: Sequence[str | Path], cwd: Path, **extra: str) -> contextlib.AbstractContextManager[QuickRun]:
+    """`paceline run` with these words."""
+    return starting([PACELINE, "run", *words], cwd, **extra)
 
 
 def played(command: Sequence[str | Path], cwd: Path, seconds: float = 60.0, **extra: str) -> Outcome:

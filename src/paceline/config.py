@@ -222,6 +222,8 @@ def parse_correction(spec: str) -> Correction:
         raise UsageError(f"correction '{spec}': above is {correction.above}; it must be a number of updates, 0 or more")
     if isinstance(correction, DuttaRate) and not (correction.c > 0 and (correction.max is None or correction.max > 0)):
         raise UsageError(f"correction '{spec}': c and max must be above 0")
+    if isinstance(correction, DcAsgd | DcAsgdAdaptive) and not math.isfinite(correction.strength):
+        raise UsageError(f"correction '{spec}': lambda is {correction.strength:g}; it must be finite")
     if isinstance(correction, DcAsgdAdaptive) and not 0 <= correction.mean < 1:
         raise UsageError(f"correction '{spec}': mean is {correction.mean:g}; it must be from 0 to below 1")
     return correction

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,13 @@ def apart(ours: Values, theirs: Values) -> float:
 
 def same_bits(ours: Values, theirs: Values) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """What torch loads at its first step is loaded once, here, and not by every worker that is forked."""
+    for make in (sgd, adamw, adafactor):
+        plain(make, torch.float32, 1)
 
 
 # -- the same numbers as one plain process ---------------------------------------------------------------------------
@@ -375,7 +383,7 @@ def test_one_group_of_all_workers_is_sync() -> None:
     assert apart(drop[0], run_team(dropping_out, 3, 5, launch=under("sync"))[0]) < 1e-5
 
 
-@pytest.mark.parametrize("servers", ["1", "2", "3", "all"])
+@pytest.mark.parametrize("servers", ["1", "3", "all"])
 def test_wherever_the_parameters_are_held_the_bits_are_the_same(servers: str) -> None:
     expected = run_team(dropping_out, 2, 5, launch=under("sync", "lead"))
     got = run_team(dropping_out, 2, 5, launch=under("sync", servers))
@@ -496,7 +504,7 @@ def test_a_checkpoint_goes_on_anywhere(tmp_path: Path, servers: str, make: Make)
 def test_a_checkpoint_of_all_reduce_goes_on_with_a_parameter_server(tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint.pt")
     run_team(saving, 2, path, 2, launch=under("all-reduce"))
-    for result in run_team(resuming, 2, path, 2, launch=under("sync", "2")):
+    for result in run_team(resuming, 2, path, 2, launch=under("sync", "all")):
         assert apart(result, plain(adamw, torch.float64, 4)) < 1e-10
 
 
@@ -508,40 +516,32 @@ def test_versions_go_on_from_where_a_checkpoint_was(tmp_path: Path, strategy: st
     assert torch.load(again)["version"] == 3 * ROUNDS
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "sync", "k-sync:k=1", "async"])
-def test_no_gradient_is_lost_after_a_checkpoint_is_loaded(tmp_path: Path, strategy: str) -> None:
-    """Also where no loader tells the worker its version anew."""
-    path = str(tmp_path / "checkpoint.pt")
-
-    def work(team: Team) -> float:
-        model: Any = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(model.weight)
-        model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-        def update() -> None:
+def one_weight(team: Team, path: str, load: bool) -> float:
+    """Three updates without a loader, who would tell the worker its version anew."""
+    model: Any = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if load:
+        team.load(path)
+    for _ in range(3):
+        with team.step():
             model(torch.ones(1, 1)).sum().backward()
             optimizer.step()
-            optimizer.zero_grad()
-
-        for _ in range(3):
-            update()
-            team.barrier()
-        team.save(path)
+        optimizer.zero_grad()
         team.barrier()
-        team.load(path)
-        with team.step():
-            update()
-        team.barrier()
-        with torch.no_grad():
-            optimizer.state_dict()  # takes the newest version
-        return float(model.weight)
+    team.save(path)
+    team.barrier()
+    team.close()
+    return float(model.weight)
 
-    updates = {"async": 8.0, "k-sync:k=1": None}.get(strategy, 4.0)
-    for value in run_team(work, 2, launch=under(strategy)):
-        if updates is None:
-            assert value <= 1 - 0.1 * 4 + 1e-6
-        else:
-            assert value == pytest.approx(1 - 0.1 * updates)
+
+@pytest.mark.parametrize(("strategy", "updates"), [("all-reduce", 3), ("sync", 3), ("k-async:k=2", 3), ("async", 6)])
+def test_no_gradient_is_lost_after_a_checkpoint_is_loaded(tmp_path: Path, strategy: str, updates: int) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    for runs, load in ((1, False), (2, True)):
+        for value in run_team(one_weight, 2, path, load, launch=under(strategy)):
+            assert value == pytest.approx(1 - 0.1 * updates * runs)
+        assert torch.load(path)["version"] == updates * runs
 
 
 def test_the_optimizer_s_state_is_whole_on_every_worker() -> None:
@@ -628,6 +628,44 @@ def test_an_evaluation_in_the_middle_of_an_epoch_loses_no_sample(strategy: str) 
     assert sorted(itertools.chain(*(evaluated for _, evaluated in results))) == list(range(40))
 
 
+def unhurried(team: Team, when: str) -> tuple[Values, int]:
+    """Rank 1 takes its time at the end of an epoch, when the other is in the next one already."""
+    model = build(seed=team.rank)
+    loader = DataLoader(data(192), batch_size=BATCH // 2)
+    held_out = DataLoader(data(4), batch_size=1)
+    model, optimizer, loader, held_out = team.setup(model, sgd(model.parameters()), loader, held_out)
+    late = 0.2 * (team.rank == 1)
+    for _ in range(3):
+        for number, (x, y) in enumerate(loader):
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 3 and when != "evaluates":
+                time.sleep(late)
+            if number == 3 and when == "leaves":
+                break
+            if number == 1 and when == "evaluates":
+                with torch.no_grad():
+                    for z, _ in held_out:
+                        model(z)
+                        time.sleep(late / 4)
+    trainer: Any = team._trainer
+    return values(model), trainer.version
+
+
+@pytest.mark.parametrize("when", ["ends", "leaves", "evaluates"])
+def test_a_worker_that_comes_late_to_the_end_of_an_epoch_is_waited_for_in_the_next(when: str) -> None:
+    model = build()
+    optimizer = sgd(model.parameters())
+    for x, y in itertools.chain(*(DataLoader(data(192), batch_size=BATCH) for _ in range(3))):
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for result, version in run_team(unhurried, 2, when, launch=under("sync", meeting=4.0), timeout=20.0):
+        assert version == 12
+        assert apart(result, values(model)) < 1e-12
+
+
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_two_loaders_at_once_keep_their_samples_apart(strategy: str) -> None:
     def work(team: Team) -> tuple[list[int], list[int]]:
@@ -675,6 +713,52 @@ def test_an_epoch_may_be_left_in_its_middle(strategy: str) -> None:
     results = run_team(work, 3, launch=under(strategy, meeting=4.0), timeout=20.0)
     seen = sorted(itertools.chain(*results))
     assert set(seen) == set(range(40))
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_a_script_may_make_several_updates_from_one_batch(strategy: str) -> None:
+    def work(team: Team) -> list[int]:
+        model: Any = nn.Linear(1, 1)
+        loader: Any = DataLoader(TensorDataset(torch.arange(24).float().unsqueeze(1)), batch_size=2)
+        model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=1e-9), loader)
+        seen: list[int] = []
+        for (x,) in loader:
+            seen += [int(value) for value in x]
+            for _ in range(3):
+                model(x).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen
+
+    results = run_team(work, 2, launch=under(strategy, meeting=4.0), timeout=20.0)
+    assert sorted(itertools.chain(*results)) == list(range(24))
+
+
+def test_a_gradient_that_is_held_counts_also_when_its_worker_leaves_the_epoch() -> None:
+    def work(team: Team) -> tuple[list[int], float]:
+        model: Any = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        loader: Any = DataLoader(TensorDataset(torch.arange(8).float().unsqueeze(1)), batch_size=1)
+        model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=1.0), loader)
+        seen: list[int] = []
+        for (x,) in loader:
+            if team.rank == 1 and not seen:
+                team.barrier()
+            seen.append(int(x))
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if team.rank == 0:
+                break
+        if team.rank == 0:
+            team.barrier()
+        team.barrier()
+        team.close()
+        return seen, float(model.weight)
+
+    (first, weight), (second, _) = run_team(work, 2, launch=under("k-batch-async:k=2", meeting=4.0), timeout=20.0)
+    assert sorted([*first, *second]) == list(range(8))
+    assert weight == pytest.approx(-sum(range(8)) / 2)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -816,24 +900,24 @@ def test_sync_with_compressed_gradients_stays_near_plain_torch(form: str, limit:
         assert distance < limit
 
 
-def test_a_parameter_that_is_used_now_and_then_loses_nothing_to_compression() -> None:
-    """What a step leaves out of it waits for its next gradient, and is not taken for a new one in between."""
+def test_what_is_left_out_of_a_parameter_waits_for_its_next_gradient() -> None:
+    """It is not taken for a new one in the steps in between, which do not use the parameter."""
 
-    def work(team: Team) -> float:
-        often, seldom = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
-        model: Any = nn.ParameterList([often, seldom])
-        model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=1.0), compress="topk:0.25")
-        for number in range(200):
-            loss = -often.sum() * 1.5
-            if number % 4 == 0:
-                loss = loss - seldom.sum()
+    def work(team: Team) -> list[float]:
+        large, seldom = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16))
+        model: Any = nn.ParameterList([large, seldom])
+        model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=1.0), compress="topk:0.5")
+        for number in range(8):
+            loss = -large.sum() * (100 if number < 6 else 0)
+            if number in (0, 6, 7):
+                loss = loss - seldom.sum() * (number == 0)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        return float(seldom.mean())
+        return seldom.tolist()
 
     for moved in run_team(work, 2, launch=under("sync")):
-        assert moved == pytest.approx(50.0, abs=8.0)
+        assert moved == [1.0] * 16
 
 
 def test_a_changed_loss_scale_does_not_change_what_compression_has_kept_back() -> None:
@@ -896,6 +980,30 @@ def test_fresh_gradients_are_not_corrected(specs: list[str]) -> None:
     expected = plain(sgd, torch.float64, 2)
     for result in run_team(in_team, 2, sgd, torch.float64, 2, {"corrections": specs}, launch=under("sync")):
         assert apart(result, expected) < 1e-12
+
+
+@pytest.mark.parametrize("spec", ["dc-asgd:lambda=0.5", "dc-asgd-adaptive"])
+def test_a_correction_does_not_see_the_scale_of_the_loss(spec: str) -> None:
+    def work(team: Team, scale: float | None) -> Values:
+        model: Any = nn.Linear(6, 1, bias=False).double()
+        nn.init.constant_(model.weight, 0.5)
+        model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), corrections=[spec])
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        x = torch.linspace(-1, 2, 6, dtype=torch.float64).view(1, 6)
+        for turn in range(4):
+            scaler.scale((model(x) ** 2).mean()).backward()
+            for rank in range(2):
+                if rank == (team.rank + turn) % 2:  # the second one's gradient is stale by then
+                    scaler.step(optimizer)
+                team.barrier()
+            scaler.update()
+            optimizer.zero_grad()
+        team.close()
+        return values(model)
+
+    without = run_team(work, 2, None, launch=under("async"))[0]
+    for result in run_team(work, 2, 1024.0, launch=under("async")):
+        assert apart(result, without) < 1e-12
 
 
 # -- together --------------------------------------------------------------------------------------------------------

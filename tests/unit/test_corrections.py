@@ -168,6 +168,7 @@ class OneShard:
             folder=None,
             optimizer=("torch.optim.sgd", "SGD"),
             groups=[{"lr": 0.1}],
+            defaults={"lr": 0.1},
             parameters=describe(named, optimizer),
             corrections=list(specs),
             compress=compress,

@@ -15,6 +15,7 @@ from paceline.events import (
     Join,
     Lease,
     Leave,
+    Lost,
     Message,
     Metric,
     Pull,
@@ -53,6 +54,7 @@ EVERY_KIND: list[Event] = [
     Metric(0, 4.0, 5, {"loss": 0.1, "accuracy": 1.0}),
     Metric(0, 4.0, 5, {}),
     Leave(2, 5.0),
+    Lost(3, 5.5),
 ]
 
 

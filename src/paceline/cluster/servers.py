@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -41,10 +40,9 @@ def start_servers(launch: Launch, start: Start) -> list[subprocess.Popen[bytes]]
         with socket.socket(fileno=os.dup(launch.starter)) as launcher:
             launcher.send(msgspec.msgpack.encode(start))
         return []
-    folder = Path(tempfile.mkdtemp(prefix="paceline-"))
     return [
         subprocess.Popen(
-            command(start, index, os.getpid(), folder / f"{index}.json"),
+            command(start, index, os.getpid(), Path(os.devnull)),
             stdin=subprocess.DEVNULL,
             env={key: value for key, value in os.environ.items() if key != Launch.VARIABLE},
         )

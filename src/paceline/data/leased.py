@@ -56,11 +56,14 @@ class _Leases:
         self._lender, self._loader, self._length, self._ahead = lender, loader, length, ahead
         self.epoch = 0
         self.given: deque[Lease] = deque()
+        self.enter: Callable[[], None] = lambda: None
+        """Called when the first lease is about to be asked for."""
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[list[Any]]:
+        self.enter()
         while (lease := self._lender.ask(self._loader, self.epoch, ahead=self._ahead)) is not None:
             self.given.append(lease)
             yield lease.keys
@@ -84,6 +87,8 @@ class LeasedLoader:
         if loader.num_workers:
             # The loader's own processes fetch ahead; what comes back at the end of an epoch is loaded here.
             ahead = _Leases(lender, number, len(self), ahead=True)
+            # Loading here draws no random number of the user's, as plain torch has only one loader that does.
+            self._parts[0][1].generator = torch.Generator()
             self._parts.insert(0, (ahead, with_batches_from(loader, ahead, workers=loader.num_workers)))
 
     def __len__(self) -> int:
@@ -97,8 +102,15 @@ class LeasedLoader:
     def __iter__(self) -> Iterator[Any]:
         epoch = self._epoch
         self._epoch += 1
-        self._lender.enter(self._number, epoch, self._draw)
-        over = False
+        entered = over = False
+
+        def enter() -> None:
+            nonlocal entered
+            self._lender.enter(self._number, epoch, self._draw)
+            entered = True
+
+        # Not before the loader has drawn its own seed: so the order is plain torch's for the same seed.
+        self._parts[0][0].enter = enter
         try:
             for leases, inner in self._parts:
                 leases.epoch = epoch
@@ -111,7 +123,7 @@ class LeasedLoader:
             over = True  # there is nobody left to give anything back to
             raise
         finally:
-            if not over:
+            if entered and not over:
                 self._lender.quit(self._number, epoch)
 
     def _draw(self) -> Epoch:

@@ -126,13 +126,14 @@ class Ledger:
     def enter(self, worker: int, loader: int) -> None:
         self._epochs[loader].here.add(worker)
 
-    def quit(self, worker: int, loader: int, epoch: int) -> list[Lease]:
-        """A worker has left the epoch before its end: what it holds goes back."""
+    def quit(self, worker: int, loader: int, epoch: int, pushed: Iterable[int] = ()) -> list[Lease]:
+        """A worker has left the epoch before its end: what it holds goes back, but for what it has pushed."""
         if not self.is_open(loader, epoch):
             return []
         self._epochs[loader].here.discard(worker)
         self._share(self._epochs[loader], worker)
-        mine = [lease for owner, lease in self._out.values() if owner == worker and lease.loader == loader]
+        kept = set(pushed)
+        mine = [lease for lease in self.held_by(worker) if lease.loader == loader and lease.number not in kept]
         self.give_back([lease.number for lease in mine])
         return mine
 
@@ -191,7 +192,8 @@ class Ledger:
         """A worker waits for the end of the epoch with minibatches that it will push in the next one."""
         epoch = self._epochs[loader]
         for number, (owner, lease) in self._out.items():
-            if owner == worker and lease.loader == loader and number not in self._carried:
+            of_this = (lease.loader, lease.epoch) == (loader, epoch.number)
+            if owner == worker and of_this and number not in self._carried:
                 self._carried.add(number)
                 epoch.done += 1
 

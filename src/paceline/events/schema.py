@@ -34,6 +34,10 @@ class Leave(_Event, frozen=True, gc=False):
     """A worker left the team."""
 
 
+class Lost(_Event, frozen=True, gc=False):
+    """A worker died."""
+
+
 class Compute(_Event, frozen=True, gc=False):
     """A worker computed a gradient: from when it had its batch until the gradient was ready."""
 
@@ -179,6 +183,7 @@ class Metric(_Event, frozen=True, gc=False):
 Event = (
     Join
     | Leave
+    | Lost
     | Compute
     | Wait
     | Reduce

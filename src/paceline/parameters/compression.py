@@ -22,7 +22,7 @@ class Codec(ABC):
     """One form, for the gradients of all workers."""
 
     def __init__(self, layout: Layout, memory: Memory, workers: int) -> None:
-        self._layout = layout
+        self.layout = layout
         self.bytes = self.memory_size(layout, 1)
         """That one push takes."""
 
@@ -76,11 +76,11 @@ class Half(Codec):
     def encode(self, rank: int, flat: int, value: torch.Tensor) -> torch.Tensor:
         target = self._flats[rank][flat]
         # What is too large for the form is cut, and the rest of it comes with the next gradient.
-        target.copy_(value.clamp(-self._largest, self._largest))
+        target.copy_(torch.where(value.isinf(), value, value.clamp(-self._largest, self._largest)))
         return target.to(value.dtype)
 
     def decode(self, rank: int, flat: int, start: int, stop: int) -> torch.Tensor:
-        return self._flats[rank][flat][start:stop].to(self._layout.flats[flat].dtype)
+        return self._flats[rank][flat][start:stop].to(self.layout.flats[flat].dtype)
 
 
 class Float16(Half):
@@ -122,7 +122,7 @@ class Int8(Codec):
         first, last = start // _BLOCK, -(-stop // _BLOCK)
         values = self._values[rank][flat][first * _BLOCK : last * _BLOCK].view(-1, _BLOCK)
         dense = values * self._scales[rank][flat][first:last, None]
-        return dense.view(-1)[start - first * _BLOCK : stop - first * _BLOCK].to(self._layout.flats[flat].dtype)
+        return dense.view(-1)[start - first * _BLOCK : stop - first * _BLOCK].to(self.layout.flats[flat].dtype)
 
 
 class TopK(Codec):
@@ -166,7 +166,7 @@ class TopK(Codec):
     def decode(self, rank: int, flat: int, start: int, stop: int) -> torch.Tensor:
         where = self._where[rank][flat]
         first, last = torch.searchsorted(where, torch.tensor([start, stop], dtype=where.dtype)).tolist()
-        dense = torch.zeros(stop - start, dtype=self._layout.flats[flat].dtype)
+        dense = torch.zeros(stop - start, dtype=self.layout.flats[flat].dtype)
         dense[where[first:last].long() - start] = self._values[rank][flat][first:last]
         return dense
 
@@ -196,11 +196,30 @@ class Feedback:
         self._codec, self._rank = codec, rank
         self._gradients = gradients
         self._left = [torch.zeros_like(tensor) for tensor in gradients]
+        self._factor = 1.0
 
-    def encode(self) -> None:
-        """Write this worker's gradient where the server reads it."""
+    def encode(self, used: bytes | None = None, factor: float = 1.0) -> None:
+        """Write this worker's gradient where the server reads it.
+
+        used: per parameter, whether it has a gradient; what was left out of the others goes on waiting for their next.
+        factor: what undoes the scale of the loss, in which the gradient and what is left of it are.
+        """
+        if factor != self._factor:
+            for left in self._left:
+                left.mul_(self._factor / factor)
+            self._factor = factor
         for number, (gradient, left) in enumerate(zip(self._gradients, self._left, strict=True)):
+            waiting = [
+                (place, place.clone())
+                for slot in self._codec.layout.flats[number].slots
+                if used is not None and not used[slot.index]
+                for place in (left[slot.offset : slot.offset + slot.count],)
+            ]
             left.add_(gradient)
+            for place, _ in waiting:
+                place.zero_()
             left.sub_(self._codec.encode(self._rank, number, left))
             # A gradient that overflowed must not poison all that follow.
             left.nan_to_num_(0.0, 0.0, 0.0)
+            for place, before in waiting:
+                place.copy_(before)

@@ -35,6 +35,8 @@ class Corrections:
         for one in self._all:
             if isinstance(one, RateOverStaleness):
                 factor /= max(1, staleness)
+            elif rate == 0:
+                continue  # nothing to multiply: a schedule may begin or end there
             elif isinstance(one, DuttaRate) and squared_distance > 0:
                 most = rate if one.max is None else one.max
                 factor *= min(one.c / squared_distance, most) / rate
@@ -57,6 +59,8 @@ class Compensator:
 
     def __init__(self, strength: float, mean: float = 0.0, squares: list[torch.Tensor] | None = None) -> None:
         self._strength, self._mean, self._squares = strength, mean, squares
+        self.remembers = squares is not None
+        """Whether it wants to see every gradient, also one that needs no correction."""
 
     def __call__(
         self, gradient: torch.Tensor, newest: torch.Tensor, base: torch.Tensor, flat: int, start: int, stop: int

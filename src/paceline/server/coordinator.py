@@ -20,10 +20,11 @@ import msgspec
 from paceline import events
 from paceline.config import parse_correction, parse_strategy
 from paceline.data.ledger import Ledger
-from paceline.errors import Mismatch, TeamError, TeamTimeout, WorkerLost, names
+from paceline.errors import Mismatch, ServerLost, TeamError, TeamTimeout, WorkerLost, names
 from paceline.events import Recorder
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.hyperparameters import Hyperparameters, RateScaling
+from paceline.parameters.reduction import together
 from paceline.policies import Decision, Groups, Order, Policy, make_policy
 from paceline.policies import Push as Arrival
 from paceline.server.messages import (
@@ -112,6 +113,8 @@ class Coordinator:
         self._held: dict[int, _Pushed] = {}
         """Gradients that are not used yet, by ticket."""
         self._tickets = 0
+        self._training: dict[int, bool] = {}
+        """By loader, whether its running epoch is trained on, and not only evaluated."""
         self._loss: float | None = None
         self._last_groups: tuple[list[dict[str, Any]], float] | None = None
         self._by_descriptor = {seat.wire.descriptor: seat for seat in seats.values()}
@@ -145,6 +148,9 @@ class Coordinator:
                     self._look()
         except TeamError as error:
             self._fail(error)
+        except Exception as error:
+            self._fail(ServerLost(f"the server failed: {type(error).__name__}: {error}"))
+            raise
         finally:
             self._recorder.close()
             self._epoll.close()
@@ -305,7 +311,7 @@ class Coordinator:
 
     def _source(self, pushed: _Pushed, weight: float) -> Source:
         base = pushed.buffer if self._corrections.compensates else -1
-        return Source(pushed.place, weight, base, pushed.used)
+        return Source(pushed.place, weight, base, pushed.used, pushed.message.factor)
 
     def _update(self, pushes: list[_Pushed]) -> None:
         """Make the next version from these gradients."""
@@ -352,7 +358,9 @@ class Coordinator:
     def _clip(self, message: Apply, limit: float, norm: float) -> Apply:
         """First make the mean gradient, to know its norm; the update then is with that, scaled."""
         parts = self._shards.apply(msgspec.structs.replace(message, norm=norm))
-        length = max(parts) if norm == float("inf") else sum(parts) ** (1.0 / norm)
+        length = together(parts, norm)
+        if norm != float("inf"):
+            length **= 1.0 / norm
         scale = min(1.0, limit / (length + 1e-6))
         if math.isnan(length):  # it must stay one, as in plain torch
             scale = length
@@ -373,16 +381,18 @@ class Coordinator:
         order = Reduce([pushed.rank for pushed in pushes], weights, group)
         for seat in seats:
             self._tell(seat, order)
+        whole = True
         for seat in seats:
             try:
                 answer = seat.wire.receive_within(self._plan.timeouts.meeting)
             except Closed:
-                return  # its death will be heard; the others' sums are not used
+                whole = False  # its death will be heard; the others' sums are not used
+                continue
             if answer is None:
                 raise TeamTimeout(f"rank {seat.rank} did not sum its part of its group's gradient", [seat.rank])
             if not isinstance(answer, Reduced):
                 raise Mismatch(f"rank {seat.rank} sent a {type(answer).__name__} instead of a sum", [seat.rank])
-        for pushed in pushes:
+        for pushed in pushes if whole else ():
             pushed.place = self._plan.workers + group
 
     def _go(self, seat: Seat, *, renew: bool, by: int = -1) -> None:
@@ -424,6 +434,7 @@ class Coordinator:
             raise Mismatch(f"rank {seat.rank} did not tell the order of the epoch", [seat.rank])
         order = msgspec.msgpack.decode(data)
         ledger, now = self._ledger, time.perf_counter()
+        self._training[message.loader] = message.training
         samples = ledger.open(
             message.loader, message.epoch, order, message.sizes, drop_last=message.drop_last, turns=message.training
         )
@@ -445,8 +456,11 @@ class Coordinator:
         elif message.ahead:
             self._tell(seat, Leased(None, seat.version, seat.buffer))
             return
-        seat.into(State.ASKING)
         seat.request = message
+        if not self._ledger.is_open(message.loader, message.epoch) or self._ledger.is_over(message.loader):
+            self._over(seat, message)  # it waits for nobody, so nobody must take it for one who rests
+            return
+        seat.into(State.ASKING)
         if not message.renew and self._ledger.is_open(message.loader, message.epoch):
             self._ledger.carry(seat.rank, message.loader)
         self._execute(self._policy.rest(seat.rank), seat.rank)
@@ -482,14 +496,19 @@ class Coordinator:
             seat.request = None
             self._tell(seat, Leased(lease, seat.version, seat.buffer))
         elif not is_open or self._ledger.is_over(request.loader):
-            if is_open and self._ledger.close(request.loader):
-                now = time.perf_counter()
-                self._recorder.add(events.Epoch(-1, now, request.loader, request.epoch, 0, over=True))
-            if request.renew:
-                self._renew(seat)
-            seat.into(State.COMPUTING)
-            seat.request = None
-            self._tell(seat, Over(seat.version, seat.buffer))
+            self._over(seat, request)
+
+    def _over(self, seat: Seat, request: Ask) -> None:
+        """Tell a worker that the epoch is over for all; what it does next may be to compute."""
+        if self._ledger.is_open(request.loader, request.epoch) and self._ledger.close(request.loader):
+            now = time.perf_counter()
+            self._recorder.add(events.Epoch(-1, now, request.loader, request.epoch, 0, over=True))
+        if request.renew:
+            self._renew(seat)
+        self._policy.wake(seat.rank)
+        seat.into(State.COMPUTING)
+        seat.request = None
+        self._tell(seat, Over(seat.version, seat.buffer))
 
     def _admit(self, seat: Seat, request: Enter) -> None:
         loader, epoch = request.loader, request.epoch
@@ -516,12 +535,18 @@ class Coordinator:
         self._settle()
 
     def _quit(self, seat: Seat, message: Quit) -> None:
-        leases = self._ledger.quit(seat.rank, message.loader, message.epoch)
+        is_open = self._ledger.is_open(message.loader, message.epoch)
+        leases = self._ledger.quit(seat.rank, message.loader, message.epoch, self._pushed_by(seat.rank))
         if leases:
             numbers = [lease.number for lease in leases]
             self._recorder.add(events.Return(seat.rank, time.perf_counter(), numbers, "abandoned"))
-        self._execute(self._policy.rest(seat.rank), seat.rank)
+        if is_open and self._training[message.loader]:
+            self._execute(self._policy.rest(seat.rank), seat.rank)
         self._settle()
+
+    def _pushed_by(self, rank: int) -> list[int]:
+        """The leases of gradients that are held; they are not the worker's any more."""
+        return [number for held in self._held.values() if held.rank == rank for number in held.message.leases]
 
     # -- standing still ----------------------------------------------------------------------------------------------
 
@@ -547,6 +572,7 @@ class Coordinator:
     def _lost(self, seat: Seat) -> None:
         """A worker has died."""
         state = seat.state
+        self._recorder.add(events.Lost(seat.rank, time.perf_counter()))
         leases = self._remove(seat, "lost")
         if not self._policy.spare:
             if self._seats:
@@ -567,8 +593,7 @@ class Coordinator:
         del self._by_descriptor[seat.wire.descriptor]
         seat.wire.close()
         del self._seats[rank]
-        pushed = [number for held in self._held.values() if held.rank == rank for number in held.message.leases]
-        leases = self._ledger.leave(rank, pushed)
+        leases = self._ledger.leave(rank, self._pushed_by(rank))
         if leases:
             numbers = [lease.number for lease in leases]
             self._recorder.add(events.Return(rank, time.perf_counter(), numbers, why))

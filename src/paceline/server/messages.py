@@ -256,6 +256,8 @@ class Source(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The buffer with the version that it was computed on, where a correction needs it."""
     used: bytes | None = None
     """Per parameter, whether it has a gradient; None if all have."""
+    factor: float = 1.0
+    """Of the weight, what undoes the scale of the loss."""
 
 
 class Apply(_Message, frozen=True, gc=False):

@@ -13,7 +13,7 @@ from paceline.parameters.compression import Codec, codec_class
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout
-from paceline.parameters.reduction import CHUNK, Weights, weighted_sum
+from paceline.parameters.reduction import CHUNK, Weights, together, weighted_sum
 from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.parameters.whole import WholeOptimizer, like
@@ -95,7 +95,8 @@ class Shard:
         self._holds = False
         corrections = Corrections(parse_correction(spec) for spec in plan.corrections)
         self._compensate = corrections.compensator([(flat.count, flat.dtype) for flat in layout.flats])
-        self._bases: dict[int, int] = {}
+        self._bases: dict[int, tuple[int, float]] = {}
+        """By source, the buffer with the version that it was computed on, and what undoes the scale of its loss."""
         self._newest = 0
         everything = Gradients(layout, [*sources, self._sum] if sources else [self._sum], 0)
         kind_of_optimizer = ShardedOptimizer if type(optimizer) in ELEMENTWISE else WholeOptimizer
@@ -116,7 +117,7 @@ class Shard:
         """Take a gradient in, so that its worker can use its buffer again."""
         source = message.source
         self._newest = message.old
-        self._bases = {source.buffer: source.base}
+        self._bases = {source.buffer: (source.base, source.factor)}
         used = source.used
         for flat, (start, stop) in enumerate(self._ranges):
             for begin in range(start, stop, self._step(flat)):
@@ -156,7 +157,7 @@ class Shard:
         if message.groups is not None:
             self._optimizer.set_hyperparameters([_tuples(group) for group in message.groups])
         self._newest = message.old
-        self._bases = {source.buffer: source.base for source in message.sources}
+        self._bases = {source.buffer: (source.base, source.factor) for source in message.sources}
         weights: Weights = [(source.buffer, source.weight) for source in message.sources]
         used = self._used(message.sources)
         if message.norm is not None:
@@ -218,7 +219,7 @@ class Shard:
             taking_part = [used[buffer] for buffer, _ in weights]
             anywhere = bytes(any(flags) for flags in zip(*taking_part, strict=True))
         self._holds, self._used_sum = True, anywhere
-        return max(parts) if norm == float("inf") else sum(parts)
+        return together(parts, norm)
 
     def _dense(self, buffer: int, flat: int, start: int, stop: int) -> torch.Tensor:
         """A gradient as it is used: whole, and corrected."""
@@ -228,11 +229,13 @@ class Shard:
             value = self._codec.decode(buffer, flat, start, stop)
         else:
             value = self._sources[buffer][flat][start:stop]
-        base = self._bases.get(buffer, -1)
-        if self._compensate is None or base < 0 or base == self._newest:
+        base, factor = self._bases.get(buffer, (-1, 1.0))
+        if self._compensate is None or base < 0 or (base == self._newest and not self._compensate.remembers):
             return value
         newest, old = (self._versions.buffers[number][flat][start:stop] for number in (self._newest, base))
-        return self._compensate(value, newest, old, flat, start, stop)
+        if factor == 1.0:
+            return self._compensate(value, newest, old, flat, start, stop)
+        return self._compensate(value * factor, newest, old, flat, start, stop) / factor
 
     def _mix(self, total: torch.Tensor, flat: int, start: int, stop: int, weights: Weights, scale: float) -> None:
         parts = tuple(self._dense(buffer, flat, start, stop) for buffer, _ in weights)

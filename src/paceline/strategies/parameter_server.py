@@ -8,6 +8,7 @@ change of pointers. Samples are leased from the server, too.
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -73,7 +74,10 @@ class ParameterServerTrainer(Trainer):
         RateScaling(options.scale_lr, 1, options.warmup)
         policy = make_policy(around.strategy, range(self.size))
         self.cancels = policy.fresh_only and not policy.lockstep
-        self.version = self._buffer = 0
+        self._at = self._buffer = 0
+        """The server's version, and the buffer that it lies in."""
+        self._before = 0
+        """Updates that the parameters had had before this run."""
         self.paces = [(0.0, 0)] * self.size
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held]
@@ -83,12 +87,14 @@ class ParameterServerTrainer(Trainer):
         if policy.spare:
             around.members.meeting.spare = True
 
-        self._open: list[int] = []
-        """Leases whose samples are, or will be, part of the next gradient."""
+        self._open: dict[int, int] = {}
+        """Leases whose samples are, or will be, part of the next gradient, with their loaders."""
         self._riding: Lease | None = None
         """A lease that came with the answer to a push."""
         self._want: int | None = None
         """The loader whose next lease should come with the next answer."""
+        self._trained: set[int] = set()
+        """Loaders in whose epochs this worker is, and not only to evaluate."""
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
         self._accumulating = self._inside = self._frozen = False
@@ -112,6 +118,14 @@ class ParameterServerTrainer(Trainer):
             self._takeover.replace(name, method)
         # GradScaler then leaves unscaling and skipping to `step`.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    @property
+    def version(self) -> int:
+        return self._before + self._at
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self._before = value - self._at
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
@@ -204,6 +218,7 @@ class ParameterServerTrainer(Trainer):
         """Have the servers started, as processes or beside the workers."""
         patience = self._timeouts.join
         self._thread = None
+        self._processes: list[subprocess.Popen[bytes]] = []
         if where in ("lead", "all"):
             # A worker that holds a shard can not be spared.
             if self._rank == 0 or where == "all":
@@ -247,9 +262,9 @@ class ParameterServerTrainer(Trainer):
         if not isinstance(error, Cancelled):
             return False
         if not self._gone_back:
-            leases, self._open = self._open, []
-            self._stopwatch.cancel(self.version, leases)
-            self._follow(self._desk.call(CancelledStep(leases, self._want)))
+            leases, self._open = list(self._open), {}
+            self._stopwatch.cancel(self._at, leases)
+            self._follow(self._desk.call(CancelledStep(leases, self._wanted())))
         self._gone_back = False
         self._clip = None
         for slot in self._layout.slots:
@@ -260,11 +275,11 @@ class ParameterServerTrainer(Trainer):
         return True
 
     def _look(self) -> None:
-        if self._inside and self._desk.cancelled(self.version):
+        if self._inside and self._desk.cancelled(self._at):
             raise Cancelled
 
     def _sleep(self, seconds: float) -> None:
-        if self._desk.sleep(seconds, self.version if self._inside else None):
+        if self._desk.sleep(seconds, self._at if self._inside else None):
             raise Cancelled
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
@@ -289,7 +304,7 @@ class ParameterServerTrainer(Trainer):
         factor = 1.0 if scale is None else 1.0 / float(scale)
         skip = bool(getattr(self._optimizer, "found_inf", False))
         self._look()
-        _, samples = self._stopwatch.stop(self.version)
+        _, samples = self._stopwatch.stop(self._at)
         self._push(samples, factor, skip)
         self._takeover.run_hooks("post")
         return loss
@@ -301,10 +316,10 @@ class ParameterServerTrainer(Trainer):
         if not complete:
             self._used[:] = used
         if self._feedback is not None and not skip:
-            self._feedback.encode()
-        leases, self._open = self._open, []
+            self._feedback.encode(None if complete else used, factor)
+        leases, self._open = list(self._open), {}
         message = Push(
-            self.version,
+            self._at,
             samples,
             leases,
             self._hyperparameters.publish(),
@@ -314,7 +329,7 @@ class ParameterServerTrainer(Trainer):
             self._loss,
             self._clip,
             skip,
-            self._want,
+            self._wanted(),
         )
         self._loss = self._clip = None
         answer: Go = self._desk.call(message)
@@ -323,7 +338,7 @@ class ParameterServerTrainer(Trainer):
         if answer.on >= 0:
             self._recorder.add(Wait(self._rank, start, end - start, answer.on))
         else:
-            self._recorder.add(Pull(self._rank, start, end - start, self.version))
+            self._recorder.add(Pull(self._rank, start, end - start, self._at))
         self._stopwatch.restart(end)
         self.updated()
         if answer.outcome == "dropped" and self.cancels and self._inside:
@@ -335,11 +350,19 @@ class ParameterServerTrainer(Trainer):
         if answer.buffer != self._buffer:
             self._versions.pull(answer.buffer)
             self._buffer = answer.buffer
-        self.version = answer.version
+        self._at = answer.version
         if not self._open:
             self._stopwatch.free()
         if isinstance(answer, Go) and answer.lease is not None:
             self._riding = answer.lease
+
+    def _wanted(self) -> int | None:
+        """The loader whose next lease should come with an answer; none while there is one that is not taken yet.
+
+        Nor with several loaders at once: two workers could each wait for the end of one loader's epoch with a lease of
+        the other's that they do not need yet.
+        """
+        return self._want if self._riding is None and len(self._trained) == 1 else None
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         """The mean is clipped where it is made, on the server; what is known here is this worker's own norm."""
@@ -371,7 +394,8 @@ class ParameterServerTrainer(Trainer):
         return LeasedLoader(loader, self, self._loaders - 1, global_batch=global_batch)
 
     def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
-        self._riding = None
+        if torch.is_grad_enabled():
+            self._trained.add(loader)
         answer = self._desk.call(Enter(loader, epoch, not self._open))
         if isinstance(answer, Draw):
             drawn = draw()
@@ -380,32 +404,39 @@ class ParameterServerTrainer(Trainer):
         self._follow(answer)
 
     def ask(self, loader: int, epoch: int, *, ahead: bool) -> Lease | None:
-        riding, self._riding = self._riding, None
-        if riding is not None:
+        riding = self._riding
+        if riding is not None and (riding.loader, riding.epoch) == (loader, epoch):
+            self._riding = None
             return riding
         training = torch.is_grad_enabled()
-        if self._open and training and not ahead and not self._gradients.any:
-            self._desk.tell(Done(self._open))  # the script has passed over them
-            self._open = []
+        passed = [number for number, of in self._open.items() if of == loader]
+        if passed and training and not ahead and not self._gradients.any:
+            self._desk.tell(Done(passed))  # the script has passed over them
+            for number in passed:
+                del self._open[number]
         answer = self._desk.call(Ask(loader, epoch, ahead, training and not self._open and not ahead))
         if isinstance(answer, Leased):
             self._want = loader if training and not ahead else None
             self._follow(answer)
             return answer.lease
         self._want = None
+        self._trained.discard(loader)
         self._follow(answer)
         return None
 
     def begin(self, lease: Lease) -> None:
         if torch.is_grad_enabled():
-            self._open.append(lease.number)
+            self._open[lease.number] = lease.loader
             self._stopwatch.start(len(lease.keys))
         else:
             self._desk.tell(Done([lease.number]))
 
     def quit(self, loader: int, epoch: int) -> None:
-        self._riding = self._want = None
-        self._open = []
+        if self._riding is not None and self._riding.loader == loader:
+            self._riding = None
+        self._want = None
+        self._trained.discard(loader)
+        self._open = {number: of for number, of in self._open.items() if of != loader}
         with contextlib.suppress(TeamError):
             self._desk.tell(Quit(loader, epoch))
 
@@ -459,9 +490,15 @@ class ParameterServerTrainer(Trainer):
 
     def part(self) -> None:
         self._desk.close()
-        if self._thread is not None and getattr(sys, "last_value", None) is None:
-            # The others need what is served from here; not if this script has failed, for then they can not go on.
+        if getattr(sys, "last_value", None) is not None:
+            return  # this script has failed, and the others should know soon
+        # The others need what is served from here, or from processes that die with this one.
+        until = time.monotonic() + self._timeouts.meeting
+        if self._thread is not None:
             self._thread.join(self._timeouts.meeting)
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         with contextlib.suppress(TeamError), self.still():

@@ -6,6 +6,7 @@ descriptors beside a message, so that the large things need not.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import secrets
@@ -69,6 +70,13 @@ class Wire(Generic[In]):
         message: In = self._decode(data)
         return message
 
+    def linger(self, times: int) -> None:
+        """Look for a message so many times, giving the core away in between, before going to sleep for it."""
+        poll, yield_core = self._poll.poll, os.sched_yield
+        while times and not poll(0):
+            yield_core()
+            times -= 1
+
     def patience(self, seconds: float) -> None:
         """Let `receive` raise TimeoutError after so long: the kernel's own clock, so it costs nothing."""
         whole = int(seconds)
@@ -80,9 +88,19 @@ class Wire(Generic[In]):
         return self.receive() if self._poll.poll(max(0, int(seconds * 1e3))) else None
 
     def receive_with_descriptors(self, count: int) -> tuple[In, list[int]]:
-        data, descriptors, _, _ = socket.recv_fds(self._socket, _LARGEST, count, socket.MSG_CMSG_CLOEXEC)
+        # Not socket.recv_fds, which forgets its flags: what comes so would be inherited by every program started here.
+        room = socket.CMSG_SPACE(count * array.array("i").itemsize)
+        try:
+            data, beside, _, _ = self._socket.recvmsg(_LARGEST, room, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise Closed(f"the other end is gone: {error}") from None
         if not data:
             raise Closed("the other end is gone")
+        descriptors = array.array("i")
+        for level, kind, content in beside:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(content) - len(content) % descriptors.itemsize
+                descriptors.frombytes(content[:whole])
         return self._decode(data), list(descriptors)
 
     @property
@@ -113,7 +131,7 @@ class Listener:
         self._socket.settimeout(seconds)
         try:
             connection, _ = self._socket.accept()
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):  # the latter if there is no time at all
             return None
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
