@@ -734,6 +734,31 @@ def test_a_script_may_make_several_updates_from_one_batch(strategy: str) -> None
     assert sorted(itertools.chain(*results)) == list(range(24))
 
 
+def test_a_worker_that_comes_when_the_others_have_left_the_epoch_finds_it_over() -> None:
+    def work(team: Team) -> list[list[int]]:
+        model: Any = nn.Linear(1, 1)
+        loader: Any = DataLoader(TensorDataset(torch.arange(8).float().unsqueeze(1)), batch_size=1)
+        model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=1e-9), loader)
+        seen: list[list[int]] = [[], []]
+        for epoch in range(2):
+            if team.rank == 1 and epoch == 0:
+                team.barrier()
+            for (x,) in loader:
+                if team.rank == 0 and epoch == 1 and not seen[1]:
+                    team.barrier()
+                seen[epoch].append(int(x))
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if epoch == 0:
+                    break
+        return seen
+
+    first, second = run_team(work, 2, launch=under("async", meeting=4.0), timeout=20.0)
+    assert (first[0], second[0]) == ([0], [])
+    assert sorted([*first[1], *second[1]]) == list(range(8))
+
+
 def test_a_gradient_that_is_held_counts_also_when_its_worker_leaves_the_epoch() -> None:
     def work(team: Team) -> tuple[list[int], float]:
         model: Any = nn.Linear(1, 1, bias=False)

@@ -75,6 +75,11 @@ class Ledger:
         running = self._epochs.get(loader)
         return running is not None and running.number == epoch
 
+    def is_past(self, loader: int, epoch: int) -> bool:
+        """Whether a later epoch runs already: those who took part in this one have all left it."""
+        running = self._epochs.get(loader)
+        return running is not None and running.number > epoch
+
     def may_open(self, loader: int, epoch: int) -> bool:
         """Whether this is the next epoch, and the one before is over for all."""
         running = self._epochs.get(loader)

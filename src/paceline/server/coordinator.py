@@ -512,8 +512,10 @@ class Coordinator:
 
     def _admit(self, seat: Seat, request: Enter) -> None:
         loader, epoch = request.loader, request.epoch
-        if self._ledger.is_open(loader, epoch):
-            self._ledger.enter(seat.rank, loader)
+        is_open = self._ledger.is_open(loader, epoch)
+        if is_open or self._ledger.is_past(loader, epoch):  # it will be told that it is over when it asks
+            if is_open:
+                self._ledger.enter(seat.rank, loader)
             self._policy.wake(seat.rank)
             if request.renew:
                 self._renew(seat)
