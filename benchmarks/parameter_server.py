@@ -23,6 +23,8 @@ HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent / "src" / "paceline" / "bench" / "peers"
 TENSORFLOW = HERE.parent / ".venv-tensorflow"
 WORKERS = 2
+PARTS = 5
+"""Of each turn, of which the median counts."""
 
 
 def tensorflow() -> str:
@@ -38,25 +40,27 @@ def tensorflow() -> str:
 
 def ours(model: str, seconds: float, contestant: str) -> float:
     """Minibatches per second of all workers together."""
-    race = Race(model=model, contestants=[contestant], batch=MODELS[model], rounds=1, seconds=seconds)
-    return WORKERS / measure(race, WORKERS, "async" if contestant == "paceline" else None).seconds[contestant][0]
+    race = Race(model=model, contestants=[contestant], batch=MODELS[model], rounds=PARTS, seconds=seconds / PARTS)
+    times = measure(race, WORKERS, "async" if contestant == "paceline" else None).seconds[contestant]
+    return WORKERS / statistics.median(times)
 
 
 def peer(model: str, seconds: float, python: str, script: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
-        task = {"model": model, "workers": WORKERS, "seconds": seconds, "rounds": 1, "output": str(output)}
+        task = {"model": model, "workers": WORKERS, "seconds": seconds / PARTS, "rounds": PARTS, "output": str(output)}
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(
             [python, str(PEERS / script), json.dumps(task)], check=True, env=environment, stderr=subprocess.DEVNULL
         )
-        return float(json.loads(output.read_text())["minibatches_per_second"][0])
+        rates: list[float] = json.loads(output.read_text())["minibatches_per_second"]
+        return statistics.median(rates)
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--seconds", type=float, default=3.0, help="of each turn")
+    options.add_argument("--seconds", type=float, default=5.0, help="of each turn")
     options.add_argument("--model", action="append", choices=["small", "mlp25m"], help="both by default")
     options.add_argument("--without", action="append", default=[], choices=["rpc", "tensorflow", "alone"])
     options = options.parse_args()

@@ -1068,10 +1068,10 @@ def test_a_free_buffer_is_never_held_and_never_the_newest(workers: int) -> None:
     for _ in range(2000):
         worker = source.randrange(workers)
         if source.random() < 0.7:
-            free = shelf.free()
+            free = shelf.take()
             assert 0 <= free < workers + 2
             assert free not in held and free != shelf.newest
-            shelf.newest = free
+            shelf.publish(free)
         shelf.release(held[worker])
         held[worker] = shelf.newest
         shelf.hold(held[worker])
@@ -1081,9 +1081,9 @@ def test_a_free_buffer_is_never_held_and_never_the_newest(workers: int) -> None:
 def test_more_versions_than_there_is_room_for_can_not_be() -> None:
     shelf = Shelf(2)
     shelf.hold(0)
-    shelf.newest = shelf.free()
+    shelf.publish(shelf.take())
     with pytest.raises(RuntimeError, match="all buffers of versions are held"):
-        shelf.free()
+        shelf.take()
 
 
 def buffers(team: Team) -> tuple[set[int], int]:

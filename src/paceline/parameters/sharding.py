@@ -80,6 +80,8 @@ class _Chunk:
     """Each worker's gradients of this chunk."""
     total: torch.Tensor
     """Where they are summed."""
+    buffers: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Its values in buffers of versions, as far as they were asked for."""
 
 
 class ShardedOptimizer:
@@ -281,13 +283,19 @@ class ShardedOptimizer:
             gradient = chunk.gradients[source]
         else:
             self._sum(chunk, weights, scale)
-        before, after = self._versions.buffers[old][chunk.flat], self._versions.buffers[new][chunk.flat]
-        torch.add(before[chunk.start : chunk.stop], gradient, alpha=-rate, out=after[chunk.start : chunk.stop])
+        torch.add(self._in_buffer(chunk, old), gradient, alpha=-rate, out=self._in_buffer(chunk, new))
+
+    def _in_buffer(self, chunk: _Chunk, buffer: int) -> torch.Tensor:
+        """A chunk's values in one of the buffers of versions."""
+        values = chunk.buffers.get(buffer)
+        if values is None:
+            values = chunk.buffers[buffer] = self._versions.buffers[buffer][chunk.flat][chunk.start : chunk.stop]
+        return values
 
     def _move(self, number: int, chunk: _Chunk, old: int, new: int) -> None:
         """Let the optimizer see a chunk in another buffer, with the values that it has in the old one."""
         values = self._versions.buffers[new][chunk.flat]
-        values[chunk.start : chunk.stop].copy_(self._versions.buffers[old][chunk.flat][chunk.start : chunk.stop])
+        self._in_buffer(chunk, new).copy_(self._in_buffer(chunk, old))
         if self._runs:
             for run, start, stop in self._spans[number]:
                 run.data = values[start:stop]

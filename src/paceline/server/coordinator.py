@@ -244,13 +244,13 @@ class Coordinator:
             pushed.rate = self._rate_of(pushed, staleness)
         self._held[ticket] = pushed
         decision = self._policy.arrive(Arrival(ticket, rank, message.version))
+        self._execute(decision, rank)
         outcome = "held"
         if any(one.ticket == ticket for one in decision.use):
             outcome = "used"
         elif any(one.ticket == ticket for one in decision.drop):
             outcome = "dropped"
         self._record(now, rank, ticket, staleness, message, outcome, decision.reason)
-        self._execute(decision, rank)
 
     def _record(
         self, now: float, rank: int, ticket: int, staleness: int, message: Push, outcome: str, reason: str
@@ -329,13 +329,13 @@ class Coordinator:
                 sources[pushed.place] = self._source(pushed, pushed.mass * pushed.rate * pushed.message.factor / total)
         rate = total / sum(pushed.mass for pushed in pushes) if self._plan.corrections else 1.0
         groups = self._groups(pushes[0].groups, rate)
-        old, new = self._shelf.newest, self._shelf.free()
+        old, new = self._shelf.newest, self._shelf.take()
         message = Apply(list(sources.values()), old, new, groups)
         clip = next((pushed.message.clip for pushed in pushes if pushed.message.clip is not None), None)
         if clip is not None:
             message = self._clip(message, *clip)
         self._shards.apply(message)
-        self._shelf.newest = new
+        self._shelf.publish(new)
         end = time.perf_counter()
         read = sum(pushed.message.bytes for pushed in pushes)
         tickets = [pushed.ticket for pushed in pushes]

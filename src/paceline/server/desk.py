@@ -19,6 +19,8 @@ from paceline.transport.wire import Closed, Wire, connect
 
 _MARGIN = 5.0
 """Seconds by which a worker is more patient than the server, who knows better who is late."""
+_LINGER = 0.0005
+"""Seconds to look for an answer before sleeping until it comes."""
 _LOOK = 0.5
 """Seconds between looks at whether the server lives, while a worker sleeps on purpose."""
 
@@ -74,6 +76,7 @@ class Desk:
 
     def _answer(self) -> Any:
         while True:
+            self._wire.linger(_LINGER)
             try:
                 answer = self._wire.receive()
             except TimeoutError:

@@ -47,20 +47,34 @@ class Shelf:
 
     def __init__(self, buffers: int) -> None:
         self._holders = [0] * buffers
-        self.newest = 0
+        self._free = list(range(buffers - 1, 0, -1))
+        """Those that nobody holds, and that are not the newest version."""
+        self._newest = 0
         self.most = 1
         """How many buffers were ever in use at once."""
+
+    @property
+    def newest(self) -> int:
+        return self._newest
+
+    def publish(self, buffer: int) -> None:
+        """This is the newest version now."""
+        before, self._newest = self._newest, buffer
+        if before != buffer and not self._holders[before]:
+            self._free.append(before)
 
     def hold(self, buffer: int) -> None:
         self._holders[buffer] += 1
 
     def release(self, buffer: int) -> None:
         self._holders[buffer] -= 1
+        if not self._holders[buffer] and buffer != self._newest:
+            self._free.append(buffer)
 
-    def free(self) -> int:
-        """A buffer that nobody holds, and that is not the newest version."""
-        for buffer, holders in enumerate(self._holders):
-            if not holders and buffer != self.newest:
-                self.most = max(self.most, 2 + sum(h > 0 and b != self.newest for b, h in enumerate(self._holders)))
-                return buffer
-        raise RuntimeError("all buffers of versions are held")  # one more than can be held at once exists
+    def take(self) -> int:
+        """A buffer that nobody holds, and that is not the newest version: for the next one."""
+        if not self._free:  # one more exists than can be held at once
+            raise RuntimeError("all buffers of versions are held")
+        buffer = self._free.pop()
+        self.most = max(self.most, len(self._holders) - len(self._free))
+        return buffer

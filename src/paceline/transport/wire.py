@@ -70,12 +70,17 @@ class Wire(Generic[In]):
         message: In = self._decode(data)
         return message
 
-    def linger(self, times: int) -> None:
-        """Look for a message so many times, giving the core away in between, before going to sleep for it."""
+    def linger(self, seconds: float) -> None:
+        """Look for a message for a while, giving the core away in between, before `receive` goes to sleep for it.
+
+        To sleep and to be woken takes longer than most answers do.
+        """
         poll, yield_core = self._poll.poll, os.sched_yield
-        while times and not poll(0):
+        if poll(0):
+            return
+        until = time.perf_counter() + seconds
+        while not poll(0) and time.perf_counter() < until:
             yield_core()
-            times -= 1
 
     def patience(self, seconds: float) -> None:
         """Let `receive` raise TimeoutError after so long: the kernel's own clock, so it costs nothing."""
