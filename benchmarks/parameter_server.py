@@ -16,9 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from paceline.bench.harness import measure
-from paceline.bench.tasks import MODELS, Race
-
 HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent / "src" / "paceline" / "bench" / "peers"
 TENSORFLOW = HERE.parent / ".venv-tensorflow"
@@ -38,11 +35,55 @@ def tensorflow() -> str:
     return str(python)
 
 
+SCRIPT = """
+import json
+import pathlib
+import sys
+import time
+
+import paceline
+import torch
+from paceline.bench.contestants import Alone, Paceline
+from paceline.bench.workloads import WORKLOADS
+from paceline.cluster.process import return_freed_memory
+
+task = json.loads(sys.argv[1])
+team = paceline.join()
+work = WORKLOADS[task["model"]]
+kind = Paceline if task["contestant"] == "paceline" else Alone
+if kind is Alone:
+    return_freed_memory()  # as plain processes do
+step = kind(work, work.batch, "sgd", "fp32", team).step
+for _ in range(5):
+    step()
+rates = []
+for _ in range(task["rounds"]):
+    team.barrier()
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() < start + task["seconds"]:
+        step()
+        count += 1
+    rates.append(count / (time.perf_counter() - start))
+together = team.per_replica(rates).values
+if team.is_lead:
+    sums = [sum(parts) for parts in zip(*together, strict=True)]
+    pathlib.Path(task["output"]).write_text(json.dumps({"minibatches_per_second": sums}))
+"""
+
+
 def ours(model: str, seconds: float, contestant: str) -> float:
     """Minibatches per second of all workers together."""
-    race = Race(model=model, contestants=[contestant], batch=MODELS[model], rounds=PARTS, seconds=seconds / PARTS)
-    times = measure(race, WORKERS, "async" if contestant == "paceline" else None).seconds[contestant]
-    return WORKERS / statistics.median(times)
+    with tempfile.TemporaryDirectory() as folder:
+        script, output = Path(folder) / "train.py", Path(folder) / "result.json"
+        script.write_text(SCRIPT)
+        task = {"model": model, "contestant": contestant, "seconds": seconds / PARTS, "rounds": PARTS}
+        command = [sys.executable, "-m", "paceline", "run", str(script), "--workers", str(WORKERS), "--quiet"]
+        command += ["--strategy", "async" if contestant == "paceline" else "all-reduce"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command += ["--", json.dumps({**task, "output": str(output)})]
+        subprocess.run(command, check=True, cwd=folder, env=environment)
+        rates: list[float] = json.loads(output.read_text())["minibatches_per_second"]
+        return statistics.median(rates)
 
 
 def peer(model: str, seconds: float, python: str, script: str) -> float:
