@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 import paceline
 
 BATCH = 32
-EVERY = 2.0
-"""Seconds of training between two tests."""
 
 
 class Clock:
@@ -59,6 +57,7 @@ def train_team(team: paceline.Team, epochs: int) -> list[tuple[float, float]]:
     train, test = datasets()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     model, optimizer, loader = team.setup(model, optimizer, DataLoader(train, batch_size=BATCH, shuffle=True))
     team.barrier()
     judge = Judge(team.is_lead, model, test)
@@ -69,6 +68,7 @@ def train_team(team: paceline.Team, epochs: int) -> list[tuple[float, float]]:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+        schedule.step()
         judge.look()
         team.barrier()
         judge.go_on()
@@ -83,6 +83,7 @@ def train_ddp(team: paceline.Team, epochs: int, factor: float) -> list[tuple[flo
     plain = network()
     model = DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     sampler: DistributedSampler[torch.Tensor] = DistributedSampler(train)
     loader = DataLoader(train, batch_size=BATCH, sampler=sampler)
     slow = factor - 1 if team.rank == team.world_size - 1 else 0.0
@@ -99,6 +100,7 @@ def train_ddp(team: paceline.Team, epochs: int, factor: float) -> list[tuple[flo
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        schedule.step()
         judge.look()
         distributed.barrier()
         judge.go_on()

@@ -1,0 +1,60 @@
+"""How long it takes to a test accuracy on Fashion-MNIST, with one of four workers four times slower.
+
+One command: `python benchmarks/time_to_accuracy.py` (needs Debian's dataset-fashion-mnist). DistributedDataParallel on
+gloo and policies of the parameter server take turns, with the same network, batch size, learning rates and number of
+epochs; tests do not count. What counts is the ratio of seconds until the first test that reaches the accuracy.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "train_fashion.py"
+WAYS = ("ddp", "k-async:k=3", "k-batch-sync:k=4", "k-sync:k=3")
+FACTOR = 4
+
+
+def train(way: str, epochs: int) -> list[tuple[float, float]]:
+    """Seconds of training and test accuracy, after every epoch."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "scores.json"
+        command = [sys.executable, "-m", "paceline", "run", str(SCRIPT), "--workers", "4", "--quiet"]
+        command += [] if way == "ddp" else ["--strategy", way, "--slow", f"3:{FACTOR}"]
+        command += ["--", "--epochs", str(epochs), "--output", str(output)]
+        command += ["--ddp", str(FACTOR)] if way == "ddp" else []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+        return [(seconds, accuracy) for seconds, accuracy in json.loads(output.read_text())]
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--accuracy", type=float, default=0.88)
+    options.add_argument("--epochs", type=int, default=4)
+    options.add_argument("--rounds", type=int, default=2)
+    options = options.parse_args()
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    finals: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(options.rounds):
+        for way in WAYS:
+            print(f"round {number + 1} of {options.rounds}: {way}", file=sys.stderr, flush=True)
+            scores = train(way, options.epochs)
+            reached = [seconds for seconds, accuracy in scores if accuracy >= options.accuracy]
+            times[way].append(reached[0] if reached else float("inf"))
+            finals[way].append(scores[-1][1])
+    for way in WAYS:
+        ratio = statistics.median(times["ddp"]) / statistics.median(times[way])
+        print(
+            f"{way:18} {ratio:5.2f} times as fast as ddp to {options.accuracy:.1%}; "
+            f"after {options.epochs} epochs {statistics.median(finals[way]):.2%}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
