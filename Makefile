@@ -32,6 +32,9 @@ test: lint system
 bench: setup
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/policies.py
+	$(BIN)/python benchmarks/parameter_server.py
+	$(BIN)/python benchmarks/time_to_accuracy.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
