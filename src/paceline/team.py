@@ -91,6 +91,10 @@ class Team:
         self.strategy = parse_strategy(launch.strategy or strategy or AllReduce())
         if type(self.strategy) in POLICIES:
             make_policy(self.strategy, range(self.world_size))  # to refuse here what can not be
+        elif launch.servers or launch.corrections or launch.compress:
+            raise UsageError(
+                f"--servers, --correct and --compress are for a parameter server, which '{self.strategy}' does not have"
+            )
         self._launch = launch
         self.device = _device(place.local_rank)
         self._folder = _folder(launch, name)
