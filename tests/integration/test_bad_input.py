@@ -90,5 +90,5 @@ def test_a_wrong_setup_is_refused_in_one_sentence_for_all_workers(
 
 @pytest.mark.parametrize("option", [["--servers", "2"], ["--correct", "dc-asgd"], ["--compress", "int8"]], ids=str)
 def test_what_is_for_a_server_is_refused_where_there_is_none(option: list[str], tmp_path: Path) -> None:
-    script = write_script(tmp_path, FINE)
+    script = write_script(tmp_path, "import paceline\npaceline.join()\n" + FINE)
     refused([PACELINE, "run", script, *option], tmp_path, option[0], "parameter server", "'all-reduce'")
