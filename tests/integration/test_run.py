@@ -237,11 +237,14 @@ def test_the_summary_has_the_promised_keys_and_true_numbers(pair: Pair) -> None:
         "samples_per_second",
         "staleness",
         "last",
+        "pushed_bytes",
+        "saved_bytes",
         "workers",
     ]
     assert (summary["strategy"], summary["world_size"]) == ("all-reduce", 2)
     assert (summary["updates"], summary["minibatches"]) == (UPDATES, MINIBATCHES)
     assert (summary["cancelled"], summary["dropped"]) == (0, 0)
+    assert (summary["pushed_bytes"], summary["saved_bytes"]) == (0, 0)
     assert summary["staleness"] == {"mean": 0.0, "max": 0, "histogram": {"0": MINIBATCHES}}
     assert list(summary["workers"]) == ["0", "1"]
     keys = ["computing", "communicating", "waiting", "minibatches", "samples"]
