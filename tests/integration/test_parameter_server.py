@@ -759,6 +759,26 @@ def test_a_worker_that_comes_when_the_others_have_left_the_epoch_finds_it_over()
     assert sorted([*first[1], *second[1]]) == list(range(8))
 
 
+@pytest.mark.parametrize("strategy", ["ssp:s=0", "groups:size=1,between=ssp:s=0", "k-async:k=2", "k-batch-sync:k=3"])
+def test_nobody_waits_for_those_who_find_no_more_samples(strategy: str) -> None:
+    def work(team: Team) -> int:
+        model: Any = nn.Linear(1, 1)
+        loader: Any = DataLoader(TensorDataset(torch.arange(2).float().unsqueeze(1)), batch_size=1)
+        model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=1e-9), loader)
+        count = 0
+        for _ in range(3):
+            if team.rank == 2:
+                time.sleep(0.2)  # so that the others have taken all samples when it comes
+            for (x,) in loader:
+                count += 1
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return count
+
+    assert sum(run_team(work, 3, launch=under(strategy, meeting=4.0), timeout=20.0)) == 6
+
+
 def test_a_gradient_that_is_held_counts_also_when_its_worker_leaves_the_epoch() -> None:
     def work(team: Team) -> tuple[list[int], float]:
         model: Any = nn.Linear(1, 1, bias=False)

@@ -505,10 +505,15 @@ class Coordinator:
             self._recorder.add(events.Epoch(-1, now, request.loader, request.epoch, 0, over=True))
         if request.renew:
             self._renew(seat)
-        self._policy.wake(seat.rank)
         seat.into(State.COMPUTING)
         seat.request = None
         self._tell(seat, Over(seat.version, seat.buffer))
+        now = self._ledger.is_open(request.loader, request.epoch)
+        if now and any(other.state is State.PUSHED for other in self._seats.values()):
+            # Somebody's gradient is used, and yet it waits for others to get further: they will not, in this epoch.
+            self._execute(self._policy.rest(seat.rank), seat.rank)
+        else:
+            self._policy.wake(seat.rank)
 
     def _admit(self, seat: Seat, request: Enter) -> None:
         loader, epoch = request.loader, request.epoch
