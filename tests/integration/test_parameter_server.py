@@ -80,7 +80,8 @@ Values = list[torch.Tensor]
 
 
 def under(strategy: str, servers: str | None = "lead", *, meeting: float = 20.0, **more: Any) -> Launch:
-    return Launch(strategy=strategy, servers=servers, timeouts=Timeouts(meeting=meeting, join=20.0), **more)
+    where = None if strategy == "all-reduce" else servers  # which has no servers
+    return Launch(strategy=strategy, servers=where, timeouts=Timeouts(meeting=meeting, join=20.0), **more)
 
 
 def loop(model: Net, optimizer: torch.optim.Optimizer, loader: Any, epochs: int, start: int = 0) -> None:
