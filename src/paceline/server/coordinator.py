@@ -508,12 +508,16 @@ class Coordinator:
         seat.into(State.COMPUTING)
         seat.request = None
         self._tell(seat, Over(seat.version, seat.buffer))
-        now = self._ledger.is_open(request.loader, request.epoch)
-        if now and any(other.state is State.PUSHED for other in self._seats.values()):
-            # Somebody's gradient is used, and yet it waits for others to get further: they will not, in this epoch.
+        if self._ledger.is_open(request.loader, request.epoch) and self._somebody_is_ahead(request.loader):
             self._execute(self._policy.rest(seat.rank), seat.rank)
         else:
             self._policy.wake(seat.rank)
+
+    def _somebody_is_ahead(self, loader: int) -> bool:
+        """Whether a worker, its gradient used, waits for others to get further, which in this epoch they will not."""
+        held = {pushed.rank for pushed in self._held.values()}
+        waits = any(seat.state is State.PUSHED and seat.rank not in held for seat in self._seats.values())
+        return waits and self._training[loader]
 
     def _admit(self, seat: Seat, request: Enter) -> None:
         loader, epoch = request.loader, request.epoch
