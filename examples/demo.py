@@ -22,7 +22,7 @@ WAYS = {
     "all-reduce, worker 3 slow, balanced": (["--workers", "4", "--slow", "3:4"], ["--balance"]),
     **{
         f"{spec}, worker 3 slow": (["--workers", "4", "--slow", "3:4", "--strategy", spec], [])
-        for spec in ("k-sync:k=3", "k-batch-sync:k=4", "k-async:k=2", "k-batch-async:k=4", "ssp:s=4")
+        for spec in ("k-sync:k=3", "k-batch-sync:k=4", "k-async:k=2", "k-batch-async:k=4")
     },
 }
 
