@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import socket
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,40 +12,28 @@ import torch
 from teams import run_team
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from training import Make, Net, Values, adafactor, adamw, apart, divided, scaling, sgd, values
 
 import paceline
 from paceline import Team
 
 
-class Net(nn.Module):
-    """Tied weights, a frozen layer, a layer that is never used, and one that is only used now and then."""
+class Counting(Net):
+    """Uses all of its layers once in `every` calls, or never."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(10, 24)
-        self.second = nn.Linear(24, 24)
-        self.tied = nn.Linear(24, 24)
-        self.tied.weight = self.second.weight
-        self.frozen = nn.Linear(24, 24).requires_grad_(False)
-        self.unused = nn.Linear(3, 3)
-        self.sometimes = nn.Linear(24, 24)
-        self.last = nn.Linear(24, 4)
         self.calls = 0
         self.every = 3
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x))
-        x = torch.tanh(self.tied(torch.tanh(self.second(x))))
-        x = torch.tanh(self.frozen(x))
+    def uses_all(self) -> bool:
         self.calls += 1
-        if self.every and self.calls % self.every == 0:
-            x = x + self.sometimes(x)
-        return self.last(x)
+        return self.every > 0 and self.calls % self.every == 0
 
 
-def build(dtype: torch.dtype = torch.float64, seed: int = 0, every: int = 3) -> Net:
+def build(dtype: torch.dtype = torch.float64, seed: int = 0, every: int = 3) -> Counting:
     torch.manual_seed(seed)
-    net = Net().to(dtype)
+    net = Counting().to(dtype)
     net.every = every
     return net
 
@@ -55,21 +42,6 @@ def data(samples: int = 205, dtype: torch.dtype = torch.float64) -> TensorDatase
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, 10, dtype=dtype, generator=generator)
     return TensorDataset(x, torch.randint(0, 4, (samples,), generator=generator))
-
-
-def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2)
-
-
-def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def adafactor(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(parameters, lr=0.01)
-
-
-Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, steps: int) -> None:
@@ -93,7 +65,7 @@ def plain(make: Make, dtype: torch.dtype, steps: int, batch: int = 32, samples: 
 
 def in_team(
     team: Team, make: Make, dtype: torch.dtype, steps: int, options: dict[str, Any], samples: int = 205
-) -> list[torch.Tensor]:
+) -> Values:
     # Every worker begins elsewhere; the lead's values must count.
     model = build(dtype, seed=team.rank, every=3 if samples == 205 else 0)
     torch.manual_seed(7 + team.rank)
@@ -111,12 +83,11 @@ def in_team(
                 break
         else:
             done = -(-done // 7) * 7  # a worker without a part of the last round has made one step less
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return values(model)
 
 
-def farthest(ours: list[torch.Tensor], model: nn.Module) -> float:
-    pairs = zip(ours, model.parameters(), strict=True)
-    return max(float((a - b.detach()).norm() / b.detach().norm()) for a, b in pairs)
+def farthest(ours: Values, model: nn.Module) -> float:
+    return apart(ours, values(model))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -158,7 +129,7 @@ def test_the_same_seed_gives_the_same_bits() -> None:
 
 
 def test_every_worker_has_the_same_parameters_in_the_same_memory() -> None:
-    def work(team: Team) -> list[torch.Tensor]:
+    def work(team: Team) -> Values:
         return in_team(team, sgd, torch.float32, 5, {})
 
     first, *others = run_team(work, 3)
@@ -182,12 +153,12 @@ def test_the_optimizer_state_exists_once_and_is_whole_on_the_lead() -> None:
     reference = expected.state_dict()
     assert state["param_groups"] == reference["param_groups"]
     assert state["state"].keys() == reference["state"].keys()
-    for index, values in reference["state"].items():
-        for name, value in values.items():
+    for index, known in reference["state"].items():
+        for name, value in known.items():
             torch.testing.assert_close(state["state"][index][name], value, rtol=1e-10, atol=1e-12)
 
 
-def accumulating(team: Team, samples: int, options: dict[str, Any]) -> list[torch.Tensor]:
+def accumulating(team: Team, samples: int, options: dict[str, Any]) -> Values:
     model = build()
     loader = DataLoader(data(samples), batch_size=16 // team.world_size)
     model, optimizer, loader = team.setup(model, sgd(model.parameters()), loader, **options)
@@ -196,7 +167,7 @@ def accumulating(team: Team, samples: int, options: dict[str, Any]) -> list[torc
             (nn.functional.cross_entropy(model(x), y) / 4).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return values(model)
 
 
 @pytest.mark.parametrize("options", [{}, {"gradients": "visible"}])
@@ -213,7 +184,7 @@ def test_gradients_accumulate_over_even_and_uneven_batches(samples: int, options
         assert farthest(result, model) < 1e-12
 
 
-def clipping(team: Team, options: dict[str, Any], norm: float) -> tuple[list[float], list[torch.Tensor]]:
+def clipping(team: Team, options: dict[str, Any], norm: float) -> tuple[list[float], Values]:
     model = build(every=0)
     loader = DataLoader(data(194), batch_size=32 // team.world_size)
     model, optimizer, loader = team.setup(model, adamw(model.parameters()), loader, **options)
@@ -223,7 +194,7 @@ def clipping(team: Team, options: dict[str, Any], norm: float) -> tuple[list[flo
         norms.append(float(team.clip_grad_norm_(0.1, norm)))
         optimizer.step()
         optimizer.zero_grad()
-    return norms, [parameter.detach().clone() for parameter in model.parameters()]
+    return norms, values(model)
 
 
 @pytest.mark.parametrize("options", [{}, {"gradients": "visible"}])
@@ -243,7 +214,7 @@ def test_clipping_is_of_the_whole_gradient(options: dict[str, Any], norm: float)
         assert farthest(result, model) < 1e-9
 
 
-def scheduling(team: Team, before: bool) -> tuple[list[float], list[torch.Tensor]]:
+def scheduling(team: Team, before: bool) -> tuple[list[float], Values]:
     model = build(every=0)
     optimizer = sgd(model.parameters())
     make = torch.optim.lr_scheduler.OneCycleLR
@@ -259,7 +230,7 @@ def scheduling(team: Team, before: bool) -> tuple[list[float], list[torch.Tensor
             scheduler.step()
             optimizer.zero_grad()
             rates.append(optimizer.param_groups[0]["lr"])
-    return rates, [parameter.detach().clone() for parameter in model.parameters()]
+    return rates, values(model)
 
 
 @pytest.mark.filterwarnings("error")
@@ -278,7 +249,7 @@ def test_schedulers_work_and_stay_together_even_where_a_worker_sits_out(before: 
         assert farthest(result, model) < 1e-12
 
 
-def groups_and_dtypes(team: Team | None) -> list[torch.Tensor]:
+def groups_and_dtypes(team: Team | None) -> Values:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     factor = nn.Parameter(torch.ones(4, dtype=torch.float32))
@@ -292,7 +263,7 @@ def groups_and_dtypes(team: Team | None) -> list[torch.Tensor]:
         nn.functional.cross_entropy(model(x) * factor, y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return values(model)
 
 
 def test_parameter_groups_and_several_dtypes() -> None:
@@ -302,41 +273,11 @@ def test_parameter_groups_and_several_dtypes() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
-def divided(team: Team | None) -> list[torch.Tensor]:
-    """Each worker uses a branch of its own, and nobody the last one."""
-    torch.manual_seed(0)
-    branches = nn.ModuleList(nn.Linear(3, 1) for _ in range(4)).double()
-    model: nn.Module = branches
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-    x = torch.arange(12, dtype=torch.float64).view(4, 3) / 10
-    if team:
-        model, optimizer = team.setup(model, optimizer)
-    for _ in range(4):
-        if team:
-            branches[team.rank](x).mean().backward()
-        else:
-            sum(branches[rank](x).mean() / 3 for rank in range(3)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
 def test_what_only_one_worker_uses_is_updated_and_what_nobody_uses_stays() -> None:
     expected = divided(None)
     for result in run_team(divided, 3):
         for ours, theirs in zip(result, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-
-
-def scaling(team: Team, rule: str) -> float:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), scale_lr=rule, warmup=1)
-    for _ in range(2):
-        model(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.weight.item()
 
 
 @pytest.mark.parametrize(("rule", "first", "second"), [("linear", 2.5, 4.0), ("sqrt", 1.5, 2.0)])
@@ -362,7 +303,7 @@ def test_visible_gradients_are_the_mean_and_may_be_changed() -> None:
         assert moved == pytest.approx(0.1 * 2.0 * 1.5)
 
 
-def scaled(team: Team, options: dict[str, Any]) -> tuple[list[float], list[torch.Tensor], float]:
+def scaled(team: Team, options: dict[str, Any]) -> tuple[list[float], Values, float]:
     torch.manual_seed(0)
     model = nn.Linear(10, 4)
     loader = DataLoader(data(128, torch.float32), batch_size=32 // team.world_size)
@@ -383,7 +324,7 @@ def scaled(team: Team, options: dict[str, Any]) -> tuple[list[float], list[torch
         scaler.update()
         optimizer.zero_grad()
         moved.append(float((model.weight - before).norm()))
-    return moved, [parameter.detach().clone() for parameter in model.parameters()], scaler.get_scale()
+    return moved, values(model), scaler.get_scale()
 
 
 @pytest.mark.parametrize("options", [{}, {"gradients": "visible"}])
@@ -397,7 +338,7 @@ def test_a_step_with_an_infinite_gradient_anywhere_is_skipped_everywhere(options
     assert results[1][2] == 128.0
 
 
-def second_order(team: Team | None) -> list[torch.Tensor]:
+def second_order(team: Team | None) -> Values:
     model = build()
     optimizer: torch.optim.Optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe")
     loader: Any = DataLoader(data(128), batch_size=64 // (team.world_size if team else 1))
@@ -413,7 +354,7 @@ def second_order(team: Team | None) -> list[torch.Tensor]:
             return loss
 
         optimizer.step(closure)
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return values(model)
 
 
 def test_a_closure_sees_the_loss_of_the_whole_batch() -> None:
@@ -423,7 +364,7 @@ def test_a_closure_sees_the_loss_of_the_whole_batch() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
 
 
-def normalised(team: Team | None, together: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def normalised(team: Team | None, together: bool) -> tuple[Values, Values]:
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(54, 8), nn.BatchNorm1d(8)]
     model: nn.Module = nn.Sequential(*layers, nn.Linear(8, 4)).double()
@@ -439,7 +380,7 @@ def normalised(team: Team | None, together: bool) -> tuple[list[torch.Tensor], l
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()], [b.detach().clone() for b in model.buffers()]
+    return values(model), [b.detach().clone() for b in model.buffers()]
 
 
 def test_synchronised_batch_norm_equals_the_undivided_batch() -> None:
@@ -478,7 +419,7 @@ def test_mirrored_values_stay_equal_and_per_replica_values_are_known_to_all() ->
         assert total == 3.0
 
 
-def saving(team: Team, path: str, total: int, resume: bool) -> list[torch.Tensor]:
+def saving(team: Team, path: str, total: int, resume: bool) -> Values:
     model = build(seed=team.rank)
     loader = DataLoader(data(96), batch_size=32 // team.world_size)
     model, optimizer, loader = team.setup(model, adamw(model.parameters()), loader)
@@ -491,7 +432,7 @@ def saving(team: Team, path: str, total: int, resume: bool) -> list[torch.Tensor
     if not resume:
         team.save(path, epoch=total)
         team.barrier()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return values(model)
 
 
 def test_a_checkpoint_goes_on_in_another_team_and_in_plain_torch(tmp_path: Any) -> None:

@@ -134,7 +134,7 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
     for memory in memories:
         memory.close_descriptor()
     words = Words(floors.bytes(0, Words.STRIDE * plan.workers), plan.workers)
-    coordinator = Coordinator(plan, seats, shards, Hyperparameters(None, slots), used, words, own.size, say)
+    coordinator = Coordinator(plan, seats, shards, Hyperparameters(None, slots), used, words, say)
     for seat in seats.values():
         seat.wire.send(Ready())
     coordinator.run()

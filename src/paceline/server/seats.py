@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from enum import Enum
 from typing import Any
 
+import msgspec
+
 from paceline.server.messages import Ask, Cancelled, Enter, Push
-from paceline.transport.wire import Wire
+from paceline.transport.wire import Closed, Wire
 
 
 class State(Enum):
@@ -50,6 +53,8 @@ class Shelf:
         self._free = list(range(buffers - 1, 0, -1))
         """Those that nobody holds, and that are not the newest version."""
         self._newest = 0
+        self.version = 0
+        """Of the newest."""
         self.most = 1
         """How many buffers were ever in use at once."""
 
@@ -57,8 +62,9 @@ class Shelf:
     def newest(self) -> int:
         return self._newest
 
-    def publish(self, buffer: int) -> None:
+    def publish(self, buffer: int, version: int) -> None:
         """This is the newest version now."""
+        self.version = version
         before, self._newest = self._newest, buffer
         if before != buffer and not self._holders[before]:
             self._free.append(before)
@@ -78,3 +84,30 @@ class Shelf:
         buffer = self._free.pop()
         self.most = max(self.most, len(self._holders) - len(self._free))
         return buffer
+
+
+class Seats(dict[int, Seat]):
+    """All workers who are here, by rank, and the versions that they hold."""
+
+    def __init__(self, seats: dict[int, Seat]) -> None:
+        super().__init__(seats)
+        self.shelf = Shelf(len(seats) + 2)
+        for seat in seats.values():
+            self.shelf.hold(seat.buffer)
+            seat.into(State.COMPUTING)
+
+    def tell(self, seat: Seat, message: msgspec.Struct) -> None:
+        with contextlib.suppress(Closed):  # its end will be heard
+            seat.wire.send(message)
+
+    def renew(self, seat: Seat) -> None:
+        """It takes the newest version, and lets go of the one that it has."""
+        self.shelf.release(seat.buffer)
+        seat.buffer, seat.version = self.shelf.newest, self.shelf.version
+        self.shelf.hold(seat.buffer)
+
+    def answer(self, seat: Seat, message: msgspec.Struct) -> None:
+        """Let a worker go on that has waited for this."""
+        seat.into(State.COMPUTING)
+        seat.request = None
+        self.tell(seat, message)

@@ -18,6 +18,11 @@ class Shards:
         self._own, self._others, self._patience = own, others, patience
 
     @property
+    def size(self) -> int:
+        """Bytes of a gradient as it is."""
+        return self._own.size
+
+    @property
     def collected(self) -> int:
         """The source that stands for what was added."""
         return self._own.collected

@@ -1,0 +1,85 @@
+"""How many versions of the parameters a server holds at once."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from teams import run_team
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from training import data, under
+
+from paceline import Team
+from paceline.config import parse_slowness
+from paceline.server.seats import Shelf
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 7])
+def test_a_free_buffer_is_never_held_and_never_the_newest(workers: int) -> None:
+    source = random.Random(workers)
+    shelf = Shelf(workers + 2)
+    held = [0] * workers
+    for _ in held:
+        shelf.hold(0)
+    for _ in range(2000):
+        worker = source.randrange(workers)
+        if source.random() < 0.7:
+            free = shelf.take()
+            assert 0 <= free < workers + 2
+            assert free not in held and free != shelf.newest
+            shelf.publish(free, 0)
+        shelf.release(held[worker])
+        held[worker] = shelf.newest
+        shelf.hold(held[worker])
+    assert 2 <= shelf.most <= workers + 2
+
+
+def test_more_versions_than_there_is_room_for_can_not_be() -> None:
+    shelf = Shelf(2)
+    shelf.hold(0)
+    shelf.publish(shelf.take(), 1)
+    with pytest.raises(RuntimeError, match="all buffers of versions are held"):
+        shelf.take()
+
+
+def buffers(team: Team) -> tuple[set[int], int]:
+    """Which buffers a worker was told to use, and how many there are."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(10, 4)
+    loader: Any = DataLoader(data(400, torch.float32), batch_size=2)
+    model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+    trainer: Any = team._trainer
+    told: set[int] = set()
+    follow = trainer._follow
+
+    def watch(answer: Any) -> None:
+        told.add(answer.buffer)
+        follow(answer)
+        held = {value.data_ptr() for value in trainer._versions.views(answer.buffer)}
+        assert {parameter.data_ptr() for parameter in model.parameters()} == held
+
+    trainer._follow = watch
+    for x, y in loader:
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return told, len(trainer._versions.buffers)
+
+
+def test_no_more_versions_exist_than_workers_and_two() -> None:
+    launch = under("async", slow=parse_slowness(["all:exp(0.001)"], 4))
+    results = run_team(buffers, 4, launch=launch)
+    told = set().union(*(seen for seen, _ in results))
+    assert 3 <= len(told) <= 6
+    assert told <= set(range(6))
+    assert {count for _, count in results} == {6}
+
+
+def test_in_step_two_buffers_are_enough() -> None:
+    assert set().union(*(seen for seen, _ in run_team(buffers, 4, launch=under("sync")))) == {0, 1}
