@@ -264,7 +264,7 @@ class ParameterServerTrainer(Trainer):
         if not self._gone_back:
             leases, self._open = list(self._open), {}
             self._stopwatch.cancel(self._at, leases)
-            self._follow(self._desk.call(CancelledStep(leases, self._wanted())))
+            self._follow(self._desk.call(CancelledStep(leases, self._wanted())), free=False)
         self._gone_back = False
         self._clip = None
         for slot in self._layout.slots:
@@ -345,13 +345,13 @@ class ParameterServerTrainer(Trainer):
             self._gone_back = True
             raise Cancelled
 
-    def _follow(self, answer: Go | Leased | Any) -> None:
+    def _follow(self, answer: Go | Leased | Any, *, free: bool = True) -> None:
         """Take the version that the server says, and a lease if it gives one."""
         if answer.buffer != self._buffer:
             self._versions.pull(answer.buffer)
             self._buffer = answer.buffer
         self._at = answer.version
-        if not self._open:
+        if free and not self._open:
             self._stopwatch.free()
         if isinstance(answer, Go) and answer.lease is not None:
             self._riding = answer.lease

@@ -72,8 +72,10 @@ class Stopwatch:
     def cancel(self, version: int, leases: list[int]) -> None:
         """The step that is under way is left."""
         start = self._last if self._started is None else self._started
-        self._recorder.add(Cancel(self._rank, start, time.perf_counter() - start, version, leases))
-        self._started = self._free = self._drawn = None
+        now = time.perf_counter()
+        self._recorder.add(Cancel(self._rank, start, now - start, version, leases))
+        self._started = self._drawn = None
+        self._free = now  # it may begin anew from here; asking for a batch is a part of that
         self._samples = self._minibatches = 0
 
     def restart(self, now: float) -> None:
