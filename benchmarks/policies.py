@@ -2,7 +2,8 @@
 
 Four workers whose steps are of drawn length: exp(0.1) seconds, and 0.05 + exp(0.05). Each run is compared with what the
 same draws give when messages and updates cost nothing (which takes the luck of the draw out), and with the expected
-value.
+value. The first updates, when workers still load what a first step needs, and the last ones, when there are fewer
+minibatches left than workers, are left out.
 """
 
 import argparse
@@ -14,7 +15,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from paceline.events import Update
+from paceline.events.schema import read
+
 WORKERS = 4
+FIRST, LAST = 10, 10
+"""Updates at both ends that do not count."""
 SCRIPT = """
 import sys
 
@@ -84,18 +90,26 @@ def replay(policy: str, k: int, shift: float, mean: float, seed: int, updates: i
             ends[worker] = now + draw(worker)
             if policy != "k-batch-sync" or here == 0:
                 versions[worker] = version
-    return (times[-1] - times[0]) / (len(times) - 1), sum(stale) / len(stale)
+    return per_update(times), sum(stale) / len(stale)
 
 
-def measure(spec: str, slow: str, seed: int, minibatches: int, folder: str) -> dict[str, object]:
+def per_update(times: list[float]) -> float:
+    inner = times[FIRST:-LAST]
+    return (inner[-1] - inner[0]) / (len(inner) - 1)
+
+
+def measure(spec: str, slow: str, seed: int, minibatches: int, folder: str) -> tuple[list[float], float]:
+    """When the updates were made, and the mean staleness."""
     script = Path(folder) / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "paceline", "run", str(script), "--workers", str(WORKERS), "--strategy", spec]
     command += ["--slow", slow, "--seed", str(seed), "--quiet", "--name", "run", "--", str(minibatches)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
-    summary: dict[str, object] = json.loads((Path(folder) / "runs" / "run" / "summary.json").read_text())
-    return summary
+    run = Path(folder) / "runs" / "run"
+    seen = [event for event in read(run / "events.jsonl") if isinstance(event, Update) and event.rank < 0]
+    summary = json.loads((run / "summary.json").read_text())
+    return sorted(event.start + event.seconds for event in seen), summary["staleness"]["mean"]
 
 
 def main() -> None:
@@ -108,11 +122,10 @@ def main() -> None:
         for (shift, mean), value in zip(((0.0, 0.1), (0.05, 0.05)), values, strict=True):
             spec, slow = f"{policy}:k={k}", f"all:{shift}+exp({mean})" if shift else f"all:exp({mean})"
             with tempfile.TemporaryDirectory() as folder:
-                summary = measure(spec, slow, options.seed, k * options.updates, folder)
-            seconds, updates = float(summary["seconds_per_update"]), int(summary["updates"])  # type: ignore[arg-type, call-overload]
-            ideal, stale = replay(policy, k, shift, mean, options.seed, updates)
+                times, measured = measure(spec, slow, options.seed, k * options.updates, folder)
+            seconds = per_update(times)
+            ideal, stale = replay(policy, k, shift, mean, options.seed, len(times))
             known = STALE.get(policy, lambda _k: 0.0)(k)
-            measured = summary["staleness"]["mean"]  # type: ignore[index]
             print(
                 f"{spec:20} {slow[4:]:15} {seconds / ideal:17.3f} {seconds / (value * mean):18.3f}  "
                 f"{measured:.3f} ({stale:.3f}, {known:.3f})",

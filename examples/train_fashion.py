@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 import paceline
 
 BATCH = 32
+RATE = 1e-3
+"""The learning rate per gradient in an update: multiplied by how many there are, in a team and under DDP."""
 
 
 class Clock:
@@ -56,9 +58,10 @@ class Judge:
 def train_team(team: paceline.Team, epochs: int) -> list[tuple[float, float]]:
     train, test = datasets()
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    model, optimizer, loader = team.setup(model, optimizer, DataLoader(train, batch_size=BATCH, shuffle=True))
+    loader = DataLoader(train, batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = team.setup(model, optimizer, loader, scale_lr="linear")
     team.barrier()
     judge = Judge(team.is_lead, model, test)
     for _ in range(epochs):
@@ -82,7 +85,7 @@ def train_ddp(team: paceline.Team, epochs: int, factor: float) -> list[tuple[flo
     train, test = datasets()
     plain = network()
     model = DistributedDataParallel(plain)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE * team.world_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     sampler: DistributedSampler[torch.Tensor] = DistributedSampler(train)
     loader = DataLoader(train, batch_size=BATCH, sampler=sampler)

@@ -282,6 +282,8 @@ class Slowness(msgspec.Struct, frozen=True, kw_only=True):
     """Smallest value of a Pareto-distributed step, in seconds."""
     shape: float = 0.0
     """Shape of that distribution: the smaller, the heavier its tail."""
+    where: str = "computing"
+    """What of a step it is that takes so long: `computing` as a whole, `loading`, `forward`, `backward`, or `link`."""
 
     def seconds(self, computing: float, source: random.Random) -> float:
         """How long a step should last that took `computing` seconds; never less than that."""
@@ -294,7 +296,7 @@ class Slowness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_slowness(specs: Iterable[str], workers: int) -> dict[int, Slowness]:
-    """`1:4`, `all:exp(0.1)`, `all:0.05+exp(0.05)`, `2:pareto(0.02,2.5)` by rank; a later one wins."""
+    """`1:4`, `all:exp(0.1)`, `all:0.05+exp(0.05)`, `2:pareto(0.02,2.5)`, `1:3@backward` by rank; a later one wins."""
     slow: dict[int, Slowness] = {}
     for spec in specs:
         who, _, what = spec.replace(" ", "").partition(":")
@@ -309,13 +311,20 @@ def parse_slowness(specs: Iterable[str], workers: int) -> dict[int, Slowness]:
     return slow
 
 
+_WHERE = ("computing", "loading", "forward", "backward", "link")
+
+
 def _slowness(spec: str, what: str) -> Slowness:
+    what, at, where = what.partition("@")
+    if at and where not in _WHERE:
+        raise UsageError(f"--slow '{spec}': '{where}' is not a part of a step; there are {', '.join(_WHERE)}")
+    where = where or _WHERE[0]
     if _FACTOR.match(what) and 1 <= float(what) < math.inf:
-        return Slowness(factor=float(what))
+        return Slowness(factor=float(what), where=where)
     if (match := _EXPONENTIAL.match(what)) and 0 < float(match["mean"]) < math.inf:
-        return Slowness(shift=float(match["shift"] or 0), mean=float(match["mean"]))
+        return Slowness(shift=float(match["shift"] or 0), mean=float(match["mean"]), where=where)
     if (match := _PARETO.match(what)) and float(match["least"]) > 0 and float(match["shape"]) > 0:
-        return Slowness(least=float(match["least"]), shape=float(match["shape"]))
+        return Slowness(least=float(match["least"]), shape=float(match["shape"]), where=where)
     raise UsageError(
         f"--slow '{spec}': '{what}' is neither a factor of at least 1, exp(MEAN), SHIFT+exp(MEAN) "
         "nor pareto(LEAST,SHAPE), in seconds"

@@ -31,7 +31,7 @@ from paceline.strategies import TRAINERS, Options, Surroundings, Trainer
 from paceline.strategies.alone import AloneTrainer
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
-from paceline.strategies.stopwatch import Stopwatch
+from paceline.strategies.stopwatch import Stopwatch, Turns
 from paceline.transport import Intent
 
 _joined: Team | None = None
@@ -105,6 +105,7 @@ class Team:
         self._recorder = Recorder(self._folder, self.rank)
         self._stopwatch = Stopwatch(self._recorder, self.rank, launch.slow.get(self.rank), launch.seed)
         self._trainer: Trainer | None = None
+        self._turns: Turns | None = None
         self._round: tuple[TeamLoader, int] | None = None
         self._step, self._accumulating_step = _Step(self, False), _Step(self, True)
         self._closed = False
@@ -182,6 +183,7 @@ class Team:
         self._model, self._optimizer = model, optimizer
         self._trainer = kind(model, optimizer, options, around)
         self._trainer.updated = self._after_update
+        self._turns = Turns(self._stopwatch)
         shared = [self._share(loader, global_batch, balance) for loader in loaders]
         return (model, optimizer, *shared)
 
@@ -283,6 +285,8 @@ class Team:
             return
         if self._trainer is not None:
             self._trainer.close()
+        if self._turns is not None:
+            self._turns.undo()
         for module in self._model.modules() if self._trainer is not None else ():
             if isinstance(module, TeamBatchNorm):
                 module.exchange = None
@@ -325,6 +329,10 @@ class Team:
 
     def from_lead(self, payload: bytes) -> bytes:
         return self._members.gather(payload, Intent.EPOCH)[0]
+
+    def ask_batch(self) -> None:
+        if torch.is_grad_enabled():
+            self._stopwatch.ask()
 
     def take_batch(self, samples: int, weight: float, loader: TeamLoader, round_number: int) -> None:
         # A batch that is only evaluated leads to no gradient.

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import bench, run
+from paceline.cli import bench, live, report, run
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -18,6 +18,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", context_settings={"ignore_unknown_options": False})(run.run)
+app.command("report")(report.report)
+app.command("live")(live.live)
 app.add_typer(bench.app, name="bench")
 
 

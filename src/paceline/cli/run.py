@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from paceline.cli.live import LivePage
 from paceline.cli.progress import Progress
 from paceline.cluster.local import Ending, Interrupted, LocalEngine
 from paceline.config import (
@@ -72,11 +73,15 @@ def run(
         typer.Option(
             metavar="WHO:HOW",
             help="Make workers slow on purpose: 1:4 (rank 1 takes 4 times as long), 'all:exp(0.1)', "
-            "'all:0.05+exp(0.05)', '2:pareto(0.02,2.5)' (seconds per step). Repeatable.",
+            "'all:0.05+exp(0.05)', '2:pareto(0.02,2.5)' (seconds per step), 1:3@backward (a part of its step: loading, "
+            "forward, backward, link). Repeatable.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seeds the slowness that is drawn.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a worker before giving up.")] = 300.0,
+    live: Annotated[
+        bool, typer.Option("--live", help="Serve a page that shows the run while it goes on; prints its address.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line and no closing table.")] = False,
 ) -> None:
     """Train a script on several workers of this machine.
@@ -126,7 +131,10 @@ def run(
     progress = Progress(folder, workers, all_output=all_output, quiet=quiet)
     engine = LocalEngine(script, arguments or [], workers, launch, relay=progress.relay, tick=progress.tick)
     code = 0
+    page = LivePage(folder)
     try:
+        if live:
+            page.start()
         with progress:
             endings = engine.run()
         code = _tell(endings, progress)
@@ -136,6 +144,7 @@ def run(
     finally:
         summary = merge(folder, workers)
         _write_config(folder, {**config, "strategy": summary.strategy or chosen})
+        page.stop()
     if not quiet and code != 2:
         _close(folder, summary, code)
     raise typer.Exit(code)
@@ -224,4 +233,6 @@ def _close(folder: Path, summary: Summary, code: int) -> None:
     words += [f"{name} {value:.4g}" for name, value in summary.last.items()]
     state = "done" if code == 0 else "ended early"
     where = os.path.relpath(folder)
-    print(f"paceline: {state}: {', '.join(words)}; see {where}/summary.json", file=sys.stderr)
+    print(
+        f"paceline: {state}: {', '.join(words)}; see {where}/summary.json, or: paceline report {where}", file=sys.stderr
+    )

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.ledger import Lease
-from paceline.data.loader import global_batch_of, with_batches_from
+from paceline.data.loader import announced, global_batch_of, with_batches_from
 from paceline.data.split import even
 from paceline.errors import TeamError, UsageError
 
@@ -35,6 +35,9 @@ class Lender(Protocol):
     """Who gives leases."""
 
     size: int
+
+    def ask_batch(self) -> None:
+        """The script asks for its next batch."""
 
     def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
         """Begin an epoch, and wait until it is open; `draw` is called on one worker."""
@@ -115,7 +118,7 @@ class LeasedLoader:
             for leases, inner in self._parts:
                 leases.epoch = epoch
                 leases.given.clear()
-                for batch in inner:
+                for batch in announced(inner, self._lender.ask_batch):
                     self._lender.begin(leases.given.popleft())
                     yield batch
             over = True

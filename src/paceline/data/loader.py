@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -30,6 +30,9 @@ class Crew(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    def ask_batch(self) -> None:
+        """The script asks for its next batch."""
 
     def from_lead(self, payload: bytes) -> bytes:
         """The lead's payload, on every worker."""
@@ -187,7 +190,7 @@ class TeamLoader:
         self._shares.given.clear()
         self._shares.first = self._rounds
         self._rounds += len(self._shares)
-        for batch in self._inner:
+        for batch in announced(self._inner, self._crew.ask_batch):
             samples, weight, number = self._shares.given.popleft()
             self._crew.take_batch(samples, weight, self, number)
             yield batch
@@ -204,6 +207,15 @@ class TeamLoader:
         if name.startswith("__") or "_loader" not in vars(self):
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+
+def announced(batches: Iterable[Any], announce: Callable[[], None]) -> Iterator[Any]:
+    """The same, calling `announce` whenever the next one is asked for."""
+    iterator = iter(batches)
+    announce()
+    for batch in iterator:
+        yield batch
+        announce()
 
 
 def global_batch_of(loader: DataLoader[Any], workers: int, global_batch: int | None) -> int:

@@ -38,6 +38,12 @@ class Lost(_Event, frozen=True, gc=False):
     """A worker died."""
 
 
+class Load(_Event, frozen=True, gc=False):
+    """A worker got its next batch: from when its script asked for it until it had it."""
+
+    seconds: float
+
+
 class Compute(_Event, frozen=True, gc=False):
     """A worker computed a gradient: from when it had its batch until the gradient was ready."""
 
@@ -48,7 +54,9 @@ class Compute(_Event, frozen=True, gc=False):
     """How many; more than one when gradients are accumulated."""
     samples: int
     slowed: float = 0.0
-    """Of `seconds`, how many were slowness put on with --slow."""
+    """Of `seconds`, how many at their end were slowness put on with --slow."""
+    forward: float = 0.0
+    """Of `seconds`, how many until the backward pass began."""
 
 
 class Wait(_Event, frozen=True, gc=False):
@@ -184,6 +192,7 @@ Event = (
     Join
     | Leave
     | Lost
+    | Load
     | Compute
     | Wait
     | Reduce

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import heapq
+import contextlib
+import mmap
+from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
+from paceline.events.reader import Reader
 from paceline.events.schema import (
     Cancel,
     Compute,
     Event,
     Join,
+    Load,
     Metric,
     Pull,
     Push,
     Reduce,
     Update,
     Wait,
-    read,
 )
 
 
@@ -35,6 +39,7 @@ class Worker(msgspec.Struct, kw_only=True):
     """Where one worker's time went, in seconds, and what it did."""
 
     computing: float = 0.0
+    loading: float = 0.0
     communicating: float = 0.0
     waiting: float = 0.0
     minibatches: int = 0
@@ -84,78 +89,118 @@ def _remember(last: dict[str, tuple[int, float]], event: Metric) -> None:
             last[name] = (event.rank, value)
 
 
-def summarise(events: Iterable[Event], world_size: int) -> Summary:
-    workers = {rank: Worker() for rank in range(world_size)}
-    updates: dict[int, float] = {}
-    gradients: list[tuple[float, int]] = []
-    pushes: list[Push] = []
-    last: dict[str, tuple[int, float]] = {}
-    minibatches = 0
-    strategy: str | None = None
-    cancelled = 0
-    first, final = float("inf"), float("-inf")
-    for event in events:
+class Summariser:
+    """Counts events, in any order."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._workers = {rank: Worker() for rank in range(world_size)}
+        self._updates: dict[int, float] = {}
+        self._gradients: tuple[array[float], array[int]] = array("d"), array("q")
+        """When they were made, and of how many samples."""
+        self._pushes: tuple[array[float], array[int]] = array("d"), array("q")
+        """The same of those that a server used."""
+        self._ages: Counter[int] = Counter()
+        self._last: dict[str, tuple[int, float]] = {}
+        self._strategy: str | None = None
+        self._minibatches = self._cancelled = self._dropped = self._bytes = self._saved = 0
+        self._first, self._final = float("inf"), float("-inf")
+
+    def add(self, event: Event) -> None:
         end = event.start + getattr(event, "seconds", 0.0)
-        first, final = min(first, event.start), max(final, end)
-        worker = workers.setdefault(event.rank, Worker()) if event.rank >= 0 else _server
+        self._first, self._final = min(self._first, event.start), max(self._final, end)
+        worker = self._workers.setdefault(event.rank, Worker()) if event.rank >= 0 else _server
         match event:
-            case Join():
-                strategy = event.strategy
             case Compute():
                 worker.computing += event.seconds
                 worker.minibatches += event.minibatches
                 worker.samples += event.samples
-                minibatches += event.minibatches
-                gradients.append((end, event.samples))
+                self._minibatches += event.minibatches
+                self._gradients[0].append(end)
+                self._gradients[1].append(event.samples)
+            case Load():
+                worker.loading += event.seconds
             case Wait():
                 worker.waiting += event.seconds
             case Reduce() | Pull():
                 worker.communicating += event.seconds
-            case Push():
-                pushes.append(event)
-            case Cancel():
-                cancelled += 1
             case Update():
                 worker.communicating += event.seconds
                 if not event.skipped:
-                    updates[event.version] = max(updates.get(event.version, 0.0), end)
+                    self._updates[event.version] = max(self._updates.get(event.version, 0.0), end)
+            case Push():
+                self._count_push(event)
+            case Cancel():
+                self._cancelled += 1
             case Metric():
-                _remember(last, event)
-    times = sorted(updates.values())
-    span = times[-1] - times[0] if len(times) > 1 else 0.0
-    ages = Counter(push.staleness for push in pushes) or Counter({0: len(gradients)} if gradients else {})
-    if pushes:
-        gradients = [(push.start, push.samples) for push in pushes if push.outcome in ("used", "held")]
-    inside = sum(samples for end, samples in gradients if times and times[0] < end <= times[-1])
-    return Summary(
-        strategy=strategy,
-        world_size=world_size,
-        seconds=max(0.0, final - first),
-        updates=len(times),
-        minibatches=minibatches,
-        seconds_per_update=span / (len(times) - 1) if span else None,
-        samples_per_second=inside / span if span else None,
-        cancelled=cancelled,
-        dropped=sum(push.outcome == "dropped" for push in pushes),
-        pushed_bytes=sum(push.bytes for push in pushes),
-        saved_bytes=sum(push.saved for push in pushes),
-        staleness=_staleness(ages),
-        last={name: value for name, (_, value) in last.items()},
-        workers=workers,
-    )
+                _remember(self._last, event)
+            case Join():
+                self._strategy = event.strategy
+
+    def _count_push(self, push: Push) -> None:
+        self._ages[push.staleness] += 1
+        self._bytes += push.bytes
+        self._saved += push.saved
+        self._dropped += push.outcome == "dropped"
+        if push.outcome in ("used", "held"):
+            self._pushes[0].append(push.start)
+            self._pushes[1].append(push.samples)
+
+    def result(self) -> Summary:
+        times = sorted(self._updates.values())
+        span = times[-1] - times[0] if len(times) > 1 else 0.0
+        gradients = len(self._gradients[0])
+        ages = self._ages or Counter({0: gradients} if gradients else {})
+        inside = 0
+        for end, samples in zip(*(self._pushes if self._ages else self._gradients), strict=True):
+            if times and times[0] < end <= times[-1]:
+                inside += samples
+        return Summary(
+            strategy=self._strategy,
+            world_size=self._world_size,
+            seconds=max(0.0, self._final - self._first),
+            updates=len(times),
+            minibatches=self._minibatches,
+            seconds_per_update=span / (len(times) - 1) if span else None,
+            samples_per_second=inside / span if span else None,
+            cancelled=self._cancelled,
+            dropped=self._dropped,
+            pushed_bytes=self._bytes,
+            saved_bytes=self._saved,
+            staleness=_staleness(ages),
+            last={name: value for name, (_, value) in self._last.items()},
+            workers=self._workers,
+        )
+
+
+def summarise(events: Iterable[Event], world_size: int) -> Summary:
+    summary = Summariser(world_size)
+    for event in events:
+        summary.add(event)
+    return summary.result()
 
 
 def merge(folder: Path, world_size: int) -> Summary:
     """Merge a run's streams by time into `events.jsonl`, and write `summary.json`."""
     streams = sorted((folder / "streams").glob("*.jsonl"))
-    encoder = msgspec.json.Encoder()
-    events: list[Event] = []
-    with (folder / "events.jsonl").open("wb") as file:
-        for event in heapq.merge(*(sorted(read(path), key=_start) for path in streams), key=_start):
-            events.append(event)
-            file.write(encoder.encode(event) + b"\n")
-    summary = summarise(events, world_size)
-    text = msgspec.json.format(encoder.encode(summary), indent=2)
+    summariser = Summariser(world_size)
+    starts, places = array("d"), array("q")  # of each event, when, and in which file from where to where
+    for number, path in enumerate(streams):
+        reader = Reader(path)
+        for events in reader.all():
+            for event, (begin, end) in zip(events, reader.places, strict=True):
+                summariser.add(event)
+                starts.append(event.start)
+                places.extend((number, begin, end))
+    summary = summariser.result()
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(_mapped(path)) for path in streams]
+        out = stack.enter_context((folder / "events.jsonl").open("wb"))
+        table = np.frombuffer(places, np.int64).reshape(-1, 3) if places else np.zeros((0, 3), np.int64)
+        order = np.argsort(np.frombuffer(starts, np.float64) if starts else np.zeros(0), kind="stable")
+        for part in np.array_split(order, max(1, len(order) // 100_000)):
+            out.writelines(files[number][begin:end] for number, begin, end in table[part].tolist())
+    text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     (folder / "summary.json").write_bytes(text + b"\n")
     for path in streams:
         path.unlink()
@@ -164,5 +209,11 @@ def merge(folder: Path, world_size: int) -> Summary:
     return summary
 
 
-def _start(event: Event) -> float:
-    return event.start
+@contextlib.contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
+    """The bytes of a file, without reading them all."""
+    if not path.stat().st_size:
+        yield b""
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+        yield memory

@@ -1,7 +1,6 @@
 """Pictures of runs, made from their events and from nothing else."""
 
 from paceline.report.messages import draw_messages
-from paceline.report.page import write_page
 from paceline.report.timeline import timeline
 
-__all__ = ["draw_messages", "timeline", "write_page"]
+__all__ = ["draw_messages", "timeline"]

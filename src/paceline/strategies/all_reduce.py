@@ -73,6 +73,8 @@ class AllReduceTrainer(Trainer):
         self._accumulating = False
         self._exchanging = False
         """Whether the end of the running backward pass will exchange gradients."""
+        self._paced: tuple[float, int] | None = None
+        """What the step has taken until its gradients were exchanged, if they have been."""
         self._clipped: float | None = None
         """What to multiply the mean gradient with, once it has been made and clipped."""
 
@@ -204,10 +206,15 @@ class AllReduceTrainer(Trainer):
 
     def _bring(self, unscale: float, skip: bool, final: bool = True) -> None:
         """Write what the others need to know into this worker's note."""
-        pace = self._stopwatch.stop(self.version) if final else (0.0, 0)
+        pace = self._pace() if final else (0.0, 0)
         # Once the mean is made it lies in the shared buffer, where this worker's own gradient must not go again.
         used = self._gradients.settle() if self._clipped is None else self._gradients.used()
         self._table.bring(self._weight * unscale, skip, used, pace)
+
+    def _pace(self) -> tuple[float, int]:
+        """Seconds and samples of this worker's step, the exchange of visible gradients taken out."""
+        paced, self._paced = self._paced, None
+        return self._stopwatch.stop(self.version) if paced is None else paced
 
     def _update(self, closure: Callable[[], Any] | None = None) -> Any:
         start = time.perf_counter()
@@ -222,6 +229,7 @@ class AllReduceTrainer(Trainer):
                 with self._takeover.values(self._rate.scaled(agreed.groups, self.version)):
                     loss = self._run_whole(agreed, closure)
         self._clipped = None
+        self._stopwatch.slow_link(time.perf_counter() - start)
         end = time.perf_counter()
         self._recorder.add(
             Update(
@@ -310,9 +318,13 @@ class AllReduceTrainer(Trainer):
 
     def _backward_done(self) -> None:
         self._exchanging = False
+        seconds, samples = self._paced or (0.0, 0)
+        pace = self._stopwatch.stop(self.version, again=self._paced is not None)
+        self._paced = seconds + pace[0], samples + pace[1]
         self._table.bring(self._weight, False, self._gradients.settle(), (0.0, 0))
         self._meet(Intent.REDUCE)
         self._exchange()
+        self._stopwatch.restart(time.perf_counter())
 
     def _exchange(self) -> None:
         """Put the mean gradient into everybody's `.grad`."""

@@ -98,6 +98,8 @@ class ParameterServerTrainer(Trainer):
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
         self._accumulating = self._inside = self._frozen = False
+        self._exchanged = 0.0
+        """Seconds that the last push and pull took that had to wait for nobody."""
         self._loaders = 0
         self._gone_back = False
         """Whether the leases of a step that is being left are with the server already."""
@@ -332,9 +334,12 @@ class ParameterServerTrainer(Trainer):
             self._wanted(),
         )
         self._loss = self._clip = None
+        self._stopwatch.slow_link(self._exchanged)
+        sent = time.perf_counter()
         answer: Go = self._desk.call(message)
         self._follow(answer)
         end = time.perf_counter()
+        self._exchanged = end - sent if answer.on < 0 else self._exchanged
         if answer.on >= 0:
             self._recorder.add(Wait(self._rank, start, end - start, answer.on))
         else:
@@ -393,7 +398,11 @@ class ParameterServerTrainer(Trainer):
         self._loaders += 1
         return LeasedLoader(loader, self, self._loaders - 1, global_batch=global_batch)
 
+    def ask_batch(self) -> None:
+        self._stopwatch.ask()
+
     def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
+        start = time.perf_counter()
         if torch.is_grad_enabled():
             self._trained.add(loader)
         answer = self._desk.call(Enter(loader, epoch, not self._open))
@@ -402,6 +411,7 @@ class ParameterServerTrainer(Trainer):
             self._desk.tell(Drawn(loader, epoch, drawn.sizes, drawn.drop_last, torch.is_grad_enabled()))
             answer = self._desk.call_in_parts(drawn.order)
         self._follow(answer)
+        self._stopwatch.away(time.perf_counter() - start)
 
     def ask(self, loader: int, epoch: int, *, ahead: bool) -> Lease | None:
         riding = self._riding
@@ -414,7 +424,9 @@ class ParameterServerTrainer(Trainer):
             self._desk.tell(Done(passed))  # the script has passed over them
             for number in passed:
                 del self._open[number]
+        start = time.perf_counter()
         answer = self._desk.call(Ask(loader, epoch, ahead, training and not self._open and not ahead))
+        self._stopwatch.away(time.perf_counter() - start)
         if isinstance(answer, Leased):
             self._want = loader if training and not ahead else None
             self._follow(answer)

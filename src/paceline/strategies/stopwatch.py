@@ -1,13 +1,19 @@
-"""Tells how long a worker computes, and makes it slow on purpose."""
+"""Tells how long a worker loads and computes, and makes it slow on purpose."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from paceline.config import Slowness
-from paceline.events import Cancel, Compute, Recorder
+from paceline.events import Cancel, Compute, Load, Recorder
+
+_NOTABLE = 2e-5
+"""Seconds of loading that are worth an event."""
 
 
 def _sleep(seconds: float) -> None:
@@ -21,7 +27,12 @@ class Stopwatch:
 
     def __init__(self, recorder: Recorder, rank: int, slowness: Slowness | None, seed: int) -> None:
         self._recorder, self._rank = recorder, rank
-        self._slowness = slowness
+        self._slowness = slowness if slowness is not None and slowness.where == "computing" else None
+        """Of a step as a whole."""
+        self._parts: dict[str, Slowness] = {}
+        """Of one part of it."""
+        if slowness is not None and self._slowness is None:
+            self._parts[slowness.where] = slowness
         self._source = random.Random(f"{seed}/{rank}")
         self._started: float | None = None
         self._last = time.perf_counter()
@@ -29,6 +40,14 @@ class Stopwatch:
         self._free: float | None = None
         """When the worker was told to go on."""
         self._samples = self._minibatches = 0
+        self._asked: float | None = None
+        """When the script asked for its next batch."""
+        self._away = 0.0
+        self._forward = 0.0
+        self._since = self._last
+        """When the forward pass began."""
+        self._backward: float | None = None
+        """When the backward pass began that is under way, or was the last."""
         self.sleep: Callable[[float], None] = _sleep
         """Sleeps so long; a strategy may put one here that is left early when the step is cancelled."""
 
@@ -37,13 +56,54 @@ class Stopwatch:
         """Of the step that is under way."""
         return self._samples
 
+    # -- getting a batch ---------------------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """The script asks for its next batch."""
+        self._asked = time.perf_counter()
+        self._away = 0.0
+
+    def away(self, seconds: float) -> None:
+        """So long, of the time since it asked, it was not loading but waiting to be told what to load."""
+        self._away += seconds
+
     def start(self, samples: int) -> None:
         """A batch was handed out; the watch runs on if it runs already."""
+        self._loaded()
         if self._started is None:
-            self._started = time.perf_counter()
+            self._started = self._since = time.perf_counter()
+            self._forward = 0.0
             self._drawn = self._draw()  # here, so that a step that is left early has had its turn, too
         self._samples += samples
         self._minibatches += 1
+
+    def _loaded(self) -> None:
+        if self._asked is None:
+            return
+        now = time.perf_counter()
+        seconds = now - self._asked - self._away
+        self._asked = None
+        if "loading" in self._parts:
+            self._slow_down("loading", seconds)
+            seconds += time.perf_counter() - now
+        if seconds > _NOTABLE:
+            self._recorder.add(Load(self._rank, time.perf_counter() - seconds, seconds))
+
+    # -- computing ---------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """The forward pass is over, the backward pass begins."""
+        now = time.perf_counter()
+        self._forward += now - self._since
+        if "forward" in self._parts:
+            self._slow_down("forward", now - self._since)
+            now, before = time.perf_counter(), now
+            self._forward += now - before
+        self._backward = now
+
+    def turn_back(self) -> None:
+        """The backward pass is over; there may be another one in the same step."""
+        self._since = time.perf_counter()
 
     def _draw(self) -> float:
         """The length of the step that is under way, where lengths are drawn; 0 where not."""
@@ -52,8 +112,11 @@ class Stopwatch:
         drawn, self._drawn = self._drawn, None
         return self._slowness.seconds(0.0, self._source) if drawn is None else drawn
 
-    def stop(self, version: int) -> tuple[float, int]:
-        """The gradient is ready: seconds and samples since `start`, or since the last update without one."""
+    def stop(self, version: int, *, again: bool = False) -> tuple[float, int]:
+        """The gradient is ready: seconds and samples since `start`, or since the last update without one.
+
+        again: of the same minibatch, which has had one before.
+        """
         start = self._last if self._started is None else self._started
         end = time.perf_counter()
         slowed = 0.0
@@ -63,10 +126,14 @@ class Stopwatch:
             slowed = max((end - began) * self._slowness.factor, self._draw()) - (end - began)
             self.sleep(slowed)
             end = time.perf_counter()
-        samples = self._samples
-        self._recorder.add(Compute(self._rank, start, end - start, version, max(1, self._minibatches), samples, slowed))
-        self._started = self._free = self._drawn = None
-        self._samples = self._minibatches = 0
+        elif "backward" in self._parts:
+            self._slow_down("backward", end - (start if self._backward is None else self._backward))
+            end = time.perf_counter()
+        samples, forward = self._samples, self._forward if self._backward is not None else 0.0
+        minibatches = self._minibatches or (0 if again else 1)
+        self._recorder.add(Compute(self._rank, start, end - start, version, minibatches, samples, slowed, forward))
+        self._reset()
+        self._free = None
         return end - start, samples
 
     def cancel(self, version: int, leases: list[int]) -> None:
@@ -74,14 +141,60 @@ class Stopwatch:
         start = self._last if self._started is None else self._started
         now = time.perf_counter()
         self._recorder.add(Cancel(self._rank, start, now - start, version, leases))
-        self._started = self._drawn = None
+        self._reset()
         self._free = now  # it may begin anew from here; asking for a batch is a part of that
+
+    def _reset(self) -> None:
+        self._started = self._drawn = self._backward = self._asked = None
         self._samples = self._minibatches = 0
+        self._forward = 0.0
 
     def restart(self, now: float) -> None:
         """An update is over: what comes next is computing again."""
-        self._last = now
+        self._last = self._since = now
 
     def free(self) -> None:
         """The worker may go on with its next step, as soon as it has a batch."""
         self._free = time.perf_counter()
+
+    # -- slowness of a part ------------------------------------------------------------------------------------------
+
+    def slow_link(self, seconds: float) -> None:
+        """The worker has exchanged something, which took so long: let it take longer, if its link is slow."""
+        if "link" in self._parts:
+            self._slow_down("link", seconds)
+
+    def _slow_down(self, part: str, seconds: float) -> None:
+        self.sleep(max(0.0, self._parts[part].seconds(seconds, self._source) - seconds))
+
+
+class Turns:
+    """Tells a stopwatch when backward passes begin and end, until `undo`.
+
+    Autograd has no hook for that, so `torch.autograd.backward`, which every backward pass of a script goes through, is
+    replaced by one that looks at the watch before and after.
+    """
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._plain = plain = torch.autograd.backward
+        inside = False
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            nonlocal inside
+            if inside:  # of a backward pass in a backward pass, as checkpointing has it
+                plain(*args, **kwargs)
+                return
+            inside = True
+            stopwatch.turn()
+            try:
+                plain(*args, **kwargs)
+            finally:
+                stopwatch.turn_back()
+                inside = False
+
+        self._own = backward
+        torch.autograd.backward = backward
+
+    def undo(self) -> None:
+        if torch.autograd.backward is self._own:
+            torch.autograd.backward = self._plain

@@ -1,0 +1,120 @@
+"""`paceline report`: what happened in runs, as a page, in the terminal, or for other tools."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from paceline.errors import UsageError
+from paceline.events import Event
+from paceline.events.exports import write_csv, write_tensorboard, write_trace
+from paceline.events.reader import Reader
+from paceline.report.page import write_report
+from paceline.report.png import find_browser, take_pictures
+from paceline.report.source import Source, open_run
+from paceline.report.text import print_text
+
+_LIMIT = 100_000
+"""Single stretches that a page has, all its runs together."""
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs, or their events files.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where the page goes. [default: report.html in the run's folder]"),
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="Of the page. [default: the run's name]")] = None,
+    names: Annotated[
+        list[str] | None, typer.Option("--name", help="What to call each run, in their order. Repeatable.")
+    ] = None,
+    text: Annotated[bool, typer.Option("--text", help="In the terminal, instead of a page.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="The numbers as JSON, instead of a page.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Also each figure as a PNG (needs chromium or chrome).")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Also trace.json, to open in Perfetto.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Also csv/, a file per kind of event.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also tensorboard/, with scalars.")] = False,
+) -> None:
+    """Show where the time of runs went, who was slow and why.
+
+    Writes one page that needs no network. Several runs are put side by side.
+
+    Example: `paceline report runs/first runs/second --name sync --name async --png`
+    """
+    if names and len(names) != len(runs):
+        raise UsageError(f"there are {len(runs)} runs but {len(names)} names; give one --name for each run, or none")
+    if png:
+        find_browser()
+    sources = []
+    for number, path in enumerate(runs, start=1):
+        if sys.stderr.isatty():
+            print(f"paceline: reading {path} ({number} of {len(runs)})", file=sys.stderr)
+        sources.append(open_run(path, max(5000, _LIMIT // len(runs))))
+    titles = names or _titles(sources)
+    for source in sources:
+        for note in source.notes:
+            print(f"paceline: {note}", file=sys.stderr)
+    facts = [source.facts(name=name, pictures=not json) for source, name in zip(sources, titles, strict=True)]
+    if text:
+        for source, known in zip(sources, facts, strict=True):
+            print_text(source, known)
+    elif json:
+        print(msgspec.json.format(msgspec.json.encode(facts[0] if len(facts) == 1 else facts), indent=2).decode())
+    else:
+        page = output or _place(sources)
+        write_report(page, title or (titles[0] if len(titles) == 1 else "Paceline: runs compared"), facts)
+        _say(f"report: {_near(page)}")
+        if png:
+            with Console(stderr=True).status("drawing"):
+                pictures = take_pictures(page, page.with_suffix(""))
+            _say(f"pictures: {_near(page.with_suffix(''))}/ ({len(pictures)} PNG files)")
+    for source in sources:
+        _export(source, trace=trace, csv=csv, tensorboard=tensorboard)
+
+
+def _titles(sources: list[Source]) -> list[str]:
+    """The runs' own names, made different where they are not."""
+    names = [source.name for source in sources]
+    return [name if names.count(name) == 1 else str(source.folder) for name, source in zip(names, sources, strict=True)]
+
+
+def _place(sources: list[Source]) -> Path:
+    if len(sources) == 1:
+        return sources[0].folder / "report.html"
+    return Path(os.path.commonpath([source.folder.resolve() for source in sources])) / "report.html"
+
+
+def _export(source: Source, *, trace: bool, csv: bool, tensorboard: bool) -> None:
+    if trace:
+        path = source.folder / "trace.json"
+        write_trace(path, _events(source))
+        _say(f"trace: {_near(path)} (open it in Perfetto or chrome://tracing)")
+    if csv:
+        path = source.folder / "csv"
+        files = write_csv(path, _events(source))
+        _say(f"tables: {_near(path)}/ ({len(files)} files)")
+    if tensorboard:
+        path = source.folder / "tensorboard"
+        write_tensorboard(path, _events(source))
+        _say(f"scalars: {_near(path)}/ (tensorboard --logdir {_near(path)})")
+
+
+def _events(source: Source) -> Iterator[Event]:
+    for path in source.files:
+        for block in Reader(path).all():
+            yield from block
+
+
+def _near(path: Path) -> str:
+    return os.path.relpath(path)
+
+
+def _say(words: str) -> None:
+    print(words, flush=True)

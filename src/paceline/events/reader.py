@@ -1,0 +1,95 @@
+"""Reads events back in blocks, also while they are being written, and says what could not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from paceline.events.schema import Event
+
+_BLOCK = 8 << 20
+"""Bytes read at once."""
+_NEWLINE = ord("\n")
+
+
+class Reader:
+    """One file of events, read from where the last reading ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines = 0
+        """Read so far, readable or not."""
+        self.unreadable = 0
+        self.first_unreadable = 0
+        """The number of the first such line."""
+        self.places: list[tuple[int, int]] = []
+        """Where in the file the lines of the last events begin and end."""
+        self._offset = 0
+        self._rest = b""
+        """The beginning of a line whose end is not there yet."""
+        self._decoder = msgspec.json.Decoder(Event)
+
+    def read(self) -> list[Event]:
+        """The events that have come since, a block of them at most."""
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read(_BLOCK)
+        begin = self._offset - len(self._rest)
+        self._offset += len(data)
+        data = self._rest + data
+        end = data.rfind(b"\n") + 1
+        self._rest = data[end:]
+        return self._decode(data[:end], begin)
+
+    def all(self) -> Iterator[list[Event]]:
+        """Block after block until the end; what is left there of a line counts as unreadable."""
+        while self._offset < self.path.stat().st_size:
+            yield self.read()
+        if self._rest:
+            self._refuse(self.lines + 1)
+            self._rest = b""
+
+    @property
+    def damage(self) -> str | None:
+        """One sentence about what could not be read, if anything."""
+        if not self.unreadable:
+            return None
+        if self.unreadable == self.lines:
+            return f"{self.path} has no event that Paceline knows; is it the events file of a run?"
+        noun = "line" if self.unreadable == 1 else "lines"
+        return (
+            f"{self.unreadable:,} {noun} of {self.path} could not be read, the first of them line "
+            f"{self.first_unreadable:,}; everything else is shown"
+        )
+
+    def _decode(self, data: bytes, begin: int) -> list[Event]:
+        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE) + 1
+        starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+        places = list(zip((begin + starts).tolist(), (begin + ends).tolist(), strict=True))
+        events: list[Event]
+        try:
+            events = self._decoder.decode_lines(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            events = []
+        if len(events) == len(places):
+            self.places = places
+            self.lines += len(events)
+            return events
+        events, self.places = [], []
+        for first, last in places:
+            try:
+                events.append(self._decoder.decode(data[first - begin : last - begin]))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                self._refuse(self.lines + 1)
+            else:
+                self.places.append((first, last))
+                self.lines += 1
+        return events
+
+    def _refuse(self, number: int) -> None:
+        self.lines += 1
+        self.unreadable += 1
+        self.first_unreadable = self.first_unreadable or number

@@ -1,0 +1,63 @@
+"""Sums over time in a bounded number of buckets, which get wider as a run gets longer."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.report.rows import Numbers, busy_until
+
+MOST = 4096
+_NARROWEST = 2.0**-10
+
+
+class Buckets:
+    """Series of sums, all over the same buckets."""
+
+    def __init__(self, start: float) -> None:
+        self.start = start
+        self.width = _NARROWEST
+        self._series: dict[tuple[object, ...], NDArray[np.float64]] = {}
+
+    def add_stretches(self, key: tuple[object, ...], starts: Numbers, seconds: Numbers) -> None:
+        """Seconds of stretches that follow each other, each in the buckets that it lies in."""
+        if not len(starts):
+            return
+        first, last = float(starts.min()), float((starts + seconds).max())
+        self._reach(last)
+        low, high = self._index(first), self._index(last)
+        edges: Numbers = self.start + self.width * np.arange(low, high + 2, dtype=np.float64)
+        busy = busy_until(starts, seconds)(edges)
+        self._of(key)[low : high + 1] += np.diff(busy)
+
+    def add_points(self, key: tuple[object, ...], moments: Numbers, amounts: Numbers) -> None:
+        if not len(moments):
+            return
+        self._reach(float(moments.max()))
+        index = np.clip(((moments - self.start) / self.width).astype(int), 0, MOST - 1)
+        np.add.at(self._of(key), index, amounts)
+
+    def get(self, key: tuple[object, ...], count: int) -> list[float]:
+        """The first so many sums."""
+        series = self._series.get(key)
+        return [0.0] * count if series is None else [float(value) for value in series[:count]]
+
+    def count(self, last: float) -> int:
+        """How many buckets there are until a moment."""
+        return min(MOST, self._index(last) + 1)
+
+    def _index(self, moment: float) -> int:
+        return max(0, min(MOST - 1, int((moment - self.start) / self.width)))
+
+    def _of(self, key: tuple[object, ...]) -> NDArray[np.float64]:
+        if key not in self._series:
+            self._series[key] = np.zeros(MOST)
+        return self._series[key]
+
+    def _reach(self, moment: float) -> None:
+        """Make the buckets so wide that this moment lies in one of them."""
+        while moment - self.start >= self.width * MOST:
+            self.width *= 2
+            for series in self._series.values():
+                series[: MOST // 2] = series[::2] + series[1::2]
+                series[MOST // 2 :] = 0.0

@@ -1,0 +1,93 @@
+"""The single steps of a run, as many as a picture can use: all of a short run, evenly spread pieces of a long one.
+
+The slowest steps are always among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from paceline.report.rows import COMPUTING, PUSH, ROW, Rows, ends
+
+_FIRST, _LAST = 2, 6
+"""Pieces that are kept at both ends."""
+SLOWEST = 40
+"""Steps per worker that are kept wherever they are."""
+
+
+@dataclasses.dataclass(slots=True)
+class Piece:
+    """Everything that happened in a stretch of time."""
+
+    rows: Rows
+    pushes: Rows
+
+
+class Detail:
+    """Keeps pieces of a run, and its slowest steps."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._piece = max(128, limit // 48)
+        self.pieces: list[Piece] = []
+        self._rows: list[Rows] = []
+        self._pushes: list[Rows] = []
+        self._pending = 0
+        self._slowest: dict[int, Rows] = {}
+        self._dropped = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything is there."""
+        return not self._dropped
+
+    def add(self, rows: Rows, pushes: Rows) -> None:
+        """What happened next, in the order of its beginning."""
+        self._rows.append(rows)
+        self._pushes.append(pushes)
+        self._pending += len(rows)
+        if self._pending >= self._piece:
+            self._cut()
+        for rank in np.unique(rows["rank"]):
+            steps = rows[(rows["rank"] == rank) & (rows["kind"] == COMPUTING)]
+            steps = np.concatenate([self._slowest.get(int(rank), steps[:0]), steps])
+            if len(steps) > SLOWEST:
+                steps = steps[np.argpartition(steps["seconds"], -SLOWEST)[-SLOWEST:]]
+            self._slowest[int(rank)] = steps
+
+    def _cut(self) -> None:
+        """Make pieces of what has come, and leave out some if there are too many."""
+        rows, pushes = self._collected()
+        for begin in range(0, len(rows), self._piece):
+            part = rows[begin : begin + self._piece]
+            first = part["start"][0] if begin else -np.inf
+            last = rows["start"][begin + self._piece] if begin + self._piece < len(rows) else np.inf
+            inside = (pushes["start"] >= first) & (pushes["start"] < last)
+            self.pieces.append(Piece(part.copy(), pushes[inside].copy()))
+        self._rows, self._pushes, self._pending = [], [], 0
+        while sum(len(piece.rows) for piece in self.pieces) > self._limit and len(self.pieces) > _FIRST + _LAST + 1:
+            self.pieces[_FIRST:-_LAST] = self.pieces[_FIRST:-_LAST:2]
+            self._dropped = True
+
+    def _collected(self) -> tuple[Rows, Rows]:
+        rows = np.concatenate([np.zeros(0, ROW), *self._rows])
+        pushes = np.concatenate([np.zeros(0, PUSH), *self._pushes])
+        return rows[np.argsort(rows["start"], kind="stable")], pushes
+
+    def seal(self) -> list[Piece]:
+        """All pieces, with what has come last."""
+        rows, pushes = self._collected()
+        return [*self.pieces, Piece(rows, pushes)] if len(rows) else self.pieces
+
+    def slowest(self, rank: int, above: float) -> Rows:
+        """A worker's slowest steps that took longer than this, the slowest first."""
+        steps = self._slowest.get(rank, np.zeros(0, ROW))
+        steps = steps[steps["seconds"] > above]
+        return steps[np.argsort(-steps["seconds"])]
+
+
+def covers(piece: Piece) -> tuple[float, float]:
+    """From when to when."""
+    return float(piece.rows["start"][0]), float(ends(piece.rows).max())

@@ -1,0 +1,342 @@
+"""What a report says of a run: numbers, sentences, and what its pictures are drawn from, as plain values for JSON."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import numpy as np
+
+from paceline.report.blame import CAUSES
+from paceline.report.buckets import MOST
+from paceline.report.detail import Piece, covers
+from paceline.report.reduction import Reduction, Tally, own_seconds
+from paceline.report.rows import COMMUNICATING, KINDS, ROW, UPDATING, WAITING, Rows, ends
+
+_TYPICAL = 10
+"""Updates that the timeline shows at first."""
+_NOTABLE = 0.02
+"""Share of the time below which waiting is not worth a word."""
+_SLOW = 1.25
+"""How many times as long as the others' a worker's steps take, to be called slow."""
+_OUTLIER = 2.0
+"""How many times as long as usual a step takes, to be marked."""
+
+
+def facts(
+    run: Reduction,
+    *,
+    name: str,
+    config: dict[str, Any],
+    notes: list[str],
+    pictures: bool = True,
+    columns: int = MOST,
+) -> dict[str, Any]:
+    """Everything about one run.
+
+    pictures: with what is only drawn, not read.
+    columns: how finely the timeline shows the whole run.
+    """
+    ranks = sorted(rank for rank in run.tallies if rank >= 0)
+    span = max(0.0, run.last - run.first) if run.tallies else 0.0
+    workers = [_worker(run, rank, span) for rank in ranks]
+    _compare(workers)
+    total = sum(sum(worker["seconds"].values()) for worker in workers) or 1.0
+    waiting = sum(worker["seconds"]["waiting"] for worker in workers)
+    first, last = run.update_span
+    updates = sum(run.buckets.get(("updates",), run.buckets.count(run.last))) if run.buckets else 0.0
+    ages = sorted(run.staleness.items())
+    count = sum(run.staleness.values())
+    known: dict[str, Any] = {
+        "name": name,
+        "strategy": run.strategy or config.get("strategy"),
+        "config": config,
+        "notes": notes,
+        "started": None if run.wall is None or not run.tallies else run.wall + run.first,
+        "seconds": span,
+        "served": run.served,
+        "updates": int(updates),
+        "seconds_per_update": (last - first) / (updates - 1) if updates > 1 else None,
+        "samples_per_second": _rate(run, workers),
+        "efficiency": _efficiency(run, workers),
+        "bubbles": waiting / total,
+        "waiting": waiting,
+        "verdict": _verdict(workers, waiting / total),
+        "slow": [worker["rank"] for worker in workers if worker["slow"]],
+        "workers": workers,
+        "servers": [_server(run.tallies[rank], rank) for rank in sorted(run.tallies, reverse=True) if rank < 0],
+        "causes": CAUSES,
+        "staleness": {
+            "mean": sum(age * times for age, times in ages) / count if count else 0.0,
+            "max": ages[-1][0] if ages else 0,
+            "histogram": dict(ages),
+        },
+        "bytes": {
+            "pushed": sum(worker["bytes"]["pushed"] for worker in workers),
+            "saved": sum(worker["bytes"]["saved"] for worker in workers),
+            "read": sum(tally.read for tally in run.tallies.values()),
+            "sent": sum(worker["bytes"]["sent"] for worker in workers),
+        },
+        "last": {name: curve.values[-1] for name, curve in run.curves.items() if curve.values},
+    }
+    if pictures:
+        known["curves"] = _curves(run)
+        known["timeline"] = _timeline(run, ranks, columns)
+    return known
+
+
+# -- workers ---------------------------------------------------------------------------------------------------------
+
+
+def _worker(run: Reduction, rank: int, span: float) -> dict[str, Any]:
+    tally = run.tallies[rank]
+    seconds = {kind: float(tally.seconds[number]) for number, kind in enumerate(KINDS)}
+    seconds["elsewhere"] = max(0.0, span - sum(seconds.values()))
+    steps = max(1, tally.minibatches)
+    causes = run.blame.seconds.get(rank, dict.fromkeys(CAUSES, 0.0))
+    backward = max(0.0, seconds["computing"] - tally.forward - tally.slowed)
+    return {
+        "rank": rank,
+        "seconds": seconds,
+        "minibatches": tally.minibatches,
+        "samples": tally.samples,
+        "cancelled": tally.cancelled,
+        "pace": own_seconds(tally) / steps if tally.minibatches else None,
+        "parts": {
+            "loading": seconds["loading"] / steps,
+            "forward": tally.forward / steps,
+            "backward": backward / steps,
+            "slowed": tally.slowed / steps,
+            "link": (seconds["communicating"] + seconds["updating"]) / steps,
+        },
+        "median": tally.quantile(0.5),
+        "p99": tally.quantile(0.99),
+        "longest": tally.longest,
+        "blame": sum(causes.values()),
+        "causes": dict(causes),
+        "bytes": {"read": tally.read, "pushed": tally.pushed, "saved": tally.saved, "sent": tally.sent},
+        "state": tally.state,
+        "heard": tally.heard,
+        "version": tally.version,
+        "staleness": tally.stale,
+    }
+
+
+def _server(tally: Tally, rank: int) -> dict[str, Any]:
+    return {"rank": rank, "updates": tally.updates, "seconds": float(tally.seconds[UPDATING]), "read": tally.read}
+
+
+def _compare(workers: list[dict[str, Any]]) -> None:
+    """How many times as long as the others' each worker's steps take, who is slow, and in what."""
+    for worker in workers:
+        others = [other for other in workers if other is not worker and other["pace"]]
+        worker["ratio"] = 1.0
+        worker["slow"], worker["why"] = False, None
+        if not others or not worker["pace"]:
+            continue
+        worker["ratio"] = worker["pace"] / statistics.median(other["pace"] for other in others)
+        blamed = statistics.median(other["blame"] for other in others)
+        worker["slow"] = worker["ratio"] >= _SLOW and (worker["blame"] >= 2 * blamed)
+        if not worker["slow"]:
+            continue
+        excess = {
+            part: seconds - statistics.median(other["parts"][part] for other in others)
+            for part, seconds in worker["parts"].items()
+        }
+        worker["why"] = max(excess, key=lambda part: excess[part])
+
+
+def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
+    """Who is slow and where the time goes, in words."""
+    words = []
+    whole = sum(worker["seconds"]["waiting"] for worker in workers) or 1.0
+    for worker in sorted(workers, key=lambda worker: -worker["blame"]):
+        if not worker["slow"]:
+            continue
+        sentence = (
+            f"Worker {worker['rank']} is slow: a step of its own takes it {_ms(worker['pace'])}, "
+            f"{worker['ratio']:.1f} times as long as the others', because of {CAUSES[worker['why']]}"
+        )
+        if worker["blame"] / whole > _NOTABLE and bubbles > _NOTABLE:
+            sentence += (
+                f"; the team waited {worker['blame']:.3g} s for it ({worker['blame'] / whole:.0%} of all waiting)"
+            )
+        else:
+            sentence += "; hardly anybody waited for it"
+        words.append(sentence + ".")
+    if not words and len(workers) > 1:
+        words.append("No worker is slow by itself.")
+    if len(workers) > 1:
+        much = "Waiting takes" if bubbles > _NOTABLE else "Waiting takes only"
+        words.append(f"{much} {bubbles:.1%} of the workers' time.")
+    return words
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _rate(run: Reduction, workers: list[dict[str, Any]]) -> float | None:
+    """Samples per second, from the first update to the last."""
+    first, last = run.update_span
+    if run.buckets is None or last <= first:
+        return None
+    sums = run.buckets.get(("samples",), run.buckets.count(run.last))
+    return sum(sums) / (last - first) if any(sums) else None
+
+
+def _efficiency(run: Reduction, workers: list[dict[str, Any]]) -> float | None:
+    """Samples per second, as a share of what the same workers would do if each just loaded and computed."""
+    rate = _rate(run, workers)
+    alone = 0.0
+    for worker in workers:
+        busy = worker["seconds"]["computing"] + worker["seconds"]["loading"]
+        alone += worker["samples"] / busy if busy else 0.0
+    return None if rate is None or not alone else min(1.0, rate / alone)
+
+
+# -- curves ----------------------------------------------------------------------------------------------------------
+
+
+def _curves(run: Reduction) -> dict[str, Any]:
+    curves = {
+        name: {
+            "seconds": [round(moment - run.first, 4) for moment in curve.moments],
+            "updates": [round(version, 1) for version in curve.versions],
+            "values": [float(f"{value:.6g}") for value in curve.values],
+        }
+        for name, curve in run.curves.items()
+    }
+    return {"metrics": curves, "throughput": _throughput(run)}
+
+
+def _throughput(run: Reduction) -> dict[str, list[float]]:
+    """Samples and updates per second over time, in at most 200 stretches."""
+    if run.buckets is None:
+        return {"seconds": [], "samples": [], "updates": [], "versions": []}
+    count = run.buckets.count(run.last)
+    together = max(1, -(-count // 200))
+    width = run.buckets.width * together
+    samples, updates = (np.array(run.buckets.get((key,), count)) for key in ("samples", "updates"))
+    edges = np.arange(0, count, together)
+    per_sample, per_update = np.add.reduceat(samples, edges), np.add.reduceat(updates, edges)
+    # The last one is not over yet.
+    widths = np.full(len(edges), width)
+    widths[-1] = max(width * 0.05, run.last - run.first - width * (len(edges) - 1))
+    return {
+        "seconds": [round(float(edge), 4) for edge in edges * run.buckets.width + widths / 2],
+        "samples": [round(float(value), 2) for value in per_sample / widths],
+        "updates": [round(float(value), 3) for value in per_update / widths],
+        "versions": [int(value) for value in np.cumsum(per_update)],
+    }
+
+
+# -- the timeline ----------------------------------------------------------------------------------------------------
+
+
+def _timeline(run: Reduction, ranks: list[int], columns: int) -> dict[str, Any]:
+    pieces = run.detail.seal()
+    lanes = [*ranks, *sorted((rank for rank in run.tallies if rank < 0), reverse=True)]
+    count = run.buckets.count(run.last) if run.buckets else 0
+    together = max(1, -(-count // columns))
+    width = run.buckets.width * together if run.buckets else 1.0
+    marks = []
+    for rank in ranks:
+        usual = run.tallies[rank].quantile(0.5)
+        for step in run.detail.slowest(rank, _OUTLIER * usual):
+            start, seconds = float(step["start"]) - run.first, float(step["seconds"])
+            marks.append([rank, round(start, 6), round(seconds, 6), round(seconds / usual, 1), int(step["version"])])
+    marks.sort(key=lambda mark: -mark[2])
+    return {
+        "seconds": max(0.0, run.last - run.first) if pieces else 0.0,
+        "whole": run.detail.whole,
+        "kinds": KINDS,
+        "width": width,
+        "lanes": [
+            {
+                "rank": rank,
+                "buckets": [_shares(run, (rank, kind), count, together) for kind in range(len(KINDS))],
+            }
+            for rank in lanes
+        ],
+        "pieces": [_piece(piece, run) for piece in pieces],
+        "typical": _typical(pieces, run),
+        "slowest": marks,
+    }
+
+
+def _shares(run: Reduction, key: tuple[object, ...], count: int, together: int) -> list[int]:
+    """Of each stretch of time, how many thousandths were spent so."""
+    if run.buckets is None:
+        return []
+    sums = np.add.reduceat(np.array(run.buckets.get(key, count)), np.arange(0, count, together))
+    return [int(value) for value in np.round(1000 * sums / (run.buckets.width * together))]
+
+
+def _micro(moments: Any) -> list[int]:
+    return [int(value) for value in np.round(np.asarray(moments) * 1e6)]
+
+
+def _piece(piece: Piece, run: Reduction) -> dict[str, Any]:
+    begin, end = covers(piece)
+    lanes = {}
+    for rank in np.unique(piece.rows["rank"]):
+        rows = piece.rows[piece.rows["rank"] == rank]
+        lanes[str(rank)] = {
+            "kind": "".join(str(kind) for kind in rows["kind"]),
+            "start": _micro(rows["start"] - begin),
+            "length": _micro(rows["seconds"]),
+            "version": [int(version) for version in rows["version"]],
+            "forward": _micro(rows["forward"]) if (rows["forward"] > 0).any() else None,
+            "on": [int(on) for on in rows["on"]] if (rows["kind"] == WAITING).any() else None,
+        }
+    return {
+        "begin": round(begin - run.first, 6),
+        "end": round(end - run.first, 6),
+        "lanes": lanes,
+        "arrows": _arrows(piece, begin) if run.served else [],
+        "updates": _micro(_updates(piece.rows, run.served) - begin),
+    }
+
+
+def _updates(rows: Rows, served: bool) -> Any:
+    """When versions were published: by the server, or by the lead of workers who all update alike."""
+    who = -1 if served else 0
+    return ends(rows[(rows["kind"] == UPDATING) & (rows["rank"] == who) & ~rows["skipped"]])
+
+
+def _arrows(piece: Piece, begin: float) -> list[list[int]]:
+    """Pushes and what came back: worker, and in µs when sent, arrived, answered, received; whether it was used."""
+    published = np.sort(_updates(piece.rows, served=True))
+    arrows = []
+    for rank in np.unique(piece.pushes["rank"]):
+        pushes = piece.pushes[piece.pushes["rank"] == rank]
+        talks = piece.rows[(piece.rows["rank"] == rank) & np.isin(piece.rows["kind"], (COMMUNICATING, WAITING))]
+        if not len(talks):
+            continue
+        index = np.searchsorted(talks["start"], pushes["start"], "right") - 1
+        for push, number in zip(pushes, index, strict=True):
+            if number < 0 or push["start"] > talks["start"][number] + talks["seconds"][number]:
+                continue
+            sent, got = talks["start"][number], talks["start"][number] + talks["seconds"][number]
+            last = np.searchsorted(published, got, "right") - 1
+            answered = max(push["start"], published[last]) if last >= 0 else push["start"]
+            arrows.append(
+                [int(rank), *_micro(np.array([sent, push["start"], answered, got]) - begin), int(push["used"])]
+            )
+    return arrows
+
+
+def _typical(pieces: list[Piece], run: Reduction) -> list[float]:
+    """From when to when: of all stretches of so many updates in the middle of the run, the one of middling length."""
+    if not pieces:
+        return [0.0, 1.0]
+    rows: Rows = np.concatenate([np.zeros(0, ROW), *(piece.rows for piece in pieces[len(pieces) // 2 :][:1])])
+    moments = np.sort(_updates(rows, run.served))
+    if len(moments) < 2:
+        begin, end = covers(pieces[len(pieces) // 2])
+        return [round(begin - run.first, 6), round(max(end, begin + 1e-6) - run.first, 6)]
+    count = min(_TYPICAL, len(moments) - 1)
+    stretches = sorted((moments[i + count] - moments[i], moments[i]) for i in range(len(moments) - count))
+    seconds, begin = stretches[len(stretches) // 2]
+    return [round(float(begin - run.first), 6), round(float(begin + seconds - run.first), 6)]

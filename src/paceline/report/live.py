@@ -1,0 +1,209 @@
+"""The live page: the report's figures while a run goes on, and its metrics for Prometheus. It only ever reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ipaddress
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from paceline.report.metrics import CONTENT_TYPE, metrics
+from paceline.report.page import html, plotly, static
+from paceline.report.source import Source
+
+_INTERVAL = 1.0
+"""Seconds between two pictures."""
+_FAREWELL = 2.0
+"""Seconds in which the pages hear that the run is over, before the server ends with it."""
+_COLUMNS = 600
+LIMIT = 6000
+"""Single stretches that are sent."""
+_SAFE = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Newest:
+    """The facts of a run, made anew at most once in a while, and only when somebody asks."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._facts: dict[str, Any] = {}
+        self._made = 0.0
+        self._lock = asyncio.Lock()
+
+    async def facts(self) -> dict[str, Any]:
+        async with self._lock:
+            if not self._facts or time.monotonic() - self._made >= _INTERVAL * 0.9:
+                self._facts = await asyncio.to_thread(self._make)
+                self._made = time.monotonic()
+            return self._facts
+
+    def _make(self) -> dict[str, Any]:
+        if not self._facts.get("over"):
+            self._source.follow()
+            over = not self._source.going
+            self._facts = self._source.facts(columns=_COLUMNS) | {"over": over, "now": time.perf_counter()}
+        return self._facts
+
+
+class Guard:
+    """Lets through only what may read: right method, host, origin, and token where there is one."""
+
+    def __init__(self, app: Any, *, hosts: set[str], token: str | None) -> None:
+        self._app, self._hosts, self._token = app, hosts, token
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        refused = self._refusal(request)
+        if refused is not None:
+            await PlainTextResponse(refused[1] + "\n", refused[0], headers=_SAFE)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, request: Request) -> tuple[int, str] | None:
+        host = request.headers.get("host", "")
+        if _name(host) not in self._hosts:
+            return 400, "this host name is not served here"
+        if request.method not in ("GET", "HEAD"):
+            return 405, "this page only reads: GET and HEAD are allowed"
+        origin = request.headers.get("origin")
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+            return 403, "this origin may not read it"
+        if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            return 403, "another site may not read it"
+        if self._token is not None and not secrets.compare_digest(_given(request).encode(), self._token.encode()):
+            return 401, "a token is needed: open the address that was printed, or send 'Authorization: Bearer TOKEN'"
+        return None
+
+
+def _given(request: Request) -> str:
+    scheme, _, word = request.headers.get("authorization", "").partition(" ")
+    return word if scheme.lower() == "bearer" else request.query_params.get("token", "")
+
+
+def _name(host: str) -> str:
+    """A host without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
+def application(source: Source, token: str | None) -> Starlette:
+    newest = Newest(source)
+    query = "" if token is None else f"?token={quote(token)}"
+    names = ("plotly.js", "timeline.js", "page.js", "live.js")
+    page = html("Paceline live", "\n".join(f'<script src="{name}{query}"></script>' for name in names))
+    scripts = {"live.js": lambda: "live();", "plotly.js": plotly}
+
+    @functools.cache
+    def script(name: str) -> str:
+        return scripts.get(name, lambda: static(name))()
+
+    async def index(_: Request) -> Response:
+        return Response(page, media_type="text/html", headers=_SAFE)
+
+    def serve(name: str) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(_: Request) -> Response:
+            return Response(script(name), media_type="text/javascript", headers=_SAFE)
+
+        return answer
+
+    async def stream(_: Request) -> Response:
+        return StreamingResponse(_stream(newest), media_type="text/event-stream", headers=_SAFE)
+
+    async def facts(_: Request) -> Response:
+        data = msgspec.json.encode(await newest.facts())
+        return Response(data, media_type="application/json", headers=_SAFE)
+
+    async def prometheus(_: Request) -> Response:
+        return Response(metrics(await newest.facts()), media_type=CONTENT_TYPE, headers=_SAFE)
+
+    routes = [Route("/", index), Route("/stream", stream), Route("/facts.json", facts), Route("/metrics", prometheus)]
+    return Starlette(routes=[*routes, *(Route(f"/{name}", serve(name)) for name in names)])
+
+
+async def _stream(newest: Newest) -> AsyncIterator[bytes]:
+    while True:
+        began = time.monotonic()
+        facts = await newest.facts()
+        yield b"event: facts\ndata: " + msgspec.json.encode(facts) + b"\n\n"
+        if facts["over"]:
+            return
+        # A busy machine gets fewer pictures.
+        await asyncio.sleep(max(_INTERVAL, 3 * (time.monotonic() - began)))
+
+
+def allowed_hosts(host: str) -> set[str]:
+    """The names by which the page may be asked for."""
+    hosts = {host.lower()}
+    if _is_loopback(host):
+        return hosts | {"127.0.0.1", "localhost", "::1"}
+    own = socket.gethostname()
+    hosts |= {own.lower(), socket.getfqdn().lower(), "127.0.0.1", "localhost"}
+    with contextlib.suppress(OSError):
+        hosts |= {str(info[4][0]) for info in socket.getaddrinfo(own, None)}
+    return hosts
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def needs_token(host: str) -> bool:
+    return not _is_loopback(host)
+
+
+def serve(source: Source, listener: socket.socket, host: str, token: str | None, *, until_over: bool) -> None:
+    """Serve the page until interrupted or, if so wished, until the run is over."""
+    app = Guard(application(source, token), hosts=allowed_hosts(host), token=token)
+    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+
+    async def watch() -> None:
+        over: float | None = None
+        parent = os.getppid()
+        while not server.should_exit:
+            await asyncio.sleep(0.25)
+            if os.getppid() != parent:
+                server.should_exit = True  # whoever ran the run is gone
+            elif not source.going and (source.folder / "events.jsonl").exists():
+                over = over or time.monotonic()
+                idle = not server.server_state.connections
+                if idle or time.monotonic() - over > _FAREWELL:
+                    server.should_exit = True
+
+    async def both() -> None:
+        watcher = asyncio.create_task(watch()) if until_over else None
+        await server.serve(sockets=[listener])
+        if watcher is not None:
+            watcher.cancel()
+
+    asyncio.run(both())

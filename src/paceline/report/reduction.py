@@ -1,0 +1,223 @@
+"""A run, of whatever length, reduced to what pictures need, in bounded memory and in one pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.events import Event, Join, Leave, Lost, Message, Metric
+from paceline.report.blame import Blame
+from paceline.report.buckets import Buckets
+from paceline.report.detail import Detail
+from paceline.report.rows import (
+    COMMUNICATING,
+    COMPUTING,
+    KINDS,
+    PUSH,
+    ROW,
+    UPDATING,
+    Rows,
+    by_kind,
+    ends,
+    pushes_of,
+    rows_of,
+)
+
+_FINE = math.log(1.02)
+_BINS = 1500
+_POINTS = 2000
+"""Values of a metric that a curve has at most."""
+
+
+@dataclasses.dataclass(slots=True)
+class Tally:
+    """What is counted of one worker, or server."""
+
+    seconds: NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(len(KINDS)))
+    """By kind."""
+    forward: float = 0.0
+    slowed: float = 0.0
+    minibatches: int = 0
+    samples: int = 0
+    updates: int = 0
+    cancelled: int = 0
+    read: int = 0
+    """Bytes from other workers' memory."""
+    pushed: int = 0
+    saved: int = 0
+    sent: int = 0
+    """Bytes in observed messages."""
+    steps: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.zeros(_BINS, np.int64))
+    """How many steps were of which length, on a fine logarithmic scale."""
+    longest: float = 0.0
+    state: str = "joined"
+    heard: float = 0.0
+    """When it last did something."""
+    version: int = 0
+    stale: float = 0.0
+    """Of its last push."""
+
+    def quantile(self, share: float) -> float:
+        """The length of a step that this share of the steps does not reach."""
+        total = int(self.steps.sum())
+        if not total:
+            return 0.0
+        index = int(np.searchsorted(np.cumsum(self.steps), share * total, "left"))
+        return min(self.longest, 1e-6 * math.exp((index + 0.5) * _FINE))
+
+
+@dataclasses.dataclass(slots=True)
+class Curve:
+    """A metric over time: moments, versions, values; every so many are one mean."""
+
+    rank: int
+    moments: list[float] = dataclasses.field(default_factory=list)
+    versions: list[float] = dataclasses.field(default_factory=list)
+    values: list[float] = dataclasses.field(default_factory=list)
+
+    def add(self, moment: float, version: int, value: float) -> None:
+        self.moments.append(moment)
+        self.versions.append(float(version))
+        self.values.append(value)
+        if len(self.values) > 2 * _POINTS:
+            for series in (self.moments, self.versions, self.values):
+                series[:] = [(a + b) / 2 for a, b in zip(series[::2], series[1::2], strict=False)]
+
+
+class Reduction:
+    """Takes events as they come; what it keeps does not grow with the run."""
+
+    def __init__(self, limit: int = 100_000) -> None:
+        """limit: how many single stretches to keep for close looks."""
+        self.tallies: defaultdict[int, Tally] = defaultdict(Tally)
+        self.blame = Blame()
+        self.detail = Detail(limit)
+        self.staleness: Counter[int] = Counter()
+        self.curves: dict[str, Curve] = {}
+        self.strategy: str | None = None
+        self.wall: float | None = None
+        """The calendar's seconds at the steady clock's 0."""
+        self.served = False
+        """Whether gradients are pushed to a server."""
+        self.first, self.last = math.inf, -math.inf
+        self.update_span = (math.inf, -math.inf)
+        self.buckets: Buckets | None = None
+        self._pending = np.zeros(0, ROW)
+        self._pushes = np.zeros(0, PUSH)
+
+    def feed(self, events: Sequence[Event]) -> None:
+        """Take events, in any order."""
+        groups = by_kind(events)
+        for join in groups.get(Join, ()):
+            self.strategy = join.strategy
+            self.wall = join.wall - join.start
+            self.tallies[join.rank].heard = join.start
+        for kind, word in ((Leave, "left"), (Lost, "died")):
+            for event in groups.get(kind, ()):
+                self.tallies[event.rank].state = word
+                self.tallies[event.rank].heard = event.start
+        for metric in groups.get(Metric, ()):
+            self._report(metric)
+        for message in groups.get(Message, ()):
+            if message.direction == "send":
+                self.tallies[message.rank].sent += message.bytes
+        rows, pushes = rows_of(groups), pushes_of(groups)
+        moments = [event.start for event in events]
+        if moments:
+            self.first = min(self.first, *moments)
+            self.last = max(self.last, *moments, float(ends(rows).max()) if len(rows) else -math.inf)
+        self.served = self.served or len(pushes) > 0
+        self._pending = np.concatenate([self._pending, rows])
+        self._pushes = np.concatenate([self._pushes, pushes])
+
+    def advance(self, until: float = math.inf) -> None:
+        """Count what began before this moment: all of it has come."""
+        if self.first == math.inf:
+            return
+        if self.buckets is None:
+            self.buckets = Buckets(self.first)
+        now = self._pending["start"] < until
+        rows = self._pending[now]
+        rows = rows[np.argsort(rows["start"], kind="stable")]
+        early = self._pushes["start"] < until
+        pushes = self._pushes[early]
+        self._pending, self._pushes = self._pending[~now], self._pushes[~early]
+        for rank in np.unique(rows["rank"]):
+            self._count(int(rank), rows[rows["rank"] == rank])
+        self._count_pushes(pushes)
+        self._count_updates(rows, pushes)
+        self.blame.add(rows, until)
+        self.detail.add(rows, pushes)
+
+    def _count(self, rank: int, rows: Rows) -> None:
+        assert self.buckets is not None
+        tally = self.tallies[rank]
+        for kind in range(len(KINDS)):
+            mine = rows[rows["kind"] == kind]
+            tally.seconds[kind] += mine["seconds"].sum()
+            self.buckets.add_stretches((rank, kind), mine["start"], mine["seconds"])
+            if kind == COMPUTING and len(mine):
+                self._count_steps(tally, mine)
+        tally.cancelled += int((rows["kind"] == KINDS.index("cancelled")).sum())
+        tally.updates += int((rows["kind"] == UPDATING).sum())
+        tally.read += int(rows["bytes"].sum())
+        final = rows[-1]
+        tally.version = max(tally.version, int(rows["version"].max()))
+        if tally.state not in ("left", "died"):
+            tally.state = KINDS[int(final["kind"])]
+        tally.heard = max(tally.heard, float(ends(rows).max()))
+
+    def _count_steps(self, tally: Tally, steps: Rows) -> None:
+        tally.forward += float(steps["forward"].sum())
+        tally.slowed += float(steps["slowed"].sum())
+        tally.minibatches += int(steps["minibatches"].sum())
+        tally.samples += int(steps["samples"].sum())
+        tally.longest = max(tally.longest, float(steps["seconds"].max()))
+        index = np.log(np.maximum(steps["seconds"], 1e-6) / 1e-6) / _FINE
+        tally.steps += np.bincount(np.clip(index.astype(int), 0, _BINS - 1), minlength=_BINS)
+
+    def _count_pushes(self, pushes: Rows) -> None:
+        assert self.buckets is not None
+        for age, count in zip(*np.unique(pushes["staleness"], return_counts=True), strict=True):
+            self.staleness[int(age)] += int(count)
+        for rank in np.unique(pushes["rank"]):
+            mine, tally = pushes[pushes["rank"] == rank], self.tallies[int(rank)]
+            tally.pushed += int(mine["bytes"].sum())
+            tally.saved += int(mine["saved"].sum())
+            tally.stale = float(mine["staleness"][-1])
+
+    def _count_updates(self, rows: Rows, pushes: Rows) -> None:
+        """Updates and samples over time: of the server, or of the first of the workers that all update alike."""
+        assert self.buckets is not None
+        who = -1 if self.served else 0
+        updates = rows[(rows["kind"] == UPDATING) & (rows["rank"] == who) & ~rows["skipped"]]
+        moments = ends(updates)
+        self.buckets.add_points(("updates",), moments, np.ones(len(moments)))
+        if len(moments):
+            first, last = self.update_span
+            self.update_span = min(first, float(moments.min())), max(last, float(moments.max()))
+        if self.served:
+            used = pushes[pushes["used"]]
+            self.buckets.add_points(("samples",), used["start"], used["samples"])
+        else:
+            steps = rows[rows["kind"] == COMPUTING]
+            self.buckets.add_points(("samples",), ends(steps), steps["samples"])
+
+    def _report(self, metric: Metric) -> None:
+        """The lead's word counts; another's only where the lead says nothing."""
+        for name, value in metric.values.items():
+            curve = self.curves.get(name)
+            if curve is None or metric.rank < curve.rank:
+                curve = self.curves[name] = Curve(metric.rank)
+            if metric.rank == curve.rank and math.isfinite(value):
+                curve.add(metric.start, metric.version, value)
+
+
+def own_seconds(tally: Tally) -> float:
+    """What a worker spent on its own steps: waiting for others, and what was cancelled, taken out."""
+    return float(tally.seconds[[COMPUTING, KINDS.index("loading"), COMMUNICATING, UPDATING]].sum())

@@ -1,0 +1,122 @@
+"""Events as columns of numbers: what a worker did, from when, for how long."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.events import Cancel, Compute, Event, Load, Pull, Push, Reduce, Update, Wait
+
+Rows = NDArray[np.void]
+Numbers = NDArray[np.float64]
+
+KINDS = ("computing", "loading", "communicating", "updating", "waiting", "cancelled")
+COMPUTING, LOADING, COMMUNICATING, UPDATING, WAITING, CANCELLED = range(len(KINDS))
+
+ROW = np.dtype(
+    [
+        ("rank", "i4"),
+        ("kind", "u1"),
+        ("start", "f8"),
+        ("seconds", "f8"),
+        ("version", "i8"),
+        ("forward", "f8"),
+        ("slowed", "f8"),
+        ("samples", "i8"),
+        ("minibatches", "i4"),
+        ("on", "i4"),
+        ("bytes", "i8"),
+        ("skipped", "?"),
+    ]
+)
+PUSH = np.dtype(
+    [
+        ("rank", "i4"),
+        ("start", "f8"),
+        ("version", "i8"),
+        ("staleness", "i8"),
+        ("samples", "i8"),
+        ("bytes", "i8"),
+        ("saved", "i8"),
+        ("used", "?"),
+    ]
+)
+_KIND: dict[type, int] = {
+    Compute: COMPUTING,
+    Load: LOADING,
+    Reduce: COMMUNICATING,
+    Pull: COMMUNICATING,
+    Update: UPDATING,
+    Wait: WAITING,
+    Cancel: CANCELLED,
+}
+_FIELDS: dict[type, tuple[str, ...]] = {
+    Compute: ("version", "forward", "slowed", "samples", "minibatches"),
+    Load: (),
+    Reduce: ("bytes",),
+    Pull: ("version",),
+    Update: ("version", "bytes", "skipped"),
+    Wait: ("on",),
+    Cancel: ("version",),
+}
+
+
+def by_kind(events: Iterable[Event]) -> dict[type, list[Any]]:
+    groups: dict[type, list[Any]] = defaultdict(list)
+    for event in events:
+        groups[type(event)].append(event)
+    return groups
+
+
+def rows_of(groups: dict[type, list[Any]]) -> Rows:
+    """What was done, in the order of its beginning."""
+    count = sum(len(groups[kind]) for kind in _KIND if kind in groups)
+    rows = np.zeros(count, ROW)
+    begin = 0
+    for kind, number in _KIND.items():
+        group = groups.get(kind)
+        if not group:
+            continue
+        part = rows[begin : begin + len(group)]
+        _fill(part, group, ("rank", "start", "seconds", *_FIELDS[kind]))
+        part["kind"] = number
+        begin += len(group)
+    return rows[np.argsort(rows["start"], kind="stable")]
+
+
+def pushes_of(groups: dict[type, list[Any]]) -> Rows:
+    """What came to the server."""
+    group = groups.get(Push, [])
+    pushes = np.zeros(len(group), PUSH)
+    _fill(pushes, group, ("rank", "start", "version", "staleness", "samples", "bytes", "saved"))
+    pushes["used"] = [event.outcome in ("used", "held") for event in group]
+    return pushes
+
+
+def _fill(target: Rows, group: Sequence[Any], fields: Iterable[str]) -> None:
+    for name in fields:
+        target[name] = np.fromiter((getattr(event, name) for event in group), target.dtype[name], len(group))
+
+
+def ends(rows: Rows) -> Numbers:
+    moments: Numbers = rows["start"] + rows["seconds"]
+    return moments
+
+
+def busy_until(starts: Numbers, seconds: Numbers) -> Callable[[Numbers], Numbers]:
+    """How many seconds of these stretches, which follow each other, lie before a moment."""
+    order = np.argsort(starts, kind="stable")
+    starts, seconds = starts[order], seconds[order]
+    before = np.concatenate([[0.0], np.cumsum(seconds)])
+
+    def busy(moments: Numbers) -> Numbers:
+        index = np.searchsorted(starts, moments, "right") - 1
+        inside = np.clip(moments - starts[np.maximum(index, 0)], 0.0, seconds[np.maximum(index, 0)])
+        sums: Numbers = np.where(index < 0, 0.0, before[np.maximum(index, 0)] + inside)
+        return sums
+
+    return busy

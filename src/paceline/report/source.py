@@ -1,0 +1,108 @@
+"""Opens a run for a report: its folder, or just its events."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.events.reader import Reader
+from paceline.report.facts import facts
+from paceline.report.reduction import Reduction
+
+_LATE = 1.5
+"""Seconds by which an event can be late in its file."""
+
+
+class Source:
+    """A run that is over, or was ended; or one that goes on, with `follow`."""
+
+    def __init__(self, path: Path, limit: int = 100_000) -> None:
+        """limit: how many single stretches to keep for close looks."""
+        self._limit = limit
+        self.folder = path if path.is_dir() else path.parent
+        self.name = self.folder.resolve().name if path.is_dir() else path.name
+        self._only = None if path.is_dir() else path
+        if not path.exists():
+            raise UsageError(f"there is no run at {path}; give a folder of a run, such as runs/NAME")
+        if path.is_dir() and not self.files and not (path / "config.json").exists():
+            raise UsageError(f"{path} is not the folder of a run: it has neither events.jsonl nor streams/")
+        self.run = Reduction(limit)
+        self._readers: dict[Path, Reader] = {}
+
+    @property
+    def files(self) -> list[Path]:
+        if self._only is not None:
+            return [self._only]
+        merged = self.folder / "events.jsonl"
+        return [merged] if merged.exists() and not self.going else sorted(self._streams.glob("*.jsonl"))
+
+    @property
+    def _streams(self) -> Path:
+        return self.folder / "streams"
+
+    @property
+    def going(self) -> bool:
+        """Whether events are still being written, or were when the run was ended."""
+        return self._only is None and self._streams.is_dir()
+
+    def read(self) -> None:
+        """Everything that is there."""
+        ordered = not self.going
+        for path in self.files:
+            reader = self._readers[path] = Reader(path)
+            for events in reader.all():
+                self.run.feed(events)
+                if ordered and events:
+                    self.run.advance(events[-1].start)
+        self.run.advance()
+
+    def follow(self) -> None:
+        """What has come since; when the run is over, all of it anew from its final file."""
+        if not self.going:
+            if self._readers and all(path.parent == self._streams for path in self._readers):
+                self.run, self._readers = Reduction(self._limit), {}
+            if not self._readers:
+                self.read()
+            return
+        for path in self.files:
+            reader = self._readers.setdefault(path, Reader(path))
+            try:
+                while events := reader.read():
+                    self.run.feed(events)
+            except FileNotFoundError:
+                return  # just now it was merged; the next look finds it
+        self.run.advance(time.perf_counter() - _LATE)
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be read, in a sentence per file."""
+        return [reader.damage for reader in self._readers.values() if reader.damage]
+
+    @property
+    def empty(self) -> bool:
+        return not self.run.tallies
+
+    def config(self) -> dict[str, Any]:
+        try:
+            known = msgspec.json.decode((self.folder / "config.json").read_bytes())
+        except (OSError, msgspec.DecodeError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+    def facts(self, *, name: str | None = None, pictures: bool = True, **more: Any) -> dict[str, Any]:
+        return facts(
+            self.run, name=name or self.name, config=self.config(), notes=self.notes, pictures=pictures, **more
+        )
+
+
+def open_run(path: Path, limit: int = 100_000) -> Source:
+    """A run with all that is known of it; refuses one of which nothing is."""
+    source = Source(path, limit)
+    source.read()
+    if source.empty:
+        raise UsageError(source.notes[0] if source.notes else f"{path} has no events: nothing was recorded")
+    return source
