@@ -2,8 +2,8 @@
 
 One command: `python benchmarks/time_to_accuracy.py` (needs Debian's dataset-fashion-mnist). DistributedDataParallel on
 gloo and policies of the parameter server take turns, with the same network, batch size, number of epochs, and learning
-rate per gradient in an update; tests do not count. What counts is the ratio of seconds until the accuracy is reached, between the tests after
-two epochs on a straight line.
+rate per gradient in an update; tests do not count. What counts is the ratio of seconds until the accuracy is reached,
+between the tests after two epochs on a straight line.
 """
 
 import argparse

@@ -347,6 +347,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Seeds the slowness that is drawn."""
     folder: str | None = None
     """Where the run leaves its events, checkpoints and summary."""
+    record: bool = True
+    """Whether events are recorded."""
     control: int | None = None
     """Descriptor of the shared memory in which the workers meet."""
     starter: int | None = None

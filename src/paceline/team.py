@@ -102,7 +102,7 @@ class Team:
         self._members: Members = come_together(place, launch, timeouts or launch.timeouts, self._say)
         if self.world_size > 1:
             keep_freed_memory()
-        self._recorder = Recorder(self._folder, self.rank)
+        self._recorder = Recorder(self._folder if launch.record else None, self.rank)
         self._stopwatch = Stopwatch(self._recorder, self.rank, launch.slow.get(self.rank), launch.seed)
         self._trainer: Trainer | None = None
         self._turns: Turns | None = None

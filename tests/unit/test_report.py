@@ -1,14 +1,11 @@
 """The picture of a run says what its events say."""
 
-from pathlib import Path
 from xml.etree import ElementTree
 
-import msgspec
 import pytest
 
 from paceline.events import Compute, Event, Join, Metric, Update, Wait
-from paceline.events.summary import merge
-from paceline.report import timeline, write_page
+from paceline.report import timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -53,19 +50,3 @@ def test_a_bar_is_as_long_as_what_it_shows() -> None:
 
 def test_a_run_without_an_update_is_said_to_have_none() -> None:
     assert "no update" in timeline([], "nothing")
-
-
-def test_a_page_holds_a_row_and_a_figure_for_every_run(tmp_path: Path) -> None:
-    runs = {}
-    for name in ("first", "second"):
-        streams = tmp_path / name / "streams"
-        streams.mkdir(parents=True)
-        (streams / "0.jsonl").write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events()))
-        merge(tmp_path / name, 2)
-        runs[name] = tmp_path / name
-    write_page(tmp_path / "page.html", "two runs", runs)
-    page = (tmp_path / "page.html").read_text()
-    assert page.count("<svg") == 2
-    assert page.count("<td>50.0%</td>") == 2
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert all((folder / "timeline.svg").exists() for folder in runs.values())

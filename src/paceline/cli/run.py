@@ -79,6 +79,9 @@ def run(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seeds the slowness that is drawn.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a worker before giving up.")] = 300.0,
+    record: Annotated[
+        bool, typer.Option("--record/--no-record", help="Record events, for reports and the summary.")
+    ] = True,
     live: Annotated[
         bool, typer.Option("--live", help="Serve a page that shows the run while it goes on; prints its address.")
     ] = False,
@@ -110,6 +113,7 @@ def run(
         slow=slowness,
         seed=seed,
         folder=str(folder.resolve()),
+        record=record,
         servers=servers,
         corrections=correct or [],
         compress=compress,

@@ -58,7 +58,9 @@ class Hyperparameters:
         if self._versions[rank] != version:
             slot = self._slots[rank]
             length = int.from_bytes(slot[:8], "little")
-            self._cache[rank] = [_tuples(group) for group in msgspec.json.decode(bytes(slot[8 : 8 + length]))]
+            groups = [_tuples(group) for group in msgspec.json.decode(bytes(slot[8 : 8 + length]))]
+            # Workers mostly have the same values: then they are the same object, which is quickly seen.
+            self._cache[rank] = next((known for known in self._cache if known == groups), groups)
             self._versions[rank] = version
         return self._cache[rank]
 
@@ -74,6 +76,13 @@ def plain(group: dict[str, Any]) -> dict[str, Any]:
     for key in ("fused", "foreach", "capturable"):
         plain.pop(key, None)
     return plain
+
+
+def multiplied(groups: list[dict[str, Any]], factor: float) -> list[dict[str, Any]]:
+    """The same with their learning rates multiplied; the very same by 1."""
+    if factor == 1.0:
+        return groups
+    return [{**group, "lr": group["lr"] * factor} if "lr" in group else group for group in groups]
 
 
 def _tuples(group: dict[str, Any]) -> dict[str, Any]:
@@ -97,10 +106,7 @@ class RateScaling:
 
     def scaled(self, groups: list[dict[str, Any]], update: int) -> list[dict[str, Any]]:
         """These groups with their learning rates scaled; the very same where there is nothing to scale."""
-        factor = self.factor(update)
-        if factor == 1.0:
-            return groups
-        return [{**group, "lr": group["lr"] * factor} if "lr" in group else group for group in groups]
+        return multiplied(groups, self.factor(update))
 
     def factor(self, update: int) -> float:
         if self.rule is None:

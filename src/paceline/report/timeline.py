@@ -1,21 +1,31 @@
 """The picture that explains a run: a row per worker, time to the right, the gaps where a worker waits left empty.
 
-Where workers can be on different versions, computing has the colour of its version, and cancelled work is light.
+Where workers can be on different versions, computing has the colour of its version, cancelled work is light, and arrows
+go to the server and back.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from html import escape
 from typing import NamedTuple
 
-from paceline.events import Cancel, Compute, Event, Pull, Push, Reduce, Update, Wait
+from paceline.events import Cancel, Compute, Event, Load, Pull, Push, Reduce, Update, Wait
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
-_COLOURS = {"computing": "#0072B2", "slowed on purpose": "#56B4E9", "updating": "#E69F00", "waiting": "#ffffff"}
+_COLOURS = {
+    "computing": "#0072B2",
+    "slowed on purpose": "#56B4E9",
+    "loading": "#CC79A7",
+    "updating": "#E69F00",
+    "waiting": "#ffffff",
+}
 _VERSIONS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _OTHER = "#f0f0f0"
+_TALK = "#555555"
 _WIDTH, _ROW, _LEFT, _TOP = 960, 34, 76, 46
+_RIGHT = 16
 
 
 class _Bar(NamedTuple):
@@ -27,46 +37,62 @@ class _Bar(NamedTuple):
     light: bool = False
 
 
-def timeline(events: Iterable[Event], title: str, updates: int = 8) -> str:
-    """An SVG of some updates in a row that are typical for a run."""
+class _Scale(NamedTuple):
+    """From moments to places."""
+
+    begin: float
+    end: float
+    rows: dict[int, int]
+    """Where each rank's row begins."""
+
+    def x(self, moment: float) -> float:
+        return _LEFT + (moment - self.begin) * (_WIDTH - _LEFT - _RIGHT) / (self.end - self.begin)
+
+    def shows(self, *moments: float) -> bool:
+        return all(self.begin <= moment <= self.end for moment in moments)
+
+
+def timeline(events: Iterable[Event], title: str, updates: int = 8, *, staleness: bool = False) -> str:
+    """An SVG of some updates in a row that are typical for a run.
+
+    staleness: with a number at every push, how many versions old it was.
+    """
     events = list(events)
     served = any(isinstance(event, Push) for event in events)
-    who = -1 if served else 0
-    moments = sorted(
-        event.start + (event.seconds if served else 0.0)
-        for event in events
-        if isinstance(event, Update) and event.rank == who
-    )
-    legend = _legend(served)
+    moments = _moments(events, served)
+    legend = _legend(events, served)
     if not moments:
         return _frame(title, 1, ["<text x='20' y='70'>there was no update in this run</text>"], legend)
     begin, end = _window(moments, updates)
     if end <= begin:
         begin, end = min(e.start for e in events), max(e.start + getattr(e, "seconds", 0.0) for e in events)
     ranks = sorted({event.rank for event in events if event.rank >= 0})
-    scale = (_WIDTH - _LEFT - 16) / (end - begin)
-    shapes: list[str] = []
-    for row, rank in enumerate(ranks):
-        y = _TOP + row * _ROW
-        shapes.append(f"<text x='{_LEFT - 10}' y='{y + 19}' text-anchor='end'>worker {rank}</text>")
-        width = _WIDTH - _LEFT - 16
-        shapes.append(f"<rect x='{_LEFT}' y='{y}' width='{width}' height='{_ROW - 8}' fill='{_OTHER}' stroke='#ddd'/>")
-        for event in events:
-            if event.rank == rank:
-                for bar in _bars(event, served):
-                    first, last = max(begin, bar.start), min(end, bar.start + bar.seconds)
-                    if first < last:
-                        x, length = _LEFT + (first - begin) * scale, max(0.6, (last - first) * scale)
-                        shapes.append(_drawn(x, y, length, bar))
+    lanes = [*ranks, -1] if served else ranks
+    scale = _Scale(begin, end, {rank: _TOP + row * _ROW for row, rank in enumerate(lanes)})
+    shapes = [_lane(rank, y) for rank, y in scale.rows.items()]
+    for event in events:
+        if event.rank in scale.rows:
+            shapes += [_drawn(scale, event.rank, bar) for bar in _bars(event, served)]
+    bottom = _TOP + len(lanes) * _ROW
     for moment in moments:
-        if begin <= moment <= end:
-            x = _LEFT + (moment - begin) * scale
-            bottom = _TOP + len(ranks) * _ROW - 4
-            shapes.append(
-                f"<line x1='{x:.1f}' y1='{_TOP - 4}' x2='{x:.1f}' y2='{bottom}' stroke='#333' opacity='.35'/>"
-            )
-    shapes.append(_axis(end - begin, _TOP + len(ranks) * _ROW + 12))
-    return _frame(title, len(ranks), shapes, legend)
+        if scale.shows(moment):
+            x = scale.x(moment)
+            line = f"x1='{x:.1f}' y1='{_TOP - 4}' x2='{x:.1f}' y2='{bottom - 4}'"
+            shapes.append(f"<line {line} stroke='#333' opacity='.35'/>")
+    if served:
+        shapes += _arrows(events, scale, moments, staleness)
+    shapes.append(_axis(end - begin, bottom + 12))
+    return _frame(title, len(lanes), shapes, legend)
+
+
+def _moments(events: list[Event], served: bool) -> list[float]:
+    """When versions were published: by the server, or by workers who all update alike."""
+    who = -1 if served else 0
+    return sorted(
+        event.start + (event.seconds if served else 0.0)
+        for event in events
+        if isinstance(event, Update) and event.rank == who
+    )
 
 
 def _window(moments: list[float], updates: int) -> tuple[float, float]:
@@ -80,34 +106,57 @@ def _window(moments: list[float], updates: int) -> tuple[float, float]:
 def _bars(event: Event, served: bool) -> list[_Bar]:
     """What an event shows as."""
     match event:
-        case Compute() if served:
-            words = f"{event.samples} samples on version {event.version} in {event.seconds * 1e3:.2f} ms"
-            return [_Bar("computing", event.start, event.seconds, words, _colour(event.version))]
         case Compute():
-            busy = event.seconds - event.slowed
-            words = f"{event.samples} samples of version {event.version} in {event.seconds * 1e3:.2f} ms"
-            bars = [_Bar("computing", event.start, busy, words, _COLOURS["computing"])]
-            if event.slowed > 0:
-                kind = "slowed on purpose"
-                bars.append(_Bar(kind, event.start + busy, event.slowed, words, _COLOURS[kind]))
-            return bars
+            return _computed(event, served)
         case Cancel():
             words = f"after {event.seconds * 1e3:.2f} ms on version {event.version}"
             return [_Bar("cancelled", event.start, event.seconds, words, _colour(event.version), light=True)]
+        case Load() if not served:
+            words = f"{event.seconds * 1e3:.2f} ms"
+            return [_Bar("loading", event.start, event.seconds, words, _COLOURS["loading"])]
         case Update() | Reduce() | Pull():
             words = f"{event.seconds * 1e3:.2f} ms"
-            return [_Bar("updating", event.start, event.seconds, words, "#555555" if served else _COLOURS["updating"])]
+            return [_Bar("updating", event.start, event.seconds, words, _TALK if served else _COLOURS["updating"])]
         case Wait():
             words = f"{event.seconds * 1e3:.2f} ms for worker {event.on}"
             return [_Bar("waiting", event.start, event.seconds, words, _COLOURS["waiting"])]
     return []
 
 
+def _computed(event: Compute, served: bool) -> list[_Bar]:
+    words = f"{event.samples} samples on version {event.version} in {event.seconds * 1e3:.2f} ms"
+    if served:
+        return [_Bar("computing", event.start, event.seconds, words, _colour(event.version))]
+    busy = event.seconds - event.slowed
+    bars = [_Bar("computing", event.start, busy, words, _COLOURS["computing"])]
+    if event.slowed > 0:
+        kind = "slowed on purpose"
+        bars.append(_Bar(kind, event.start + busy, event.slowed, words, _COLOURS[kind]))
+    return bars
+
+
 def _colour(version: int) -> str:
     return _VERSIONS[version % len(_VERSIONS)]
 
 
-def _drawn(x: float, y: float, width: float, bar: _Bar) -> str:
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def _lane(rank: int, y: int) -> str:
+    name = f"worker {rank}" if rank >= 0 else "server"
+    width = _WIDTH - _LEFT - _RIGHT
+    return (
+        f"<text x='{_LEFT - 10}' y='{y + 19}' text-anchor='end'>{name}</text>"
+        f"<rect x='{_LEFT}' y='{y}' width='{width}' height='{_ROW - 8}' fill='{_OTHER}' stroke='#ddd'/>"
+    )
+
+
+def _drawn(scale: _Scale, rank: int, bar: _Bar) -> str:
+    first, last = max(scale.begin, bar.start), min(scale.end, bar.start + bar.seconds)
+    if first >= last:
+        return ""
+    x, y = scale.x(first), scale.rows[rank]
+    width = max(0.6, scale.x(last) - x)
     faint = " fill-opacity='.25' stroke-dasharray='3 2'" if bar.light else ""
     edge = f" stroke='{bar.colour}' stroke-width='.8'" if bar.light else ""
     return (
@@ -116,23 +165,74 @@ def _drawn(x: float, y: float, width: float, bar: _Bar) -> str:
     )
 
 
+def _arrows(events: list[Event], scale: _Scale, published: list[float], staleness: bool) -> list[str]:
+    """Pushes, and the pulls that answer them."""
+    talks: dict[int, list[Pull | Wait]] = {}
+    for event in events:
+        if isinstance(event, Pull | Wait) and event.rank >= 0:
+            talks.setdefault(event.rank, []).append(event)
+    for talk in talks.values():
+        talk.sort(key=lambda event: event.start)
+    shapes = []
+    deep = scale.rows[-1]
+    for push in events:
+        if not isinstance(push, Push) or push.rank not in talks:
+            continue
+        mine = talks[push.rank]
+        number = bisect_right(mine, push.start, key=lambda event: event.start) - 1
+        if number < 0:
+            continue
+        sent, got = mine[number].start, mine[number].start + mine[number].seconds
+        if not scale.shows(sent, push.start) or push.start > got:
+            continue
+        low = scale.rows[push.rank] + _ROW - 8
+        words = f"push of worker {push.rank}, {push.staleness} versions old: {push.outcome}, {push.reason}"
+        dashed = push.outcome in ("dropped", "skipped")
+        shapes.append(_arrow(scale.x(sent), low, scale.x(push.start), deep, "#222222", words, dashed=dashed))
+        last = bisect_right(published, got) - 1
+        answered = max(push.start, published[last]) if last >= 0 else push.start
+        if scale.shows(answered, got):
+            words = f"pull of worker {push.rank}"
+            shapes.append(_arrow(scale.x(answered), deep, scale.x(got), low, "#8a8a8a", words))
+        if staleness:
+            x = scale.x(push.start)
+            shapes.append(f"<circle cx='{x:.1f}' cy='{deep + 13}' r='8' fill='#ffffff' stroke='#222'/>")
+            shapes.append(
+                f"<text x='{x:.1f}' y='{deep + 17}' class='small' text-anchor='middle'>{push.staleness}</text>"
+            )
+    return shapes
+
+
+def _arrow(x1: float, y1: float, x2: float, y2: float, colour: str, words: str, *, dashed: bool = False) -> str:
+    dash = " stroke-dasharray='3 3'" if dashed else ""
+    up = -1 if y2 > y1 else 1
+    head = f"{x2:.1f},{y2:.1f} {x2 - 3:.1f},{y2 + 7 * up:.1f} {x2 + 3:.1f},{y2 + 7 * up:.1f}"
+    return (
+        f"<g stroke='{colour}' fill='{colour}' opacity='.8'><title>{escape(words)}</title>"
+        f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}'{dash}/><polygon points='{head}'/></g>"
+    )
+
+
 def _axis(seconds: float, y: int) -> str:
-    right = _WIDTH - 16
+    right = _WIDTH - _RIGHT
     return (
         f"<text x='{_LEFT}' y='{y}' class='small'>0</text>"
         f"<text x='{right}' y='{y}' class='small' text-anchor='end'>{seconds * 1e3:.1f} ms</text>"
     )
 
 
-def _legend(served: bool) -> list[tuple[str, list[str], str]]:
+def _legend(events: list[Event], served: bool) -> list[tuple[str, list[str], str]]:
     """Words, the colours of their boxes, and how the boxes are filled."""
     if not served:
-        known = [(kind, [colour], "") for kind, colour in _COLOURS.items()]
+        slowed = any(isinstance(event, Compute) and event.slowed > 0 for event in events)
+        loads = any(isinstance(event, Load) for event in events)
+        left_out = {"slowed on purpose": not slowed, "loading": not loads}
+        known = [(kind, [colour], "") for kind, colour in _COLOURS.items() if not left_out.get(kind, False)]
     else:
         known = [
             ("computing, a colour per version", list(_VERSIONS), ""),
             ("cancelled", [_VERSIONS[0]], " fill-opacity='.25'"),
-            ("pushing and pulling", ["#555555"], ""),
+            ("pushing, updating, pulling", [_TALK], ""),
             ("waiting", ["#ffffff"], ""),
         ]
     return [*known, ("not training", [_OTHER], "")]

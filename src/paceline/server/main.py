@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import torch
@@ -15,6 +16,7 @@ def main() -> None:
     sys.path.extend(sys.argv[4:])  # where the workers find the optimizer's class
     torch.set_num_threads(1)
     keep_freed_memory()
+    gc.freeze()  # what was imported is never garbage, and no collection need look at it
     serve(address, index, patience, lambda message: print(f"paceline: {message}", file=sys.stderr, flush=True))
 
 

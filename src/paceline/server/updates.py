@@ -14,7 +14,7 @@ from paceline.config import parse_correction
 from paceline.errors import Mismatch, TeamTimeout
 from paceline.events import Recorder
 from paceline.parameters.corrections import Corrections
-from paceline.parameters.hyperparameters import RateScaling
+from paceline.parameters.hyperparameters import RateScaling, multiplied
 from paceline.parameters.reduction import together
 from paceline.server.messages import Add, Apply, Distance, Plan, Push, Reduce, Reduced, Source
 from paceline.server.seats import Seats
@@ -62,7 +62,7 @@ class Updates:
         self.held: dict[int, Pushed] = {}
         """Gradients that are not used yet, by ticket."""
         self._last: tuple[list[dict[str, Any]], float] | None = None
-        """Hyperparameters and rate of the last update."""
+        """Hyperparameters of the last update, and what their rates were multiplied with."""
 
     def hold(self, pushed: Pushed, staleness: int) -> None:
         """A gradient has come."""
@@ -133,13 +133,11 @@ class Updates:
 
     def _hyperparameters(self, groups: list[dict[str, Any]], rate: float, version: int) -> list[dict[str, Any]] | None:
         """For an update; None if they are those of the last one."""
-        scaled = self._scaling.scaled(groups, version - 1)
-        if self._last is not None and self._last[0] is scaled and self._last[1] == rate:
+        factor = self._scaling.factor(version - 1) * rate
+        if self._last is not None and self._last[0] is groups and self._last[1] == factor:
             return None
-        self._last = (scaled, rate)
-        if rate == 1.0:
-            return scaled
-        return [{**group, "lr": group["lr"] * rate} if "lr" in group else group for group in scaled]
+        self._last = (groups, factor)
+        return multiplied(groups, factor)
 
     def _clip(self, message: Apply, limit: float, norm: float) -> Apply:
         """First make the mean gradient, to know its norm; the update then is with that, scaled."""

@@ -166,7 +166,7 @@ class ParameterServerTrainer(Trainer):
                 servers=count,
                 strategy=str(around.strategy),
                 timeouts=self._timeouts,
-                folder=None if around.folder is None else str(around.folder),
+                folder=str(around.folder) if around.recorder.on else None,
                 optimizer=(type(optimizer).__module__, type(optimizer).__qualname__),
                 groups=[plain(group) for group in optimizer.param_groups],
                 defaults=plain(optimizer.defaults),

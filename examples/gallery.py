@@ -1,0 +1,82 @@
+"""Draws the gallery: what every policy does, what bubbles are, what a stale gradient is, each from a real run.
+
+`python examples/gallery.py docs/figures` writes SVG files there; `python examples/topologies.py docs/figures` those of
+the collectives.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.events.schema import read
+from paceline.report import timeline
+
+SCRIPT = Path(__file__).resolve().with_name("train_paceline.py")
+DRAWN = ["--slow", "all:0.02+exp(0.02)", "--slow", "3:0.06+exp(0.06)", "--seed", "2"]
+"""Every worker's steps are of drawn length, and the last one's three times as long."""
+FIXED = ["--slow", "3:4"]
+
+
+class Figure(NamedTuple):
+    title: str
+    strategy: str
+    slow: list[str]
+    arguments: tuple[str, ...] = ()
+    updates: int = 8
+    staleness: bool = False
+
+
+FIGURES = {
+    "even": Figure("all-reduce: a step of four equal workers", "all-reduce", []),
+    "slow": Figure("all-reduce, worker 3 slow: the gaps are bubbles", "all-reduce", FIXED),
+    "balanced": Figure("all-reduce, worker 3 slow, batches split by pace", "all-reduce", FIXED, ("--balance",)),
+    "policy-sync": Figure("sync: everybody waits for the slowest", "sync", DRAWN),
+    "policy-k-sync": Figure(
+        "k-sync:k=2: the first two make an update, the others are cancelled", "k-sync:k=2", DRAWN, updates=10
+    ),
+    "policy-k-batch-sync": Figure(
+        "k-batch-sync:k=4: four minibatches make an update, whoever they are from", "k-batch-sync:k=4", DRAWN
+    ),
+    "policy-async": Figure("async: every gradient is an update", "async", DRAWN, updates=16),
+    "policy-k-async": Figure(
+        "k-async:k=2: two gradients make an update, the others go on, stale", "k-async:k=2", DRAWN, updates=10
+    ),
+    "policy-k-batch-async": Figure(
+        "k-batch-async:k=4: four minibatches make an update, nobody waits", "k-batch-async:k=4", DRAWN
+    ),
+    "policy-ssp": Figure("ssp:s=2: nobody gets more than two steps ahead of the slowest", "ssp:s=2", DRAWN, updates=16),
+    "policy-groups": Figure("groups:size=2: two groups, all-reduce inside, async between", "groups:size=2", DRAWN),
+    "policy-adaptive": Figure("adaptive:of=k-sync: K grows as the loss falls", "adaptive:of=k-sync", DRAWN, updates=10),
+    "stale": Figure(
+        "stale gradients: the number at a push is how many updates came in between",
+        "async",
+        DRAWN,
+        updates=12,
+        staleness=True,
+    ),
+}
+
+
+def main(folder: Path, names: list[str]) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = {name: figure for name, figure in FIGURES.items() if not names or name in names}
+    for number, (name, figure) in enumerate(chosen.items(), start=1):
+        print(f"{number} of {len(chosen)}: {name}", flush=True)
+        with tempfile.TemporaryDirectory() as work:
+            command = [sys.executable, "-m", "paceline", "run", str(SCRIPT), "--workers", "4", "--quiet"]
+            command += ["--strategy", figure.strategy, *figure.slow, "--name", "figure"]
+            code = subprocess.run(
+                [*command, "--", "--epochs", "2", *figure.arguments], check=False, cwd=work, stdout=subprocess.DEVNULL
+            ).returncode
+            if code:
+                return code
+            events = list(read(Path(work) / "runs" / "figure" / "events.jsonl"))
+        drawn = timeline(events, figure.title, figure.updates, staleness=figure.staleness)
+        (folder / f"{name}.svg").write_text(drawn)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "figures"), sys.argv[2:]))
