@@ -21,10 +21,15 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tests of several machines make network namespaces with ip(8).
+# Tests of several machines make network namespaces with ip(8); those of pages look at them in chromium.
 system:
-	@command -v ip >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -y -qq iproute2; } \
-	  || { echo "make test: please install iproute2 (ip); this user may not" >&2; exit 1; }
+	@missing=""; \
+	command -v ip >/dev/null || missing="$$missing iproute2"; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	[ -z "$$missing" ] && exit 0; \
+	echo "make test: installing$$missing with apt-get"; \
+	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq $$missing >/dev/null; } \
+	  || { echo "make test: please install$$missing; this user may not" >&2; exit 1; }
 
 test: lint system
 	$(BIN)/python -m pytest
@@ -35,6 +40,8 @@ bench: setup
 	$(BIN)/python benchmarks/policies.py
 	$(BIN)/python benchmarks/parameter_server.py
 	$(BIN)/python benchmarks/time_to_accuracy.py
+	$(BIN)/python benchmarks/recording.py
+	$(BIN)/python benchmarks/report.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 
 from paceline.policies.base import Decision, Order, Policy, Push, count
@@ -20,8 +21,9 @@ class _OfThisVersion(Policy):
         self.k = count("k", k, self.size)
 
     @property
+    @abstractmethod
     def needed(self) -> int:
-        raise NotImplementedError
+        """How many gradients make an update now."""
 
     def arrive(self, push: Push) -> Decision:
         if push.version != self.version:

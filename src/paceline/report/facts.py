@@ -19,7 +19,7 @@ _NOTABLE = 0.02
 """Share of the time below which waiting is not worth a word."""
 _SLOW = 1.25
 """How many times as long as the others' a worker's steps take, to be called slow."""
-_OUTLIER = 2.0
+_OUTLIER = 3.0
 """How many times as long as usual a step takes, to be marked."""
 
 
@@ -38,7 +38,8 @@ def facts(
     columns: how finely the timeline shows the whole run.
     """
     ranks = sorted(rank for rank in run.tallies if rank >= 0)
-    span = max(0.0, run.last - run.first) if run.tallies else 0.0
+    trained = run.last >= run.first
+    span = run.last - run.first if trained else 0.0
     workers = [_worker(run, rank, span) for rank in ranks]
     _compare(workers)
     total = sum(sum(worker["seconds"].values()) for worker in workers) or 1.0
@@ -52,7 +53,8 @@ def facts(
         "strategy": run.strategy or config.get("strategy"),
         "config": config,
         "notes": notes,
-        "started": None if run.wall is None or not run.tallies else run.wall + run.first,
+        "started": None if run.wall is None or not trained else run.wall + run.first,
+        "startup": max(0.0, run.first - run.joined) if trained and run.joined < run.first else None,
         "seconds": span,
         "served": run.served,
         "updates": int(updates),
@@ -166,9 +168,13 @@ def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
         words.append(sentence + ".")
     if not words and len(workers) > 1:
         words.append("No worker is slow by itself.")
+    for worker in workers:
+        begun = worker["cancelled"] + worker["minibatches"]
+        if worker["cancelled"] > begun / 2:
+            words.append(f"Worker {worker['rank']} was cancelled in {worker['cancelled']:,} of {begun:,} steps.")
     if len(workers) > 1:
         much = "Waiting takes" if bubbles > _NOTABLE else "Waiting takes only"
-        words.append(f"{much} {bubbles:.1%} of the workers' time.")
+        words.append(f"{much} {bubbles:.1%} of the workers' time." if bubbles > 5e-4 else "Nobody waited.")
     return words
 
 
@@ -248,7 +254,7 @@ def _timeline(run: Reduction, ranks: list[int], columns: int) -> dict[str, Any]:
             marks.append([rank, round(start, 6), round(seconds, 6), round(seconds / usual, 1), int(step["version"])])
     marks.sort(key=lambda mark: -mark[2])
     return {
-        "seconds": max(0.0, run.last - run.first) if pieces else 0.0,
+        "seconds": run.last - run.first if pieces else 0.0,
         "whole": run.detail.whole,
         "kinds": KINDS,
         "width": width,

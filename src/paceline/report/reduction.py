@@ -104,7 +104,10 @@ class Reduction:
         """The calendar's seconds at the steady clock's 0."""
         self.served = False
         """Whether gradients are pushed to a server."""
+        self.joined = math.inf
+        """When the first worker came."""
         self.first, self.last = math.inf, -math.inf
+        """When training began and ended."""
         self.update_span = (math.inf, -math.inf)
         self.buckets: Buckets | None = None
         self._pending = np.zeros(0, ROW)
@@ -117,6 +120,7 @@ class Reduction:
             self.strategy = join.strategy
             self.wall = join.wall - join.start
             self.tallies[join.rank].heard = join.start
+            self.joined = min(self.joined, join.start)
         for kind, word in ((Leave, "left"), (Lost, "died")):
             for event in groups.get(kind, ()):
                 self.tallies[event.rank].state = word
@@ -127,10 +131,9 @@ class Reduction:
             if message.direction == "send":
                 self.tallies[message.rank].sent += message.bytes
         rows, pushes = rows_of(groups), pushes_of(groups)
-        moments = [event.start for event in events]
-        if moments:
-            self.first = min(self.first, *moments)
-            self.last = max(self.last, *moments, float(ends(rows).max()) if len(rows) else -math.inf)
+        if len(rows):
+            self.first = min(self.first, float(rows["start"].min()))
+            self.last = max(self.last, float(ends(rows).max()))
         self.served = self.served or len(pushes) > 0
         self._pending = np.concatenate([self._pending, rows])
         self._pushes = np.concatenate([self._pushes, pushes])

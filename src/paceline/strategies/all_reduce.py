@@ -30,7 +30,7 @@ from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.strategies.agreement import Agreement, Table
 from paceline.strategies.base import Options, Surroundings, Trainer
-from paceline.strategies.takeover import Takeover
+from paceline.strategies.takeover import Takeover, own_parameters, own_state, zero_grad
 from paceline.transport import Intent
 
 _VALUE = struct.Struct("=dd")
@@ -137,13 +137,8 @@ class AllReduceTrainer(Trainer):
         self._accumulating = on
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        if self._accumulating:
-            return
-        if set_to_none:
-            for slot in self._layout.slots:
-                slot.parameter.grad = None
-        else:
-            type(self._optimizer).zero_grad(self._optimizer, set_to_none=False)
+        if not self._accumulating:
+            zero_grad(self._optimizer, self._layout, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._accumulating:
@@ -375,8 +370,5 @@ class AllReduceTrainer(Trainer):
             return
         vars(self._optimizer).pop("_step_supports_amp_scaling", None)
         self._shard.export_state(self._optimizer)
-        for state in self._optimizer.state.values():
-            for name, value in state.items():
-                state[name] = value.clone() if isinstance(value, torch.Tensor) else value
-        for slot in self._layout.slots:
-            slot.parameter.data = slot.parameter.data.clone(memory_format=torch.preserve_format)
+        own_state(self._optimizer)
+        own_parameters(self._layout)

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 
 from paceline.cluster.servers import Start, start_servers
 from paceline.config import parse_compression, parse_correction, parse_servers
-from paceline.data.leased import Epoch, LeasedLoader
-from paceline.data.ledger import Lease
+from paceline.data.leased import LeasedLoader
 from paceline.errors import TeamError, UsageError
 from paceline.events import Pull, Reduce, Wait
 from paceline.parameters.compression import Feedback, codec_class
@@ -36,27 +35,22 @@ from paceline.parameters.whole import WholeOptimizer
 from paceline.policies import make_policy
 from paceline.server.desk import Desk
 from paceline.server.host import group_count, serve_in_thread, table_size
+from paceline.server.messages import Cancelled as CancelledStep
 from paceline.server.messages import (
-    Ask,
-    Done,
-    Draw,
-    Enter,
     Freeze,
     Go,
     Leased,
     Plan,
     Push,
-    Quit,
     Thaw,
     send_parts,
 )
-from paceline.server.messages import Cancelled as CancelledStep
-from paceline.server.messages import Order as Drawn
 from paceline.server.messages import Reduce as ReduceOrder
 from paceline.server.shard import Sizes, describe
 from paceline.strategies.base import Options, Surroundings, Trainer
 from paceline.strategies.cancellation import Boundaries, Cancelled, Snapshot
-from paceline.strategies.takeover import Takeover
+from paceline.strategies.leasing import Leases
+from paceline.strategies.takeover import Takeover, own_parameters, own_state, zero_grad
 from paceline.transport import Intent, Memory
 from paceline.transport.futex import Words
 from paceline.transport.wire import new_address
@@ -87,20 +81,12 @@ class ParameterServerTrainer(Trainer):
         if policy.spare:
             around.members.meeting.spare = True
 
-        self._open: dict[int, int] = {}
-        """Leases whose samples are, or will be, part of the next gradient, with their loaders."""
-        self._riding: Lease | None = None
-        """A lease that came with the answer to a push."""
-        self._want: int | None = None
-        """The loader whose next lease should come with the next answer."""
-        self._trained: set[int] = set()
-        """Loaders in whose epochs this worker is, and not only to evaluate."""
+        self._leases = Leases(self._desk, self._stopwatch, self._gradients, self.size, self._follow)
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
         self._accumulating = self._inside = self._frozen = False
         self._exchanged = 0.0
         """Seconds that the last push and pull took that had to wait for nobody."""
-        self._loaders = 0
         self._gone_back = False
         """Whether the leases of a step that is being left are with the server already."""
         self._snapshot: Snapshot | None = None
@@ -255,7 +241,7 @@ class ParameterServerTrainer(Trainer):
 
     def enter_step(self) -> None:
         self._inside = True
-        if self._snapshot is not None and len(self._open) <= 1:
+        if self._snapshot is not None and self._leases.open <= 1:
             # Of several minibatches that make one gradient, all are left together: back to before the first.
             self._snapshot.take()
 
@@ -264,9 +250,9 @@ class ParameterServerTrainer(Trainer):
         if not isinstance(error, Cancelled):
             return False
         if not self._gone_back:
-            leases, self._open = list(self._open), {}
+            leases = self._leases.take()
             self._stopwatch.cancel(self._at, leases)
-            self._follow(self._desk.call(CancelledStep(leases, self._wanted())), free=False)
+            self._follow(self._desk.call(CancelledStep(leases, self._leases.wanted())), free=False)
         self._gone_back = False
         self._clip = None
         for slot in self._layout.slots:
@@ -285,13 +271,8 @@ class ParameterServerTrainer(Trainer):
             raise Cancelled
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        if self._accumulating:
-            return
-        if set_to_none:
-            for slot in self._layout.slots:
-                slot.parameter.grad = None
-        else:
-            type(self._optimizer).zero_grad(self._optimizer, set_to_none=False)
+        if not self._accumulating:
+            zero_grad(self._optimizer, self._layout, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._accumulating:
@@ -319,11 +300,10 @@ class ParameterServerTrainer(Trainer):
             self._used[:] = used
         if self._feedback is not None and not skip:
             self._feedback.encode(None if complete else used, factor)
-        leases, self._open = list(self._open), {}
         message = Push(
             self._at,
             samples,
-            leases,
+            self._leases.take(),
             self._hyperparameters.publish(),
             complete,
             factor,
@@ -331,7 +311,7 @@ class ParameterServerTrainer(Trainer):
             self._loss,
             self._clip,
             skip,
-            self._wanted(),
+            self._leases.wanted(),
         )
         self._loss = self._clip = None
         self._stopwatch.slow_link(self._exchanged)
@@ -356,18 +336,10 @@ class ParameterServerTrainer(Trainer):
             self._versions.pull(answer.buffer)
             self._buffer = answer.buffer
         self._at = answer.version
-        if free and not self._open:
+        if free and not self._leases.open:
             self._stopwatch.free()
         if isinstance(answer, Go) and answer.lease is not None:
-            self._riding = answer.lease
-
-    def _wanted(self) -> int | None:
-        """The loader whose next lease should come with an answer; none while there is one that is not taken yet.
-
-        Nor with several loaders at once: two workers could each wait for the end of one loader's epoch with a lease of
-        the other's that they do not need yet.
-        """
-        return self._want if self._riding is None and len(self._trained) == 1 else None
+            self._leases.ride(answer.lease)
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         """The mean is clipped where it is made, on the server; what is known here is this worker's own norm."""
@@ -395,62 +367,7 @@ class ParameterServerTrainer(Trainer):
     # -- samples -----------------------------------------------------------------------------------------------------
 
     def share_loader(self, loader: DataLoader[Any], global_batch: int | None) -> LeasedLoader:
-        self._loaders += 1
-        return LeasedLoader(loader, self, self._loaders - 1, global_batch=global_batch)
-
-    def ask_batch(self) -> None:
-        self._stopwatch.ask()
-
-    def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
-        start = time.perf_counter()
-        if torch.is_grad_enabled():
-            self._trained.add(loader)
-        answer = self._desk.call(Enter(loader, epoch, not self._open))
-        if isinstance(answer, Draw):
-            drawn = draw()
-            self._desk.tell(Drawn(loader, epoch, drawn.sizes, drawn.drop_last, torch.is_grad_enabled()))
-            answer = self._desk.call_in_parts(drawn.order)
-        self._follow(answer)
-        self._stopwatch.away(time.perf_counter() - start)
-
-    def ask(self, loader: int, epoch: int, *, ahead: bool) -> Lease | None:
-        riding = self._riding
-        if riding is not None and (riding.loader, riding.epoch) == (loader, epoch):
-            self._riding = None
-            return riding
-        training = torch.is_grad_enabled()
-        passed = [number for number, of in self._open.items() if of == loader]
-        if passed and training and not ahead and not self._gradients.any:
-            self._desk.tell(Done(passed))  # the script has passed over them
-            for number in passed:
-                del self._open[number]
-        start = time.perf_counter()
-        answer = self._desk.call(Ask(loader, epoch, ahead, training and not self._open and not ahead))
-        self._stopwatch.away(time.perf_counter() - start)
-        if isinstance(answer, Leased):
-            self._want = loader if training and not ahead else None
-            self._follow(answer)
-            return answer.lease
-        self._want = None
-        self._trained.discard(loader)
-        self._follow(answer)
-        return None
-
-    def begin(self, lease: Lease) -> None:
-        if torch.is_grad_enabled():
-            self._open[lease.number] = lease.loader
-            self._stopwatch.start(len(lease.keys))
-        else:
-            self._desk.tell(Done([lease.number]))
-
-    def quit(self, loader: int, epoch: int) -> None:
-        if self._riding is not None and self._riding.loader == loader:
-            self._riding = None
-        self._want = None
-        self._trained.discard(loader)
-        self._open = {number: of for number, of in self._open.items() if of != loader}
-        with contextlib.suppress(TeamError):
-            self._desk.tell(Quit(loader, epoch))
+        return self._leases.share(loader, global_batch)
 
     def finish_epoch(self) -> None:
         pass
@@ -473,14 +390,16 @@ class ParameterServerTrainer(Trainer):
 
     def _state_dict(self) -> dict[str, Any]:
         with self.still():
-            self._shards[0].export_state(self._optimizer)
-            for state in self._optimizer.state.values():
-                for name, value in state.items():
-                    state[name] = value.clone() if isinstance(value, torch.Tensor) else value
+            self._export_state()
             try:
                 return type(self._optimizer).state_dict(self._optimizer)
             finally:
                 self._optimizer.state.clear()
+
+    def _export_state(self) -> None:
+        """Give the user's optimizer a state of its own, as it is now."""
+        self._shards[0].export_state(self._optimizer)
+        own_state(self._optimizer)
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         """The lead's counts; the others take the hyperparameters."""
@@ -514,17 +433,13 @@ class ParameterServerTrainer(Trainer):
 
     def close(self) -> None:
         with contextlib.suppress(TeamError), self.still():
-            self._shards[0].export_state(self._optimizer)
-            for state in self._optimizer.state.values():
-                for name, value in state.items():
-                    state[name] = value.clone() if isinstance(value, torch.Tensor) else value
+            self._export_state()
         if self._boundaries is not None:
             self._boundaries.remove()
         self._gradients.detach()
         self._takeover.undo()
         vars(self._optimizer).pop("_step_supports_amp_scaling", None)
-        for slot in self._layout.slots:
-            slot.parameter.data = slot.parameter.data.clone(memory_format=torch.preserve_format)
+        own_parameters(self._layout)
 
 
 def _refuse(optimizer: Optimizer, options: Options) -> None:

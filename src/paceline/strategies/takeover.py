@@ -11,7 +11,32 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
+
+from paceline.parameters.layout import Layout
+
+
+def zero_grad(optimizer: Optimizer, layout: Layout, set_to_none: bool) -> None:
+    """As the optimizer's own, for the parameters of a layout."""
+    if set_to_none:
+        for slot in layout.slots:
+            slot.parameter.grad = None
+    else:
+        type(optimizer).zero_grad(optimizer, set_to_none=False)
+
+
+def own_state(optimizer: Optimizer) -> None:
+    """Let the optimizer's state be in memory of its own, not in shared memory."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def own_parameters(layout: Layout) -> None:
+    """Let the parameters be in memory of their own, not in shared memory."""
+    for slot in layout.slots:
+        slot.parameter.data = slot.parameter.data.clone(memory_format=torch.preserve_format)
 
 
 class Takeover:

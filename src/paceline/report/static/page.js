@@ -38,7 +38,7 @@ class Plot {
     const layout = {
       margin: { l: 58, r: 14, t: 8, b: 44 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: css("ink"), family: "system-ui, sans-serif", size: 13 }, hovermode: "closest",
-      legend: { orientation: "h", y: -0.24, yanchor: "top" }, uirevision: "kept",
+      legend: { orientation: "h", y: -0.24, yanchor: "top", traceorder: "normal" }, uirevision: "kept",
       ...axes, xaxis: axis(axes.xaxis), yaxis: axis(axes.yaxis),
     };
     Plotly.react(this.box, traces, layout, { responsive: true, displaylogo: false, displayModeBar: false });
@@ -87,6 +87,7 @@ class Run {
       ["bubbles (waiting)", share(run.bubbles)],
       ["scaling efficiency", share(run.efficiency)],
       ["duration", duration(run.seconds)],
+      ...(run.startup ? [["start-up, before that", duration(run.startup)]] : []),
       ...(run.served ? [["mean staleness", number(run.staleness.mean)]] : []),
       ...Object.entries(run.last).map(([name, value]) => [name, number(value, 4)]),
     ];
@@ -110,7 +111,7 @@ class Run {
         worker.minibatches.toLocaleString("en"),
         worker.cancelled.toLocaleString("en"),
         ...(run.served ? [number(worker.staleness)] : []),
-        duration(worker.blame),
+        worker.blame > 0 ? duration(worker.blame) : "–",
       ];
       const row = make("tr", { className: worker.slow ? "slow" : "" }, ...cells.map((cell) => make("td", { textContent: cell })));
       row.append(make("td", { className: "words", textContent: worker.slow ? run.causes[worker.why] : "" }));
@@ -127,7 +128,7 @@ class Run {
       type: "bar", orientation: "h", name: NAMES[part] || part, y: names, x: run.workers.map((worker) => worker.seconds[part]),
       marker: { color: css(part), line: { color: css("line"), width: part === "waiting" ? 1 : 0 } }, hovertemplate: "%{x:.3g} s<extra>" + (NAMES[part] || part) + "</extra>",
     })), { ...bars, xaxis: { title: { text: "seconds" } } });
-    const causes = { loading: css("loading"), forward: css("computing"), backward: "#56b4e9", slowed: css("elsewhere"), link: css("communicating"), elsewhere: css("soft") };
+    const causes = { loading: css("loading"), forward: css("computing"), backward: "#56b4e9", slowed: "#d55e00", link: css("communicating"), elsewhere: css("elsewhere") };
     this.blame.draw(Object.keys(run.causes).map((cause) => ({
       type: "bar", orientation: "h", name: cause === "slowed" ? "--slow" : cause, y: names, x: run.workers.map((worker) => worker.causes[cause]),
       marker: { color: causes[cause] }, hovertemplate: "%{x:.3g} s waited, for " + run.causes[cause] + "<extra></extra>",
@@ -157,7 +158,7 @@ class Run {
       { xaxis: { title: { text: "staleness (versions)" }, ...(ages.length < 20 ? { dtick: 1 } : {}) }, yaxis: { title: { text: "gradients" } }, showlegend: false, bargap: 0.15 });
     const kinds = [["read", "read from others' memory"], ["pushed", "pushed"], ["saved", "saved by compression"], ["sent", "sent in messages"]].filter(([key]) => run.bytes[key]);
     this.traffic.card.hidden = !kinds.length;
-    const lanes = [...run.workers.map((worker) => ["worker " + worker.rank, worker.bytes]), ...run.servers.map((server) => ["server " + -server.rank, { read: server.read, pushed: 0, saved: 0, sent: 0 }])];
+    const lanes = [...run.workers.map((worker) => ["worker " + worker.rank, worker.bytes]), ...run.servers.map((server) => [run.servers.length === 1 ? "server" : "server " + -server.rank, { read: server.read, pushed: 0, saved: 0, sent: 0 }])];
     const most = Math.max(1, ...lanes.flatMap(([, moved]) => kinds.map(([key]) => moved[key])));
     const power = Math.min(4, Math.floor(Math.log10(most) / 3)), unit = Math.pow(1000, power);
     this.traffic.draw(kinds.map(([key, name], n) => ({ type: "bar", orientation: "h", name, y: lanes.map(([lane]) => lane), x: lanes.map(([, moved]) => moved[key] / unit), marker: { color: RUNS[n] }, customdata: lanes.map(([, moved]) => bytes(moved[key])), hovertemplate: "%{customdata}<extra>" + name + "</extra>" })),

@@ -1,0 +1,123 @@
+"""What a worker has leased of the samples: asks the server for more, and gives back what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.data.leased import Epoch, LeasedLoader
+from paceline.data.ledger import Lease
+from paceline.errors import TeamError
+from paceline.parameters.gradients import Gradients
+from paceline.server.desk import Desk
+from paceline.server.messages import Ask, Done, Draw, Enter, Leased, Order, Quit
+from paceline.strategies.stopwatch import Stopwatch
+
+
+class Leases:
+    """One worker's leases."""
+
+    def __init__(
+        self, desk: Desk, stopwatch: Stopwatch, gradients: Gradients, size: int, follow: Callable[[Any], None]
+    ) -> None:
+        """follow: take the version that an answer of the server's names."""
+        self._desk, self._stopwatch, self._gradients, self._follow = desk, stopwatch, gradients, follow
+        self.size = size
+        self._open: dict[int, int] = {}
+        """Leases whose samples are, or will be, part of the next gradient, with their loaders."""
+        self._riding: Lease | None = None
+        """A lease that came with the answer to a push."""
+        self._want: int | None = None
+        """The loader whose next lease should come with the next answer."""
+        self._trained: set[int] = set()
+        """Loaders in whose epochs this worker is, and not only to evaluate."""
+        self._loaders = 0
+
+    def share(self, loader: DataLoader[Any], global_batch: int | None) -> LeasedLoader:
+        self._loaders += 1
+        return LeasedLoader(loader, self, self._loaders - 1, global_batch=global_batch)
+
+    # -- what goes with gradients ------------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> int:
+        """How many leases the next gradient has so far."""
+        return len(self._open)
+
+    def take(self) -> list[int]:
+        """The leases of the gradient that is pushed, or left, now."""
+        leases, self._open = list(self._open), {}
+        return leases
+
+    def wanted(self) -> int | None:
+        """The loader whose next lease should come with an answer; none while there is one that is not taken yet.
+
+        Nor with several loaders at once: two workers could each wait for the end of one loader's epoch with a lease of
+        the other's that they do not need yet.
+        """
+        return self._want if self._riding is None and len(self._trained) == 1 else None
+
+    def ride(self, lease: Lease) -> None:
+        """One has come with an answer."""
+        self._riding = lease
+
+    # -- what loaders ask for ----------------------------------------------------------------------------------------
+
+    def ask_batch(self) -> None:
+        self._stopwatch.ask()
+
+    def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
+        start = time.perf_counter()
+        if torch.is_grad_enabled():
+            self._trained.add(loader)
+        answer = self._desk.call(Enter(loader, epoch, not self._open))
+        if isinstance(answer, Draw):
+            drawn = draw()
+            self._desk.tell(Order(loader, epoch, drawn.sizes, drawn.drop_last, torch.is_grad_enabled()))
+            answer = self._desk.call_in_parts(drawn.order)
+        self._follow(answer)
+        self._stopwatch.away(time.perf_counter() - start)
+
+    def ask(self, loader: int, epoch: int, *, ahead: bool) -> Lease | None:
+        riding = self._riding
+        if riding is not None and (riding.loader, riding.epoch) == (loader, epoch):
+            self._riding = None
+            return riding
+        training = torch.is_grad_enabled()
+        passed = [number for number, of in self._open.items() if of == loader]
+        if passed and training and not ahead and not self._gradients.any:
+            self._desk.tell(Done(passed))  # the script has passed over them
+            for number in passed:
+                del self._open[number]
+        start = time.perf_counter()
+        answer = self._desk.call(Ask(loader, epoch, ahead, training and not self._open and not ahead))
+        self._stopwatch.away(time.perf_counter() - start)
+        if isinstance(answer, Leased):
+            self._want = loader if training and not ahead else None
+            self._follow(answer)
+            return answer.lease
+        self._want = None
+        self._trained.discard(loader)
+        self._follow(answer)
+        return None
+
+    def begin(self, lease: Lease) -> None:
+        if torch.is_grad_enabled():
+            self._open[lease.number] = lease.loader
+            self._stopwatch.start(len(lease.keys))
+        else:
+            self._desk.tell(Done([lease.number]))
+
+    def quit(self, loader: int, epoch: int) -> None:
+        if self._riding is not None and self._riding.loader == loader:
+            self._riding = None
+        self._want = None
+        self._trained.discard(loader)
+        self._open = {number: of for number, of in self._open.items() if of != loader}
+        with contextlib.suppress(TeamError):
+            self._desk.tell(Quit(loader, epoch))
