@@ -218,7 +218,7 @@ class Team:
         if self._trainer is not None and "loss" in values:
             self._trainer.report_loss(values["loss"])
         version = self._trainer.version if self._trainer else 0
-        self._recorder.add(Metric(self.rank, time.perf_counter(), version, values))
+        self._recorder.add(Metric(self.rank, time.perf_counter(), version, {**values}))
 
     # -- together ----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ mine = team.rank == 2
 
 
 def rest(part):
-    time.sleep(0.005)
+    time.sleep(0.012)
     if mine and part == where:
         time.sleep(nap)
 
@@ -91,7 +91,7 @@ def train(folder: Path, *options: str, where: str = "-", nap: float = 0.0) -> tu
         *options,
     ]
     subprocess.run([*command, "--", where, str(nap)], check=True, cwd=folder, env=environment, timeout=90)
-    own = [statistics.mean(json.loads((folder / f"{rank}.json").read_text())[2:]) for rank in range(WORKERS)]
+    own = [statistics.mean(json.loads((folder / f"{rank}.json").read_text())) for rank in range(WORKERS)]
     return open_run(folder / "runs" / "run").facts(pictures=False), own
 
 

@@ -184,7 +184,7 @@ def test_what_is_not_shown_is_in_the_folder(pair: Pair) -> None:
 def test_a_run_ends_with_its_numbers_on_one_line(pair: Pair) -> None:
     last = pair.first.err.splitlines()[-1]
     assert last.startswith(f"paceline: done: {UPDATES} updates, ")
-    assert last.endswith("see runs/trial/summary.json")
+    assert last.endswith("see runs/trial/summary.json, or: paceline report runs/trial")
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_the_summary_has_the_promised_keys_and_true_numbers(pair: Pair) -> None:
     assert (summary["pushed_bytes"], summary["saved_bytes"]) == (0, 0)
     assert summary["staleness"] == {"mean": 0.0, "max": 0, "histogram": {"0": MINIBATCHES}}
     assert list(summary["workers"]) == ["0", "1"]
-    keys = ["computing", "communicating", "waiting", "minibatches", "samples"]
+    keys = ["computing", "loading", "communicating", "waiting", "minibatches", "samples"]
     for worker in summary["workers"].values():
         assert list(worker) == keys
         busy = worker["computing"] + worker["communicating"] + worker["waiting"]
@@ -265,7 +265,12 @@ def test_the_summary_adds_up_what_the_events_say(pair: Pair) -> None:
     events = pair.first.run.events("trial~1")
     for rank, worker in summary["workers"].items():
         own = [event for event in events if event["rank"] == int(rank)]
-        for key, kinds in (("computing", {"compute"}), ("waiting", {"wait"}), ("communicating", {"update", "reduce"})):
+        for key, kinds in (
+            ("computing", {"compute"}),
+            ("loading", {"load"}),
+            ("waiting", {"wait"}),
+            ("communicating", {"update", "reduce"}),
+        ):
             assert worker[key] == pytest.approx(sum(e["seconds"] for e in own if e["event"] in kinds))
 
 

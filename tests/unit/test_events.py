@@ -15,6 +15,7 @@ from paceline.events import (
     Join,
     Lease,
     Leave,
+    Load,
     Lost,
     Message,
     Metric,
@@ -34,7 +35,8 @@ from paceline.events.summary import merge, summarise
 
 EVERY_KIND: list[Event] = [
     Join(0, 1.25, 4711, "höst", "cpu", "all-reduce", 1.7e9),
-    Compute(1, 1.5, 0.1, 3, 2, 64, 0.05),
+    Load(1, 1.4, 0.1),
+    Compute(1, 1.5, 0.1, 3, 2, 64, 0.05, 0.02),
     Compute(1, 1.5, 0.1, 3, 1, 64),
     Wait(2, 2.0, 0.25, 1),
     Reduce(0, 2.5, 1e-9, 1 << 40),
@@ -86,7 +88,8 @@ def test_an_event_says_what_kind_it_is_who_did_it_and_when(event: Event) -> None
 
 def test_the_names_in_a_line_are_these() -> None:
     line = msgspec.json.decode(msgspec.json.encode(Compute(1, 1.5, 0.1, 3, 2, 64)))
-    assert list(line) == ["event", "rank", "start", "seconds", "version", "minibatches", "samples", "slowed"]
+    fields = ["event", "rank", "start", "seconds", "version", "minibatches", "samples", "slowed", "forward"]
+    assert list(line) == fields
 
 
 # -- the recorder ----------------------------------------------------------------------------------------------------
@@ -188,6 +191,7 @@ def test_recording_a_step_costs_at_most_twenty_microseconds(tmp_path: Path) -> N
 RUN: list[Event] = [
     Join(0, 10.0, 1, "host", "cpu", "all-reduce", 0.0),
     Join(1, 10.5, 2, "host", "cpu", "all-reduce", 0.0),
+    Load(0, 10.75, 0.25),
     Compute(0, 11.0, 1.0, 0, 1, 30),
     Compute(1, 11.0, 1.5, 0, 1, 10),
     Wait(0, 12.0, 0.5, 1),
@@ -199,6 +203,7 @@ RUN: list[Event] = [
     Update(1, 14.0, 0.5, 1, 100, 2, True),
     Metric(0, 14.5, 1, {"loss": 2.0, "accuracy": 0.5}),
     Metric(1, 14.5, 1, {"loss": 7.0, "grip": 0.125}),
+    Load(0, 14.75, 0.25),
     Compute(0, 15.0, 1.0, 1, 1, 30),
     Reduce(0, 16.0, 0.125, 50),
     Compute(1, 15.0, 1.5, 1, 1, 10),
@@ -232,8 +237,15 @@ SUMMARY: dict[str, Any] = {
     "pushed_bytes": 0,
     "saved_bytes": 0,
     "workers": {
-        "0": {"computing": 4.5, "communicating": 2.375, "waiting": 0.75, "minibatches": 6, "samples": 115},
-        "1": {"computing": 4.0, "communicating": 2.25, "waiting": 1.0, "minibatches": 4, "samples": 30},
+        "0": {
+            "computing": 4.5,
+            "loading": 0.5,
+            "communicating": 2.375,
+            "waiting": 0.75,
+            "minibatches": 6,
+            "samples": 115,
+        },
+        "1": {"computing": 4.0, "loading": 0.0, "communicating": 2.25, "waiting": 1.0, "minibatches": 4, "samples": 30},
     },
 }
 

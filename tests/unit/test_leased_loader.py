@@ -39,6 +39,7 @@ class Lender:
         self.left: list[tuple[int, int]] = []
         self.drawn: list[Epoch] = []
         self.fails: Exception | None = None
+        self.batches = 0
 
     def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
         if not self.ledger.is_open(loader, epoch):
@@ -54,6 +55,9 @@ class Lender:
         if self.fails is not None:
             raise self.fails
         return self.ledger.lease(self.rank, loader, ahead=ahead)
+
+    def ask_batch(self) -> None:
+        self.batches += 1
 
     def begin(self, lease: Lease) -> None:
         self.begun.append(lease)

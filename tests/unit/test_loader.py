@@ -25,7 +25,10 @@ class Hand:
     def __init__(self, rank: int, size: int, wire: Wire) -> None:
         self.rank, self.size, self._wire = rank, size, wire
         self.taken: list[tuple[int, float, int]] = []
-        self.epochs = 0
+        self.epochs = self.asked = 0
+
+    def ask_batch(self) -> None:
+        self.asked += 1
 
     def from_lead(self, payload: bytes) -> bytes:
         if self.rank == 0:

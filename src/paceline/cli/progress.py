@@ -113,7 +113,7 @@ class Progress:
                 if isinstance(event, Update):
                     update = max(update, event.version)
                 elif isinstance(event, Metric) and rank == 0:
-                    metrics = " · ".join(f"{name} {value:.4g}" for name, value in event.values.items())
+                    metrics = " · ".join(f"{name} {shown(value)}" for name, value in event.values.items())
             busy = sum(event.seconds for event in computed)
             done = sum(event.samples for event in computed)
             span = computed[-1].start + computed[-1].seconds - computed[0].start if computed else 0.0
@@ -123,6 +123,11 @@ class Progress:
             return ""
         parts = [f"update {update}", metrics, f"{samples:,.0f} samples/s", f"pace {'  '.join(paces)}"]
         return " · ".join(part for part in parts if part)
+
+
+def shown(value: float | None) -> str:
+    """A reported value as one reads it."""
+    return "nan" if value is None else f"{value:.4g}"
 
 
 def _tail(path: Path) -> list[Event]:

@@ -50,17 +50,12 @@ def report(
     """
     if names and len(names) != len(runs):
         raise UsageError(f"there are {len(runs)} runs but {len(names)} names; give one --name for each run, or none")
+    if text and json:
+        raise UsageError("--text and --json are two ways to print the same; give one of them")
     if png:
         find_browser()
-    sources = []
-    for number, path in enumerate(runs, start=1):
-        if sys.stderr.isatty():
-            print(f"paceline: reading {path} ({number} of {len(runs)})", file=sys.stderr)
-        sources.append(open_run(path, max(5000, _LIMIT // len(runs))))
+    sources = _read(runs)
     titles = names or _titles(sources)
-    for source in sources:
-        for note in source.notes:
-            print(f"paceline: {note}", file=sys.stderr)
     facts = [source.facts(name=name, pictures=not json) for source, name in zip(sources, titles, strict=True)]
     if text:
         for source, known in zip(sources, facts, strict=True):
@@ -77,6 +72,17 @@ def report(
             _say(f"pictures: {_near(page.with_suffix(''))}/ ({len(pictures)} PNG files)")
     for source in sources:
         _export(source, trace=trace, csv=csv, tensorboard=tensorboard)
+
+
+def _read(runs: list[Path]) -> list[Source]:
+    sources = []
+    for number, path in enumerate(runs, start=1):
+        if sys.stderr.isatty():
+            print(f"paceline: reading {path} ({number} of {len(runs)})", file=sys.stderr)
+        sources.append(open_run(path, max(5000, _LIMIT // len(runs))))
+        for note in sources[-1].notes:
+            print(f"paceline: {note}", file=sys.stderr)
+    return sources
 
 
 def _titles(sources: list[Source]) -> list[str]:

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from paceline.cli.live import LivePage
-from paceline.cli.progress import Progress
+from paceline.cli.progress import Progress, shown
 from paceline.cluster.local import Ending, Interrupted, LocalEngine
 from paceline.config import (
     Launch,
@@ -234,7 +234,7 @@ def _close(folder: Path, summary: Summary, code: int) -> None:
         words.append(f"{summary.samples_per_second:,.0f} samples/s")
     if summary.seconds_per_update:
         words.append(f"{summary.seconds_per_update * 1e3:.3g} ms per update")
-    words += [f"{name} {value:.4g}" for name, value in summary.last.items()]
+    words += [f"{name} {shown(value)}" for name, value in summary.last.items()]
     state = "done" if code == 0 else "ended early"
     where = os.path.relpath(folder)
     print(

@@ -81,7 +81,8 @@ def _trace(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
             yield {"name": "push", "ph": "i", "s": "t", "pid": 1, "tid": 1001, "ts": moment, "args": words}
         elif isinstance(event, Metric):
             for name, value in event.values.items():
-                yield {"name": name, "ph": "C", "pid": 1, "tid": track, "ts": moment, "args": {name: value}}
+                if value is not None:
+                    yield {"name": name, "ph": "C", "pid": 1, "tid": track, "ts": moment, "args": {name: value}}
 
 
 def write_csv(folder: Path, events: Iterable[Event]) -> list[Path]:
@@ -130,7 +131,9 @@ def write_tensorboard(folder: Path, events: Iterable[Event]) -> None:
                     wall = event.wall - event.start
                 case Metric() if event.rank == 0:
                     for name, value in event.values.items():
-                        writer.add_scalar(name, value, event.version, wall + event.start)
+                        writer.add_scalar(
+                            name, float("nan") if value is None else value, event.version, wall + event.start
+                        )
                 case Compute():
                     writer.add_scalar(
                         f"seconds_per_minibatch/worker_{event.rank}",

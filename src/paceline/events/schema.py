@@ -185,7 +185,8 @@ class Metric(_Event, frozen=True, gc=False):
     """What the script reported with `team.report`."""
 
     version: int
-    values: dict[str, float]
+    values: dict[str, float | None]
+    """None where it was not finite, which JSON cannot say."""
 
 
 Event = (

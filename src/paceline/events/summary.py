@@ -63,8 +63,8 @@ class Summary(msgspec.Struct, kw_only=True):
     samples_per_second: float | None
     """In the same span."""
     staleness: Staleness
-    last: dict[str, float]
-    """The last value of each reported metric."""
+    last: dict[str, float | None]
+    """The last value of each reported metric; None if it was not finite."""
     pushed_bytes: int = 0
     """What the gradients took that were pushed to a server."""
     saved_bytes: int = 0
@@ -82,7 +82,7 @@ def _staleness(ages: Counter[int]) -> Staleness:
     return Staleness(mean=mean, max=max(ages, default=0), histogram=dict(sorted(ages.items())))
 
 
-def _remember(last: dict[str, tuple[int, float]], event: Metric) -> None:
+def _remember(last: dict[str, tuple[int, float | None]], event: Metric) -> None:
     """The lead's word counts; another's only where the lead says nothing."""
     for name, value in event.values.items():
         if name not in last or event.rank <= last[name][0]:
@@ -101,7 +101,7 @@ class Summariser:
         self._pushes: tuple[array[float], array[int]] = array("d"), array("q")
         """The same of those that a server used."""
         self._ages: Counter[int] = Counter()
-        self._last: dict[str, tuple[int, float]] = {}
+        self._last: dict[str, tuple[int, float | None]] = {}
         self._strategy: str | None = None
         self._minibatches = self._cancelled = self._dropped = self._bytes = self._saved = 0
         self._first, self._final = float("inf"), float("-inf")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +19,8 @@ class Buckets:
     def __init__(self, start: float) -> None:
         self.start = start
         self.width = _NARROWEST
+        self._used = 0
+        """How many buckets something has been put into, or lies behind."""
         self._series: dict[tuple[object, ...], NDArray[np.float64]] = {}
 
     def add_stretches(self, key: tuple[object, ...], starts: Numbers, seconds: Numbers) -> None:
@@ -24,7 +28,7 @@ class Buckets:
         if not len(starts):
             return
         first, last = float(starts.min()), float((starts + seconds).max())
-        self._reach(last)
+        self._reach(first, last)
         low, high = self._index(first), self._index(last)
         edges: Numbers = self.start + self.width * np.arange(low, high + 2, dtype=np.float64)
         busy = busy_until(starts, seconds)(edges)
@@ -33,7 +37,7 @@ class Buckets:
     def add_points(self, key: tuple[object, ...], moments: Numbers, amounts: Numbers) -> None:
         if not len(moments):
             return
-        self._reach(float(moments.max()))
+        self._reach(float(moments.min()), float(moments.max()))
         index = np.clip(((moments - self.start) / self.width).astype(int), 0, MOST - 1)
         np.add.at(self._of(key), index, amounts)
 
@@ -54,10 +58,25 @@ class Buckets:
             self._series[key] = np.zeros(MOST)
         return self._series[key]
 
-    def _reach(self, moment: float) -> None:
-        """Make the buckets so wide that this moment lies in one of them."""
-        while moment - self.start >= self.width * MOST:
-            self.width *= 2
+    def _reach(self, first: float, last: float) -> None:
+        """Make the buckets so wide, and begin so early, that these moments lie in them."""
+        while first < self.start:
+            more = math.ceil((self.start - first) / self.width)
+            if self._used + more > MOST:
+                self._widen()
+                continue
             for series in self._series.values():
-                series[: MOST // 2] = series[::2] + series[1::2]
-                series[MOST // 2 :] = 0.0
+                series[more:] = series[: MOST - more].copy()
+                series[:more] = 0.0
+            self.start -= more * self.width
+            self._used += more
+        while last - self.start >= self.width * MOST:
+            self._widen()
+        self._used = max(self._used, self._index(last) + 1)
+
+    def _widen(self) -> None:
+        self.width *= 2
+        self._used = (self._used + 1) // 2
+        for series in self._series.values():
+            series[: MOST // 2] = series[::2] + series[1::2]
+            series[MOST // 2 :] = 0.0

@@ -32,6 +32,11 @@ class Detail:
         self._limit = limit
         self._piece = max(128, limit // 48)
         self.pieces: list[Piece] = []
+        self._numbers: list[int] = []
+        """Of the pieces, counted from the beginning of the run."""
+        self._every = 1
+        """Between the first and the last pieces, every so many are kept."""
+        self._count = 0
         self._rows: list[Rows] = []
         self._pushes: list[Rows] = []
         self._pending = 0
@@ -62,19 +67,38 @@ class Detail:
         rows, pushes = self._collected()
         for begin in range(0, len(rows), self._piece):
             part = rows[begin : begin + self._piece]
-            first = part["start"][0] if begin else -np.inf
-            last = rows["start"][begin + self._piece] if begin + self._piece < len(rows) else np.inf
-            inside = (pushes["start"] >= first) & (pushes["start"] < last)
-            self.pieces.append(Piece(part.copy(), pushes[inside].copy()))
+            first = float(part["start"][0]) if begin else -np.inf
+            last = float(rows["start"][begin + self._piece]) if begin + self._piece < len(rows) else np.inf
+            low, high = np.searchsorted(pushes["start"], (first, last))
+            self.pieces.append(Piece(part.copy(), pushes[low:high].copy()))
+            self._numbers.append(self._count)
+            self._count += 1
+            self._thin()
         self._rows, self._pushes, self._pending = [], [], 0
+
+    def _thin(self) -> None:
         while sum(len(piece.rows) for piece in self.pieces) > self._limit and len(self.pieces) > _FIRST + _LAST + 1:
-            self.pieces[_FIRST:-_LAST] = self.pieces[_FIRST:-_LAST:2]
+            self._every *= 2
+            self._keep()
             self._dropped = True
+        if self._every > 1:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Keep those at both ends, and evenly spread ones between them."""
+        count = len(self.pieces)
+        kept = [
+            place
+            for place, number in enumerate(self._numbers)
+            if place < _FIRST or place >= count - _LAST or number % self._every == 0
+        ]
+        self.pieces, self._numbers = [self.pieces[place] for place in kept], [self._numbers[place] for place in kept]
 
     def _collected(self) -> tuple[Rows, Rows]:
         rows = np.concatenate([np.zeros(0, ROW), *self._rows])
         pushes = np.concatenate([np.zeros(0, PUSH), *self._pushes])
-        return rows[np.argsort(rows["start"], kind="stable")], pushes
+        rows = rows[np.argsort(rows["start"], kind="stable")]
+        return rows, pushes[np.argsort(pushes["start"], kind="stable")]
 
     def seal(self) -> list[Piece]:
         """All pieces, with what has come last."""

@@ -45,7 +45,6 @@ def facts(
     total = sum(sum(worker["seconds"].values()) for worker in workers) or 1.0
     waiting = sum(worker["seconds"]["waiting"] for worker in workers)
     first, last = run.update_span
-    updates = sum(run.buckets.get(("updates",), run.buckets.count(run.last))) if run.buckets else 0.0
     ages = sorted(run.staleness.items())
     count = sum(run.staleness.values())
     known: dict[str, Any] = {
@@ -57,9 +56,9 @@ def facts(
         "startup": max(0.0, run.first - run.joined) if trained and run.joined < run.first else None,
         "seconds": span,
         "served": run.served,
-        "updates": int(updates),
-        "seconds_per_update": (last - first) / (updates - 1) if updates > 1 else None,
-        "samples_per_second": _rate(run, workers),
+        "updates": run.updates,
+        "seconds_per_update": (last - first) / (run.updates - 1) if run.updates > 1 else None,
+        "samples_per_second": _rate(run),
         "efficiency": _efficiency(run, workers),
         "bubbles": waiting / total,
         "waiting": waiting,
@@ -79,7 +78,7 @@ def facts(
             "read": sum(tally.read for tally in run.tallies.values()),
             "sent": sum(worker["bytes"]["sent"] for worker in workers),
         },
-        "last": {name: curve.values[-1] for name, curve in run.curves.items() if curve.values},
+        "last": {name: curve.last for name, curve in run.curves.items()},
     }
     if pictures:
         known["curves"] = _curves(run)
@@ -130,6 +129,7 @@ def _server(tally: Tally, rank: int) -> dict[str, Any]:
 
 def _compare(workers: list[dict[str, Any]]) -> None:
     """How many times as long as the others' each worker's steps take, who is slow, and in what."""
+    waits = any(worker["blame"] > 0 for worker in workers)
     for worker in workers:
         others = [other for other in workers if other is not worker and other["pace"]]
         worker["ratio"] = 1.0
@@ -138,7 +138,8 @@ def _compare(workers: list[dict[str, Any]]) -> None:
             continue
         worker["ratio"] = worker["pace"] / statistics.median(other["pace"] for other in others)
         blamed = statistics.median(other["blame"] for other in others)
-        worker["slow"] = worker["ratio"] >= _SLOW and (worker["blame"] >= 2 * blamed)
+        waited = worker["blame"] >= 2 * blamed and (worker["blame"] > 0 or not waits)
+        worker["slow"] = worker["ratio"] >= _SLOW and waited
         if not worker["slow"]:
             continue
         excess = {
@@ -182,18 +183,15 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _rate(run: Reduction, workers: list[dict[str, Any]]) -> float | None:
+def _rate(run: Reduction) -> float | None:
     """Samples per second, from the first update to the last."""
     first, last = run.update_span
-    if run.buckets is None or last <= first:
-        return None
-    sums = run.buckets.get(("samples",), run.buckets.count(run.last))
-    return sum(sums) / (last - first) if any(sums) else None
+    return run.samples.inside / (last - first) if last > first and run.samples.inside else None
 
 
 def _efficiency(run: Reduction, workers: list[dict[str, Any]]) -> float | None:
     """Samples per second, as a share of what the same workers would do if each just loaded and computed."""
-    rate = _rate(run, workers)
+    rate = _rate(run)
     alone = 0.0
     for worker in workers:
         busy = worker["seconds"]["computing"] + worker["seconds"]["loading"]
@@ -205,14 +203,14 @@ def _efficiency(run: Reduction, workers: list[dict[str, Any]]) -> float | None:
 
 
 def _curves(run: Reduction) -> dict[str, Any]:
-    curves = {
-        name: {
-            "seconds": [round(moment - run.first, 4) for moment in curve.moments],
-            "updates": [round(version, 1) for version in curve.versions],
-            "values": [float(f"{value:.6g}") for value in curve.values],
+    curves = {}
+    for name, curve in run.curves.items():
+        moments, versions, values = curve.series()
+        curves[name] = {
+            "seconds": [round(moment - run.first, 4) for moment in moments],
+            "updates": [round(version, 1) for version in versions],
+            "values": [float(f"{value:.6g}") for value in values],
         }
-        for name, curve in run.curves.items()
-    }
     return {"metrics": curves, "throughput": _throughput(run)}
 
 
@@ -223,7 +221,7 @@ def _throughput(run: Reduction) -> dict[str, list[float]]:
     count = run.buckets.count(run.last)
     together = max(1, -(-count // 200))
     width = run.buckets.width * together
-    samples, updates = (np.array(run.buckets.get((key,), count)) for key in ("samples", "updates"))
+    samples, updates = (np.array(run.buckets.get(key, count)) for key in (run.samples.key, ("updates",)))
     edges = np.arange(0, count, together)
     per_sample, per_update = np.add.reduceat(samples, edges), np.add.reduceat(updates, edges)
     # The last one is not over yet.

@@ -40,7 +40,9 @@ class _Facts(Collector):
         for worker in workers:
             for family, key in ((spent, "seconds"), (blame, "causes"), (moved, "bytes")):
                 for label, value in worker[key].items():
-                    family.add_metric([str(worker["rank"]), label], value)
+                    # What is left of the time grows and shrinks while a step is not over: no counter.
+                    if (key, label) != ("seconds", "elsewhere"):
+                        family.add_metric([str(worker["rank"]), label], value)
         yield spent
         yield blame
         yield moved

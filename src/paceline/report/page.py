@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from paceline.errors import UsageError
+
 _STATIC = resources.files("paceline.report") / "static"
 
 
@@ -38,7 +40,11 @@ def _inline(script: str) -> str:
 
 def write_report(path: Path, title: str, runs: list[dict[str, Any]]) -> None:
     """Write the page for the facts of these runs."""
-    data = msgspec.json.encode({"title": title, "runs": runs}).decode().replace("</", "<\\/")
+    data = msgspec.json.encode({"title": title, "runs": runs}).decode().replace("<", "\\u003c")
     scripts = [plotly(), static("timeline.js"), static("page.js"), f"report({data});"]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html(title, "\n".join(_inline(script) for script in scripts)), encoding="utf-8")
+    page = html(title, "\n".join(_inline(script) for script in scripts))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the page cannot be written to {path}: {error.strerror or error}") from None

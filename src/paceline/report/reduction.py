@@ -21,6 +21,7 @@ from paceline.report.rows import (
     PUSH,
     ROW,
     UPDATING,
+    Numbers,
     Rows,
     by_kind,
     ends,
@@ -73,20 +74,55 @@ class Tally:
 
 @dataclasses.dataclass(slots=True)
 class Curve:
-    """A metric over time: moments, versions, values; every so many are one mean."""
+    """A metric over time: moments, versions, values; of a long one each point is the mean of several values."""
 
     rank: int
-    moments: list[float] = dataclasses.field(default_factory=list)
-    versions: list[float] = dataclasses.field(default_factory=list)
-    values: list[float] = dataclasses.field(default_factory=list)
+    points: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)
+    last: float = math.nan
+    """The newest value."""
+    _every: int = 1
+    _rest: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)
 
     def add(self, moment: float, version: int, value: float) -> None:
-        self.moments.append(moment)
-        self.versions.append(float(version))
-        self.values.append(value)
-        if len(self.values) > 2 * _POINTS:
-            for series in (self.moments, self.versions, self.values):
-                series[:] = [(a + b) / 2 for a, b in zip(series[::2], series[1::2], strict=False)]
+        self.last = value
+        if not math.isfinite(value):
+            return
+        self._rest.append((moment, float(version), value))
+        if len(self._rest) < self._every:
+            return
+        self.points.append(_mean(self._rest))
+        self._rest = []
+        if len(self.points) >= 2 * _POINTS:
+            self._every *= 2
+            self.points = [_mean(pair) for pair in zip(self.points[::2], self.points[1::2], strict=True)]
+
+    def series(self) -> tuple[list[float], list[float], list[float]]:
+        """Moments, versions and values, with the newest."""
+        points = [*self.points, *([_mean(self._rest)] if self._rest else [])]
+        moments, versions, values = zip(*points, strict=True) if points else ((), (), ())
+        return list(moments), list(versions), list(values)
+
+
+def _mean(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    moments, versions, values = (sum(column) / len(points) for column in zip(*points, strict=True))
+    return moments, versions, values
+
+
+class Samples:
+    """Samples over time, and how many of them lie between the first update and the last."""
+
+    def __init__(self, name: str) -> None:
+        self.key = (name,)
+        self.inside = 0
+        self._later = np.zeros((0, 2))
+        """Moments and samples after the last update so far."""
+
+    def add(self, moments: Numbers, samples: Numbers, first: float, last: float) -> None:
+        """These have come; first, last: when the first and the last update so far were made."""
+        self._later = np.concatenate([self._later, np.stack([moments, samples], axis=1)])
+        inside = (self._later[:, 0] > first) & (self._later[:, 0] <= last)
+        self.inside += int(self._later[inside, 1].sum())
+        self._later = self._later[self._later[:, 0] > last]
 
 
 class Reduction:
@@ -108,7 +144,11 @@ class Reduction:
         """When the first worker came."""
         self.first, self.last = math.inf, -math.inf
         """When training began and ended."""
-        self.update_span = (math.inf, -math.inf)
+        self.updates = 0
+        self._first_update: tuple[int, float] = (-1, math.inf)
+        """Version and moment."""
+        self._last_update = -math.inf
+        self._computed, self._pushed = Samples("computed"), Samples("pushed")
         self.buckets: Buckets | None = None
         self._pending = np.zeros(0, ROW)
         self._pushes = np.zeros(0, PUSH)
@@ -140,12 +180,12 @@ class Reduction:
 
     def advance(self, until: float = math.inf) -> None:
         """Count what began before this moment: all of it has come."""
-        if self.first == math.inf:
-            return
-        if self.buckets is None:
-            self.buckets = Buckets(self.first)
         now = self._pending["start"] < until
         rows = self._pending[now]
+        if self.buckets is None:
+            if not len(rows):
+                return
+            self.buckets = Buckets(float(rows["start"].min()))
         rows = rows[np.argsort(rows["start"], kind="stable")]
         early = self._pushes["start"] < until
         pushes = self._pushes[early]
@@ -195,21 +235,44 @@ class Reduction:
             tally.stale = float(mine["staleness"][-1])
 
     def _count_updates(self, rows: Rows, pushes: Rows) -> None:
-        """Updates and samples over time: of the server, or of the first of the workers that all update alike."""
+        """Updates and samples over time."""
         assert self.buckets is not None
-        who = -1 if self.served else 0
-        updates = rows[(rows["kind"] == UPDATING) & (rows["rank"] == who) & ~rows["skipped"]]
-        moments = ends(updates)
+        updates = rows[(rows["kind"] == UPDATING) & ~rows["skipped"]]
+        # Of workers that all update alike, the first one counts; the version is there when the last one has done it.
+        counted = updates[updates["rank"] == (0 if (updates["rank"] >= 0).any() else -1)]
+        moments = ends(counted)
+        self.updates += len(moments)
         self.buckets.add_points(("updates",), moments, np.ones(len(moments)))
-        if len(moments):
-            first, last = self.update_span
-            self.update_span = min(first, float(moments.min())), max(last, float(moments.max()))
-        if self.served:
-            used = pushes[pushes["used"]]
-            self.buckets.add_points(("samples",), used["start"], used["samples"])
-        else:
-            steps = rows[rows["kind"] == COMPUTING]
-            self.buckets.add_points(("samples",), ends(steps), steps["samples"])
+        if len(counted):
+            self._span(counted if counted["rank"][0] < 0 else updates)
+        steps, used = rows[rows["kind"] == COMPUTING], pushes[pushes["used"]]
+        for samples, when, many in (
+            (self._computed, ends(steps), steps["samples"]),
+            (self._pushed, used["start"], used["samples"]),
+        ):
+            samples.add(when, many, *self.update_span)
+            self.buckets.add_points(samples.key, when, many)
+
+    def _span(self, updates: Rows) -> None:
+        """When the first and the last update were made."""
+        first = updates[np.argmin(ends(updates))]
+        same = updates["version"] == first["version"]
+        version, moment = int(first["version"]), float(ends(updates[same]).max())
+        # Of workers who all update alike the last one counts, and it may come in the next block.
+        if not self.update_span[0] <= moment or version == self._first_update[0]:
+            before = self._first_update[1] if version == self._first_update[0] else -math.inf
+            self._first_update = version, max(moment, before)
+        self._last_update = max(self._last_update, float(ends(updates).max()))
+
+    @property
+    def update_span(self) -> tuple[float, float]:
+        """When the first and the last update were made."""
+        return self._first_update[1], self._last_update
+
+    @property
+    def samples(self) -> Samples:
+        """Those of the gradients that a server has used, or of all that were made."""
+        return self._pushed if self.served else self._computed
 
     def _report(self, metric: Metric) -> None:
         """The lead's word counts; another's only where the lead says nothing."""
@@ -217,8 +280,8 @@ class Reduction:
             curve = self.curves.get(name)
             if curve is None or metric.rank < curve.rank:
                 curve = self.curves[name] = Curve(metric.rank)
-            if metric.rank == curve.rank and math.isfinite(value):
-                curve.add(metric.start, metric.version, value)
+            if metric.rank == curve.rank:
+                curve.add(metric.start, metric.version, math.nan if value is None else value)
 
 
 def own_seconds(tally: Tally) -> float:

@@ -45,6 +45,8 @@ PUSH = np.dtype(
         ("used", "?"),
     ]
 )
+_AGE = 1e10
+"""Seconds that no machine has been up."""
 _KIND: dict[type, int] = {
     Compute: COMPUTING,
     Load: LOADING,
@@ -85,7 +87,13 @@ def rows_of(groups: dict[type, list[Any]]) -> Rows:
         _fill(part, group, ("rank", "start", "seconds", *_FIELDS[kind]))
         part["kind"] = number
         begin += len(group)
+    rows = rows[_sane(rows["start"], rows["seconds"])]
     return rows[np.argsort(rows["start"], kind="stable")]
+
+
+def _sane(starts: Numbers, seconds: Numbers) -> NDArray[np.bool_]:
+    """Which of them a steady clock can have shown; a damaged file can have others."""
+    return (np.abs(starts) < _AGE) & (seconds >= 0) & (seconds < _AGE)
 
 
 def pushes_of(groups: dict[type, list[Any]]) -> Rows:
@@ -94,12 +102,18 @@ def pushes_of(groups: dict[type, list[Any]]) -> Rows:
     pushes = np.zeros(len(group), PUSH)
     _fill(pushes, group, ("rank", "start", "version", "staleness", "samples", "bytes", "saved"))
     pushes["used"] = [event.outcome in ("used", "held") for event in group]
-    return pushes
+    pushes = pushes[_sane(pushes["start"], np.zeros(len(pushes)))]
+    return pushes[np.argsort(pushes["start"], kind="stable")]
 
 
 def _fill(target: Rows, group: Sequence[Any], fields: Iterable[str]) -> None:
     for name in fields:
-        target[name] = np.fromiter((getattr(event, name) for event in group), target.dtype[name], len(group))
+        values = [getattr(event, name) for event in group]
+        try:
+            target[name] = np.array(values, target.dtype[name])
+        except OverflowError:  # no run has such numbers, but a damaged file can
+            limits = np.iinfo(target.dtype[name])
+            target[name] = [max(limits.min, min(limits.max, value)) for value in values]
 
 
 def ends(rows: Rows) -> Numbers:

@@ -35,6 +35,8 @@ def text_report(source: Source, facts: dict[str, Any], width: int) -> Renderable
 
 def _timeline(source: Source, timeline: dict[str, Any], width: int) -> RenderableType:
     """Some typical updates: a line per worker, a character per moment."""
+    if not timeline["pieces"]:
+        return Text("nothing was trained on", style="dim")
     begin, end = (moment + source.run.first for moment in timeline["typical"])
     columns = max(20, width - _LEFT - 2)
     edges = np.linspace(begin, end, columns + 1)
