@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -27,6 +28,7 @@ class Reader:
         """The number of the first such line."""
         self.places: list[tuple[int, int]] = []
         """Where in the file the lines of the last events begin and end."""
+        self._file: IO[bytes] | None = None
         self._offset = 0
         self._rest = b""
         """The beginning of a line whose end is not there yet."""
@@ -34,9 +36,9 @@ class Reader:
 
     def read(self) -> list[Event]:
         """The events that have come since, a block of them at most."""
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read(_BLOCK)
+        if self._file is None:
+            self._file = self.path.open("rb", buffering=0)  # kept open: it can be read to its end even when removed
+        data = self._file.read(_BLOCK)
         begin = self._offset - len(self._rest)
         self._offset += len(data)
         data = self._rest + data
@@ -46,11 +48,20 @@ class Reader:
 
     def all(self) -> Iterator[list[Event]]:
         """Block after block until the end; what is left there of a line counts as unreadable."""
-        while self._offset < self.path.stat().st_size:
-            yield self.read()
+        try:
+            size = self.path.stat().st_size
+            while self._offset < size:
+                yield self.read()
+        finally:
+            self.close()
         if self._rest:
             self._refuse(self.lines + 1)
             self._rest = b""
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     @property
     def damage(self) -> str | None:

@@ -17,6 +17,8 @@ _TYPICAL = 10
 """Updates that the timeline shows at first."""
 _NOTABLE = 0.02
 """Share of the time below which waiting is not worth a word."""
+_WORTH = 5e-4
+"""Share of the time below which nobody waited."""
 _SLOW = 1.25
 """How many times as long as the others' a worker's steps take, to be called slow."""
 _OUTLIER = 3.0
@@ -164,7 +166,7 @@ def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
             sentence += (
                 f"; the team waited {worker['blame']:.3g} s for it ({worker['blame'] / whole:.0%} of all waiting)"
             )
-        else:
+        elif bubbles > _WORTH:
             sentence += "; hardly anybody waited for it"
         words.append(sentence + ".")
     if not words and len(workers) > 1:
@@ -175,7 +177,7 @@ def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
             words.append(f"Worker {worker['rank']} was cancelled in {worker['cancelled']:,} of {begun:,} steps.")
     if len(workers) > 1:
         much = "Waiting takes" if bubbles > _NOTABLE else "Waiting takes only"
-        words.append(f"{much} {bubbles:.1%} of the workers' time." if bubbles > 5e-4 else "Nobody waited.")
+        words.append(f"{much} {bubbles:.1%} of the workers' time." if bubbles > _WORTH else "Nobody waited.")
     return words
 
 
@@ -215,11 +217,11 @@ def _curves(run: Reduction) -> dict[str, Any]:
 
 
 def _throughput(run: Reduction) -> dict[str, list[float]]:
-    """Samples and updates per second over time, in at most 200 stretches."""
+    """Samples and updates per second over time, in at most 200 stretches, each of several updates."""
     if run.buckets is None:
         return {"seconds": [], "samples": [], "updates": [], "versions": []}
     count = run.buckets.count(run.last)
-    together = max(1, -(-count // 200))
+    together = max(1, -(-count // max(10, min(200, run.updates // 4))))
     width = run.buckets.width * together
     samples, updates = (np.array(run.buckets.get(key, count)) for key in (run.samples.key, ("updates",)))
     edges = np.arange(0, count, together)

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -27,7 +28,7 @@ from paceline.report.source import Source
 
 _INTERVAL = 1.0
 """Seconds between two pictures."""
-_FAREWELL = 2.0
+_FAREWELL = 5.0
 """Seconds in which the pages hear that the run is over, before the server ends with it."""
 _COLUMNS = 600
 LIMIT = 6000
@@ -50,17 +51,22 @@ class Newest:
         self._made = 0.0
         self._lock = asyncio.Lock()
 
+    @property
+    def going(self) -> bool:
+        return self._source.going
+
     async def facts(self) -> dict[str, Any]:
         async with self._lock:
-            if not self._facts or time.monotonic() - self._made >= _INTERVAL * 0.9:
+            old = time.monotonic() - self._made >= _INTERVAL * 0.9 or (not self.going and not self._facts.get("over"))
+            if not self._facts or old:
                 self._facts = await asyncio.to_thread(self._make)
                 self._made = time.monotonic()
             return self._facts
 
     def _make(self) -> dict[str, Any]:
         if not self._facts.get("over"):
-            self._source.follow()
             over = not self._source.going
+            self._source.follow()
             self._facts = self._source.facts(columns=_COLUMNS) | {"over": over, "now": time.perf_counter()}
         return self._facts
 
@@ -78,10 +84,14 @@ class Guard:
             return
         request = Request(scope)
         refused = self._refusal(request)
-        if refused is not None:
-            await PlainTextResponse(refused[1] + "\n", refused[0], headers=_SAFE)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+
+        async def send_safely(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_SAFE)
+            await send(message)
+
+        answer = self._app if refused is None else PlainTextResponse(refused[1] + "\n", refused[0])
+        await answer(scope, receive, send_safely)
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:
         host = request.headers.get("host", "")
@@ -123,23 +133,23 @@ def application(source: Source, token: str | None) -> Starlette:
         return scripts.get(name, lambda: static(name))()
 
     async def index(_: Request) -> Response:
-        return Response(page, media_type="text/html", headers=_SAFE)
+        return Response(page, media_type="text/html")
 
     def serve(name: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(_: Request) -> Response:
-            return Response(script(name), media_type="text/javascript", headers=_SAFE)
+            return Response(script(name), media_type="text/javascript")
 
         return answer
 
     async def stream(_: Request) -> Response:
-        return StreamingResponse(_stream(newest), media_type="text/event-stream", headers=_SAFE)
+        return StreamingResponse(_stream(newest), media_type="text/event-stream")
 
     async def facts(_: Request) -> Response:
         data = msgspec.json.encode(await newest.facts())
-        return Response(data, media_type="application/json", headers=_SAFE)
+        return Response(data, media_type="application/json")
 
     async def prometheus(_: Request) -> Response:
-        return Response(metrics(await newest.facts()), media_type=CONTENT_TYPE, headers=_SAFE)
+        return Response(metrics(await newest.facts()), media_type=CONTENT_TYPE)
 
     routes = [Route("/", index), Route("/stream", stream), Route("/facts.json", facts), Route("/metrics", prometheus)]
     return Starlette(routes=[*routes, *(Route(f"/{name}", serve(name)) for name in names)])
@@ -152,8 +162,10 @@ async def _stream(newest: Newest) -> AsyncIterator[bytes]:
         yield b"event: facts\ndata: " + msgspec.json.encode(facts) + b"\n\n"
         if facts["over"]:
             return
-        # A busy machine gets fewer pictures.
-        await asyncio.sleep(max(_INTERVAL, 3 * (time.monotonic() - began)))
+        # A busy machine gets fewer pictures; the last one comes at once.
+        until = time.monotonic() + max(_INTERVAL, 3 * (time.monotonic() - began))
+        while newest.going and time.monotonic() < until:
+            await asyncio.sleep(0.1)
 
 
 def allowed_hosts(host: str) -> set[str]:
@@ -184,7 +196,7 @@ def needs_token(host: str) -> bool:
 def serve(source: Source, listener: socket.socket, host: str, token: str | None, *, until_over: bool) -> None:
     """Serve the page until interrupted or, if so wished, until the run is over."""
     app = Guard(application(source, token), hosts=allowed_hosts(host), token=token)
-    config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
 
     async def watch() -> None:

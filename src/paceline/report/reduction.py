@@ -143,7 +143,7 @@ class Reduction:
         self.joined = math.inf
         """When the first worker came."""
         self.first, self.last = math.inf, -math.inf
-        """When training began and ended."""
+        """When training began and, as far as is counted, ended."""
         self.updates = 0
         self._first_update: tuple[int, float] = (-1, math.inf)
         """Version and moment."""
@@ -171,12 +171,21 @@ class Reduction:
             if message.direction == "send":
                 self.tallies[message.rank].sent += message.bytes
         rows, pushes = rows_of(groups), pushes_of(groups)
-        if len(rows):
-            self.first = min(self.first, float(rows["start"].min()))
-            self.last = max(self.last, float(ends(rows).max()))
+        for rank in np.unique(rows["rank"]):
+            self._hear(self.tallies[int(rank)], rows[rows["rank"] == rank])
         self.served = self.served or len(pushes) > 0
         self._pending = np.concatenate([self._pending, rows])
         self._pushes = np.concatenate([self._pushes, pushes])
+
+    @staticmethod
+    def _hear(tally: Tally, rows: Rows) -> None:
+        """A worker lives, and does something."""
+        moments = ends(rows)
+        final = int(np.argmax(moments))
+        if moments[final] >= tally.heard:
+            tally.heard = float(moments[final])
+            if tally.state not in ("left", "died"):
+                tally.state = KINDS[int(rows["kind"][final])]
 
     def advance(self, until: float = math.inf) -> None:
         """Count what began before this moment: all of it has come."""
@@ -190,6 +199,9 @@ class Reduction:
         early = self._pushes["start"] < until
         pushes = self._pushes[early]
         self._pending, self._pushes = self._pending[~now], self._pushes[~early]
+        if len(rows):
+            self.first = min(self.first, float(rows["start"].min()))
+            self.last = max(self.last, min(until, float(ends(rows).max())))
         for rank in np.unique(rows["rank"]):
             self._count(int(rank), rows[rows["rank"] == rank])
         self._count_pushes(pushes)
@@ -209,11 +221,7 @@ class Reduction:
         tally.cancelled += int((rows["kind"] == KINDS.index("cancelled")).sum())
         tally.updates += int((rows["kind"] == UPDATING).sum())
         tally.read += int(rows["bytes"].sum())
-        final = rows[-1]
         tally.version = max(tally.version, int(rows["version"].max()))
-        if tally.state not in ("left", "died"):
-            tally.state = KINDS[int(final["kind"])]
-        tally.heard = max(tally.heard, float(ends(rows).max()))
 
     def _count_steps(self, tally: Tally, steps: Rows) -> None:
         tally.forward += float(steps["forward"].sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -61,21 +62,23 @@ class Source:
         self.run.advance()
 
     def follow(self) -> None:
-        """What has come since; when the run is over, all of it anew from its final file."""
-        if not self.going:
-            if self._readers and all(path.parent == self._streams for path in self._readers):
-                self.run, self._readers = Reduction(self._limit), {}
-            if not self._readers:
-                self.read()
+        """What has come since."""
+        going = self.going
+        if not going and not self._readers:
+            self.read()
             return
-        for path in self.files:
-            reader = self._readers.setdefault(path, Reader(path))
+        if going:
+            for path in self.files:
+                self._readers.setdefault(path, Reader(path))
+        for path, reader in list(self._readers.items()):
             try:
                 while events := reader.read():
                     self.run.feed(events)
             except FileNotFoundError:
-                return  # just now it was merged; the next look finds it
-        self.run.advance(time.perf_counter() - _LATE)
+                del self._readers[path]  # it was merged before the first look
+            if not going:
+                reader.close()
+        self.run.advance(time.perf_counter() - _LATE if going else math.inf)
 
     @property
     def notes(self) -> list[str]:

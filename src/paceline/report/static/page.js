@@ -100,16 +100,17 @@ class Run {
   }
 
   drawWorkers(run) {
-    const heads = ["worker", ...(this.live ? ["state", "last heard of"] : []), "own pace", "against the others", "slowest step", "minibatches", "cancelled", ...(run.served ? ["staleness"] : []), "waited for it", "why"];
+    const cancelled = run.workers.some((worker) => worker.cancelled);
+    const heads = ["worker", ...(this.live ? ["state", "last heard of"] : []), "own pace", "× others", "slowest step", "minibatches", ...(cancelled ? ["cancelled"] : []), ...(run.served ? ["staleness"] : []), "waited for it", "why"];
     const rows = run.workers.map((worker) => {
       const cells = [
         String(worker.rank),
         ...(this.live ? [worker.state, heard(worker, run)] : []),
         worker.pace === null ? "–" : duration(worker.pace),
-        worker.ratio.toFixed(2) + " ×",
+        worker.ratio.toFixed(2),
         duration(worker.longest),
         worker.minibatches.toLocaleString("en"),
-        worker.cancelled.toLocaleString("en"),
+        ...(cancelled ? [worker.cancelled.toLocaleString("en")] : []),
         ...(run.served ? [number(worker.staleness)] : []),
         worker.blame > 0 ? duration(worker.blame) : "–",
       ];
@@ -133,6 +134,7 @@ class Run {
       type: "bar", orientation: "h", name: cause === "slowed" ? "--slow" : cause, y: names, x: run.workers.map((worker) => worker.causes[cause]),
       marker: { color: causes[cause] }, hovertemplate: "%{x:.3g} s waited, for " + run.causes[cause] + "<extra></extra>",
     })), { ...bars, xaxis: { title: { text: "seconds waited for it" }, rangemode: "tozero" } });
+    this.blame.card.hidden = !run.workers.some((worker) => worker.blame > 0);
     this.pace.draw(["loading", "forward", "backward", "slowed", "link"].map((part) => ({
       type: "bar", orientation: "h", name: part === "slowed" ? "--slow" : part, y: names, x: run.workers.map((worker) => 1e3 * worker.parts[part]),
       marker: { color: causes[part] }, hovertemplate: "%{x:.3g} ms<extra>" + part + "</extra>",
@@ -162,7 +164,7 @@ class Run {
     const most = Math.max(1, ...lanes.flatMap(([, moved]) => kinds.map(([key]) => moved[key])));
     const power = Math.min(4, Math.floor(Math.log10(most) / 3)), unit = Math.pow(1000, power);
     this.traffic.draw(kinds.map(([key, name], n) => ({ type: "bar", orientation: "h", name, y: lanes.map(([lane]) => lane), x: lanes.map(([, moved]) => moved[key] / unit), marker: { color: RUNS[n] }, customdata: lanes.map(([, moved]) => bytes(moved[key])), hovertemplate: "%{customdata}<extra>" + name + "</extra>" })),
-      { barmode: "group", yaxis: { autorange: "reversed", type: "category" }, xaxis: { title: { text: ["bytes", "kB", "MB", "GB", "TB"][power] }, rangemode: "tozero" } });
+      { barmode: "stack", showlegend: true, yaxis: { autorange: "reversed", type: "category" }, xaxis: { title: { text: ["bytes", "kB", "MB", "GB", "TB"][power] }, rangemode: "tozero" } });
   }
 }
 
@@ -173,12 +175,12 @@ const heard = (worker, run) => {
 
 function compare(runs, main) {
   const metric = ["loss", ...Object.keys(runs[0].last)].find((name) => runs.some((run) => run.curves.metrics[name]));
-  const heads = ["run", "strategy", "workers", "samples/s", "against the first", "per update", "computing", "waiting", "efficiency", "staleness", ...new Set(runs.flatMap((run) => Object.keys(run.last)))];
+  const heads = ["run", "strategy", "workers", "samples/s", "× first", "per update", "computing", "waiting", "efficiency", "staleness", ...new Set(runs.flatMap((run) => Object.keys(run.last)))];
   const metrics = heads.slice(10);
   const rows = runs.map((run) => {
     const total = run.workers.reduce((sum, worker) => sum + PARTS.reduce((s, part) => s + worker.seconds[part], 0), 0) || 1;
     const computing = run.workers.reduce((sum, worker) => sum + worker.seconds.computing, 0);
-    const ratio = run.samples_per_second && runs[0].samples_per_second ? (run.samples_per_second / runs[0].samples_per_second).toFixed(2) + " ×" : "–";
+    const ratio = run.samples_per_second && runs[0].samples_per_second ? (run.samples_per_second / runs[0].samples_per_second).toFixed(2) : "–";
     const cells = [run.name, run.strategy || "–", run.workers.length, number(run.samples_per_second), ratio, run.seconds_per_update === null ? "–" : duration(run.seconds_per_update), share(computing / total), share(run.bubbles), share(run.efficiency), run.served ? number(run.staleness.mean) : "–", ...metrics.map((name) => number(run.last[name], 4))];
     return make("tr", {}, ...cells.map((cell) => make("td", { textContent: cell })));
   });

@@ -2,6 +2,7 @@
 "use strict";
 
 const VERSIONS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"];
+const ON_VERSIONS = ["#ffffff", "#14171b", "#ffffff", "#14171b", "#14171b", "#ffffff"];
 const LEFT = 92, ROW = 34, GAP = 8, TOP = 22;
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
@@ -148,6 +149,7 @@ class Timeline {
     pen.rect(LEFT, 0, this.width - LEFT, height - 20);
     pen.clip();
     this.hits = [];
+    this.arrows = 0;
     const seen = this.pieces.filter((piece) => piece.end >= from && piece.begin <= to);
     const count = seen.reduce((sum, piece) => sum + this.within(piece, from, to), 0);
     this.close = count <= 3 * this.width && seen.length > 0;
@@ -236,7 +238,7 @@ class Timeline {
             pen.setLineDash([]);
           }
           if (kind === "computing" && w > 34) {
-            pen.fillStyle = "#ffffff";
+            pen.fillStyle = ON_VERSIONS[version % VERSIONS.length];
             pen.textAlign = "center";
             pen.fillText(String(version), x + w / 2, y + ROW / 2);
           }
@@ -285,7 +287,6 @@ class Timeline {
   drawArrows(pen, piece, from, to) {
     const server = this.data.lanes.findIndex((lane) => lane.rank === -1);
     if (server < 0) return;
-    this.arrows = 0;
     for (const [rank, sent, arrived, answered, got, used] of piece.arrows) {
       const index = this.data.lanes.findIndex((lane) => lane.rank === rank);
       const moments = [sent, arrived, answered, got].map((moment) => this.at(piece.begin + moment / 1e6));
@@ -327,7 +328,7 @@ class Timeline {
       pen.lineTo(x + 4, y - 6);
       pen.lineTo(x, y + 1);
       pen.fill();
-      this.hits.push([index, x - 5, x + 5, () => `a slow step: ${duration(seconds)}\n${times} times the usual`]);
+      this.hits.push([index, x - 5, x + 5, () => `a slow step: ${duration(seconds)}\n${times} times the usual`, true]);
     }
   }
 
@@ -434,8 +435,9 @@ class Timeline {
     const x = event.clientX - box.left, y = event.clientY - box.top;
     let words = null;
     for (let n = this.hits.length - 1; n >= 0 && !words; n--) {
-      const [index, left, right, tell] = this.hits[n];
-      if (x >= left && x <= right && y >= this.y(index) - 7 && y <= this.y(index) + ROW) words = tell();
+      const [index, left, right, tell, mark] = this.hits[n];
+      const top = this.y(index) - (mark ? 7 : 0), bottom = this.y(index) + (mark ? 1 : ROW);
+      if (x >= left && x <= right && y >= top && y <= bottom) words = tell();
     }
     tip.hidden = !words;
     if (!words) return;
