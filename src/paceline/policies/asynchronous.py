@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.policies.base import Decision, Order, Policy, Push, count
+from paceline.policies.base import Decision, OfWorkers, Order, Policy, Push, count
 
 
 class Async(Policy):
@@ -15,25 +15,8 @@ class Async(Policy):
         return Decision("every gradient is an update", use=(push,), orders={push.worker: Order.RENEW})
 
 
-class KAsync(Policy):
+class KAsync(OfWorkers):
     """The server waits for K workers; those wait for the update, the rest go on, stale."""
-
-    def __init__(self, workers: Iterable[int], k: int) -> None:
-        super().__init__(workers)
-        self.k = count("k", k, self.size)
-
-    @property
-    def needed(self) -> int:
-        """Fewer than K once so many can not come any more: workers have gone, or the epoch has no samples left."""
-        return max(1, min(self.k, len(self.held) + self.computing))
-
-    @property
-    def spare(self) -> bool:
-        return self.k < self._started_with
-
-    @property
-    def lockstep(self) -> bool:
-        return self.k == self._started_with
 
     def arrive(self, push: Push) -> Decision:
         decision = self._hold(push, Order.WAIT, f"{len(self.held) + 1} of {self.k} workers have pushed")

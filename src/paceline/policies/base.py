@@ -154,3 +154,33 @@ def count(name: str, value: int, workers: int, what: str = "workers") -> int:
         allowed = "it must be 1" if workers == 1 else f"it must be a whole number from 1 to {workers}"
         raise UsageError(f"{name} is {value!r}, with {workers} {what}; {allowed}")
     return value
+
+
+class OfK(Policy):
+    """K gradients make an update."""
+
+    def __init__(self, workers: Iterable[int], k: int) -> None:
+        super().__init__(workers)
+        self.k = count("k", k, self.size)
+
+    @property
+    @abstractmethod
+    def needed(self) -> int:
+        """How many make one now."""
+
+
+class OfWorkers(OfK):
+    """They are of K distinct workers."""
+
+    @property
+    def needed(self) -> int:
+        """Fewer than K once so many can not come any more: workers have gone, or the epoch has no samples left."""
+        return max(1, min(self.k, len(self.held) + self.computing))
+
+    @property
+    def spare(self) -> bool:
+        return self.k < self._started_with
+
+    @property
+    def lockstep(self) -> bool:
+        return self.k == self._started_with

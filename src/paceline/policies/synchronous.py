@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
 
-from paceline.policies.base import Decision, Order, Policy, Push, count
+from paceline.policies.base import Decision, OfK, OfWorkers, Order, Push
 
 
-class _OfThisVersion(Policy):
+class _OfThisVersion(OfK):
     """The server waits for K gradients of the newest version; then whoever still computes is cancelled."""
 
     fresh_only = True
     after_push: Order
     """What a worker does that has pushed and whose gradient is held."""
     what: str
-
-    def __init__(self, workers: Iterable[int], k: int) -> None:
-        super().__init__(workers)
-        self.k = count("k", k, self.size)
-
-    @property
-    @abstractmethod
-    def needed(self) -> int:
-        """How many gradients make an update now."""
 
     def arrive(self, push: Push) -> Decision:
         if push.version != self.version:
@@ -45,24 +35,11 @@ class _OfThisVersion(Policy):
         return self._update(reason, late)
 
 
-class KSync(_OfThisVersion):
+class KSync(_OfThisVersion, OfWorkers):
     """The server waits for K workers; the rest are cancelled, and all start on the new version."""
 
     after_push = Order.WAIT
     what = "workers' gradients"
-
-    @property
-    def needed(self) -> int:
-        """Fewer than K once so many can not come any more: workers have gone, or the epoch has no samples left."""
-        return max(1, min(self.k, len(self.held) + self.computing))
-
-    @property
-    def spare(self) -> bool:
-        return self.k < self._started_with
-
-    @property
-    def lockstep(self) -> bool:
-        return self.k == self._started_with
 
 
 class Sync(KSync):
