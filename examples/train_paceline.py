@@ -11,6 +11,7 @@ import paceline
 options = argparse.ArgumentParser()
 options.add_argument("--epochs", type=int, default=8)
 options.add_argument("--balance", action="store_true")
+options.add_argument("--rate", type=float, default=0.05)
 options = options.parse_args()
 
 team = paceline.join()
@@ -18,7 +19,7 @@ team = paceline.join()
 torch.manual_seed(0)
 train, test = datasets()
 model = network()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=options.rate, momentum=0.9)
 loader = DataLoader(train, batch_size=64, shuffle=True)
 model, optimizer, loader = team.setup(model, optimizer, loader, global_batch=64, balance=options.balance)
 

@@ -381,7 +381,10 @@ def test_little_waiting_is_said_to_be_little() -> None:
 def test_a_worker_that_is_mostly_cancelled_is_said_to_be() -> None:
     happened = all_reduce([{"backward": 0.1}, {"backward": 0.1}])
     happened += [Cancel(1, 1.0, 0.01, 0, []) for _ in range(11)]
-    assert "Worker 1 was cancelled in 11 of 21 steps." in told(happened)["verdict"]
+    known = told(happened)
+    assert "Worker 1 was cancelled in 11 of 21 steps." in known["verdict"]
+    assert "No worker is slow by itself." not in known["verdict"]
+    assert known["slow"] == [1]
     assert not any("cancelled" in sentence for sentence in told(happened[:-1])["verdict"])
 
 

@@ -135,15 +135,15 @@ def _compare(workers: list[dict[str, Any]]) -> None:
     for worker in workers:
         others = [other for other in workers if other is not worker and other["pace"]]
         worker["ratio"] = 1.0
-        worker["slow"], worker["why"] = False, None
+        worker["slow"], worker["why"] = _mostly_cancelled(worker), None
         if not others or not worker["pace"]:
             continue
         worker["ratio"] = worker["pace"] / statistics.median(other["pace"] for other in others)
         blamed = statistics.median(other["blame"] for other in others)
         waited = worker["blame"] >= 2 * blamed and (worker["blame"] > 0 or not waits)
-        worker["slow"] = worker["ratio"] >= _SLOW and waited
-        if not worker["slow"]:
+        if worker["ratio"] < _SLOW or not waited:
             continue
+        worker["slow"] = True
         excess = {
             part: seconds - statistics.median(other["parts"][part] for other in others)
             for part, seconds in worker["parts"].items()
@@ -151,12 +151,17 @@ def _compare(workers: list[dict[str, Any]]) -> None:
         worker["why"] = max(excess, key=lambda part: excess[part])
 
 
+def _mostly_cancelled(worker: dict[str, Any]) -> bool:
+    """Whether the others are mostly done before it is: what it finishes are its quick steps, which tell nothing."""
+    return bool(worker["cancelled"] > worker["minibatches"])
+
+
 def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
     """Who is slow and where the time goes, in words."""
     words = []
     whole = sum(worker["seconds"]["waiting"] for worker in workers) or 1.0
     for worker in sorted(workers, key=lambda worker: -worker["blame"]):
-        if not worker["slow"]:
+        if worker["why"] is None:
             continue
         sentence = (
             f"Worker {worker['rank']} is slow: a step of its own takes it {_ms(worker['pace'])}, "
@@ -169,12 +174,12 @@ def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
         elif bubbles > _WORTH:
             sentence += "; hardly anybody waited for it"
         words.append(sentence + ".")
+    for worker in workers:
+        if _mostly_cancelled(worker):
+            begun = worker["cancelled"] + worker["minibatches"]
+            words.append(f"Worker {worker['rank']} was cancelled in {worker['cancelled']:,} of {begun:,} steps.")
     if not words and len(workers) > 1:
         words.append("No worker is slow by itself.")
-    for worker in workers:
-        begun = worker["cancelled"] + worker["minibatches"]
-        if worker["cancelled"] > begun / 2:
-            words.append(f"Worker {worker['rank']} was cancelled in {worker['cancelled']:,} of {begun:,} steps.")
     if len(workers) > 1:
         much = "Waiting takes" if bubbles > _NOTABLE else "Waiting takes only"
         words.append(f"{much} {bubbles:.1%} of the workers' time." if bubbles > _WORTH else "Nobody waited.")

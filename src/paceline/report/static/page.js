@@ -115,7 +115,7 @@ class Run {
         worker.blame > 0 ? duration(worker.blame) : "–",
       ];
       const row = make("tr", { className: worker.slow ? "slow" : "" }, ...cells.map((cell) => make("td", { textContent: cell })));
-      row.append(make("td", { className: "words", textContent: worker.slow ? run.causes[worker.why] : "" }));
+      row.append(make("td", { className: "words", textContent: worker.slow ? run.causes[worker.why] || "mostly cancelled" : "" }));
       return row;
     });
     const table = make("table", {}, make("tr", {}, ...heads.map((head, n) => make("th", { textContent: head, className: n === heads.length - 1 ? "words" : "" }))), ...rows);
