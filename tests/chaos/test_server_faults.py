@@ -122,7 +122,8 @@ def test_the_others_go_on_without_a_killed_worker_and_train_on_its_samples(
 
 @pytest.mark.parametrize("strategy", ["async", "k-sync:k=2"])
 def test_what_a_killed_worker_had_fetched_ahead_is_trained_on_too(strategy: str, tmp_path: Path) -> None:
-    outcome = played(command(tmp_path, strategy, victims=[1], loaders=2), tmp_path)
+    # So many samples that the epoch is far from over when it is killed, however late its loaders begin.
+    outcome = played(command(tmp_path, strategy, victims=[1], loaders=2, samples=1600), tmp_path)
     assert outcome.run.noted("struck-1")
     assert outcome.code == 0, outcome.err
     events = events_of(outcome, "hurt")

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.report.source import open_run
 
-WORKERS, VICTIM, STEPS = 4, 2, 20
+WORKERS, VICTIM, STEPS = 4, 2, 16
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
@@ -28,14 +28,14 @@ mine = team.rank == 2
 
 
 def rest(part):
-    time.sleep(0.012)
+    time.sleep(0.025)
     if mine and part == where:
         time.sleep(nap)
 
 
 class Samples(Dataset):
     def __len__(self):
-        return 8 * 4 * 20
+        return 8 * 4 * 16
 
     def __getitem__(self, index):
         if mine and where == "loading":
@@ -133,7 +133,7 @@ def test_slowness_of_a_script_s_own_is_named_after_where_it_lies(where: str, tmp
     ],
 )
 def test_slowness_put_on_a_part_of_a_step_is_named_after_it(where: str, strategy: str, tmp_path: Path) -> None:
-    slow = f"{VICTIM}:0.03+exp(0.002)@{where}"
+    slow = f"{VICTIM}:0.07+exp(0.002)@{where}"
     facts, _ = train(tmp_path, "--slow", slow, "--strategy", strategy)
     worker = facts["workers"][VICTIM]
     assert (facts["slow"], worker["why"]) == ([VICTIM], where)

@@ -43,7 +43,7 @@ SLOW = ["--slow", "2:3", "--workers", "4", "--quiet"]
 EVIL = "</script><b>bold</b> & so on"
 
 BARS = ["Where the time goes", "Own pace", "Bytes moved"]
-LINES = ["Throughput", "Metrics over time", "Metrics over updates"]
+LINES = ["Throughput over time", "Throughput over updates", "Metrics over time", "Metrics over updates"]
 
 STEPS, LONGEST, SECOND = 20_000, 15_000, 5_000
 """Of the made-up long run, whose steps take 1 ms each; worker 3's step LONGEST takes 200 ms, its step SECOND 100 ms."""
@@ -448,7 +448,7 @@ def test_every_visible_figure_becomes_a_picture(tmp_path: Path) -> None:
     outcome = finished([PACELINE, "report", "events.jsonl", "--png", "-o", "drawn.html"], tmp_path, 110)
     assert outcome.code == 0, outcome.err
     # There was no server, nobody waited, nothing was reported and no byte was moved: nobody wants pictures of that.
-    names = ["timeline", "workers", "where-the-time-goes", "own-pace", "throughput"]
+    names = ["timeline", "workers", "where-the-time-goes", "own-pace", "throughput-over-time"]
     assert outcome.out.splitlines()[-1] == f"pictures: drawn/ ({len(names)} PNG files)"
     pictures = sorted((tmp_path / "drawn").iterdir())
     assert [picture.name for picture in pictures] == [f"{n:02}-{name}.png" for n, name in enumerate(names, start=1)]

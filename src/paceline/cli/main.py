@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import bench, live, report, run
+from paceline.cli import bench, live, report, run, simulate
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("run", context_settings={"ignore_unknown_options": False})(run.run)
 app.command("report")(report.report)
 app.command("live")(live.live)
+app.command("simulate")(simulate.simulate_command)
 app.add_typer(bench.app, name="bench")
 
 

@@ -77,11 +77,15 @@ def _line(rows: Rows, edges: Any) -> Text:
 
 def _table(facts: dict[str, Any]) -> Table:
     table = Table(
-        title="where the time went, in seconds", title_justify="left", title_style="", box=None, pad_edge=False
+        title="where the time went, in seconds; own pace per minibatch; seconds that the team waited for it",
+        title_justify="left",
+        title_style="",
+        box=None,
+        pad_edge=False,
     )
     table.add_column("worker")
-    for head in (*KINDS, "not training", "own pace", "× others", "waited for it"):
-        table.add_column(head, justify="right")
+    for head in ("compute", "load", "comm.", "update", "wait", "cancel", "other", "pace", "× others", "blamed"):
+        table.add_column(head, justify="right", no_wrap=True)
     for worker in facts["workers"]:
         seconds = [f"{worker['seconds'][kind]:.2f}" for kind in (*KINDS, "elsewhere")]
         pace = "–" if worker["pace"] is None else f"{worker['pace'] * 1e3:.3g} ms"

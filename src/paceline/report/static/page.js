@@ -57,12 +57,13 @@ class Run {
     this.time = new Plot("Where the time goes", "Seconds of each worker.");
     this.blame = new Plot("Who was waited for", "Seconds that all workers together waited for each worker, by what it did meanwhile.");
     this.pace = new Plot("Own pace", "Milliseconds per minibatch; waiting for others is taken out.");
-    this.throughput = new Plot("Throughput");
+    this.throughput = new Plot("Throughput over time");
+    this.throughputByUpdate = new Plot("Throughput over updates");
     this.metrics = new Plot("Metrics over time");
     this.byUpdate = new Plot("Metrics over updates");
     this.staleness = new Plot("Staleness", "How many gradients were how many versions old when they came.");
     this.traffic = new Plot("Bytes moved");
-    this.grid = make("div", { className: "grid" }, ...[this.time, this.blame, this.pace, this.throughput, this.metrics, this.byUpdate, this.staleness, this.traffic].map((plot) => plot.card));
+    this.grid = make("div", { className: "grid" }, ...[this.time, this.blame, this.pace, this.throughput, this.throughputByUpdate, this.metrics, this.byUpdate, this.staleness, this.traffic].map((plot) => plot.card));
     this.config = make("pre");
     this.sections = [this.head, this.timelineCard, this.workers, this.grid, make("details", {}, make("summary", { textContent: "Configuration" }), this.config)];
     for (const section of this.sections) section.classList.add("section");
@@ -143,8 +144,11 @@ class Run {
 
   drawCurves(run) {
     const { throughput, metrics } = run.curves;
-    this.throughput.draw([{ type: "scatter", mode: "lines", x: throughput.seconds, y: throughput.samples, line: { color: css("computing"), width: 2 }, name: "samples/s" }],
-      { xaxis: { title: { text: "seconds" } }, yaxis: { title: { text: "samples per second" }, rangemode: "tozero" }, showlegend: false });
+    for (const [plot, x, over] of [[this.throughput, throughput.seconds, "seconds"], [this.throughputByUpdate, throughput.versions, "updates"]]) {
+      plot.draw([{ type: "scatter", mode: "lines", x, y: throughput.samples, line: { color: css("computing"), width: 2 }, name: "samples/s" }],
+        { xaxis: { title: { text: over } }, yaxis: { title: { text: "samples per second" }, rangemode: "tozero" }, showlegend: false });
+    }
+    this.throughputByUpdate.card.hidden = !run.updates;
     const traces = (over) => Object.entries(metrics).map(([name, curve], n) => ({
       type: "scatter", mode: curve.values.length < 40 ? "lines+markers" : "lines", x: curve[over], y: curve.values, name, line: { color: RUNS[n % RUNS.length], dash: DASHES[n % DASHES.length], width: 2 }, marker: { size: 5 },
     }));

@@ -1,0 +1,155 @@
+"""How long a step takes: distributions that can be named, drawn from, and fitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import UsageError
+
+Draws = NDArray[np.float64]
+
+
+class Distribution(ABC):
+    """Seconds, drawn independently."""
+
+    @property
+    def constant(self) -> bool:
+        return False
+
+    @abstractmethod
+    def mean(self) -> float: ...
+
+    @abstractmethod
+    def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant(Distribution):
+    seconds: float
+
+    @property
+    def constant(self) -> bool:
+        return True
+
+    def mean(self) -> float:
+        return self.seconds
+
+    def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws:
+        return np.full(shape, self.seconds)
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Exponential(Distribution):
+    """shift + exp(scale), where scale is the mean of the exponential part."""
+
+    scale: float
+    shift: float = 0.0
+
+    def mean(self) -> float:
+        return self.shift + self.scale
+
+    def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws:
+        return self.shift + self.scale * source.standard_exponential(shape)
+
+    def __str__(self) -> str:
+        return f"{self.shift:g}+exp({self.scale:g})" if self.shift else f"exp({self.scale:g})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pareto(Distribution):
+    """At least `least`; the smaller the shape, the heavier the tail."""
+
+    least: float
+    shape: float
+
+    def mean(self) -> float:
+        return self.least * self.shape / (self.shape - 1) if self.shape > 1 else math.inf
+
+    def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws:
+        return self.least * (1 + source.pareto(self.shape, shape))
+
+    def __str__(self) -> str:
+        return f"pareto({self.least:g},{self.shape:g})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gamma(Distribution):
+    shape: float
+    scale: float
+
+    def mean(self) -> float:
+        return self.shape * self.scale
+
+    def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws:
+        return self.scale * source.standard_gamma(self.shape, shape)
+
+    def __str__(self) -> str:
+        return f"gamma({self.shape:g},{self.scale:g})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lognormal(Distribution):
+    """exp of a normal distribution; `median` seconds, `spread` of the logarithm."""
+
+    median: float
+    spread: float
+
+    def mean(self) -> float:
+        return self.median * math.exp(self.spread**2 / 2)
+
+    def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws:
+        return self.median * np.exp(self.spread * source.standard_normal(shape))
+
+    def __str__(self) -> str:
+        return f"lognormal({self.median:g},{self.spread:g})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Empirical(Distribution):
+    """What was measured, in any order."""
+
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Empirical:
+        if not seconds:
+            raise UsageError("an empirical distribution needs at least one measured step")
+        return cls(tuple(float(value) for value in seconds))
+
+    def mean(self) -> float:
+        return math.fsum(self.seconds) / len(self.seconds)
+
+    def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws:
+        return source.choice(np.array(self.seconds), shape)
+
+    def __str__(self) -> str:
+        return f"empirical({len(self.seconds)} steps)"
+
+
+_NUMBER = r"(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)"
+_FORMS = "SECONDS, exp(MEAN), SHIFT+exp(MEAN), pareto(LEAST,SHAPE), gamma(SHAPE,SCALE), lognormal(MEDIAN,SPREAD)"
+
+
+def parse_distribution(spec: str) -> Distribution:
+    """`0.1`, `exp(1)`, `1+exp(1)`, `pareto(1,2.5)`, `gamma(2,0.5)`, `lognormal(1,0.3)`; seconds."""
+    text = spec.replace(" ", "")
+    if re.fullmatch(_NUMBER, text) and float(text) > 0:
+        return Constant(float(text))
+    if (match := re.fullmatch(rf"(?:{_NUMBER}\+)?exp\({_NUMBER}\)", text)) and float(match[2]) > 0:
+        return Exponential(float(match[2]), float(match[1] or 0))
+    kinds: dict[str, type[Pareto | Gamma | Lognormal]] = {"pareto": Pareto, "gamma": Gamma, "lognormal": Lognormal}
+    if match := re.fullmatch(rf"(\w+)\({_NUMBER},{_NUMBER}\)", text):
+        kind, first, second = kinds.get(match[1]), float(match[2]), float(match[3])
+        if kind is not None and first > 0 and second > 0:
+            return kind(first, second)
+    raise UsageError(f"'{spec}' is not a distribution of seconds; there are {_FORMS}")
