@@ -448,7 +448,8 @@ def test_every_visible_figure_becomes_a_picture(tmp_path: Path) -> None:
     outcome = finished([PACELINE, "report", "events.jsonl", "--png", "-o", "drawn.html"], tmp_path, 110)
     assert outcome.code == 0, outcome.err
     # There was no server, nobody waited, nothing was reported and no byte was moved: nobody wants pictures of that.
-    names = ["timeline", "workers", "where-the-time-goes", "own-pace", "throughput-over-time"]
+    names = ["timeline", "workers", "where-the-time-goes", "own-pace"]
+    names += ["throughput-over-time", "throughput-over-updates"]
     assert outcome.out.splitlines()[-1] == f"pictures: drawn/ ({len(names)} PNG files)"
     pictures = sorted((tmp_path / "drawn").iterdir())
     assert [picture.name for picture in pictures] == [f"{n:02}-{name}.png" for n, name in enumerate(names, start=1)]
