@@ -116,9 +116,12 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--updates", type=int, default=400, help="per run")
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--policy", action="append", choices=sorted({name for name, _ in EXPECTED}), help="only these")
     options = options.parse_args()
     print("policy               steps           measured/replayed  measured/expected  staleness (replayed, expected)")
     for (policy, k), values in EXPECTED.items():
+        if options.policy and policy not in options.policy:
+            continue
         for (shift, mean), value in zip(((0.0, 0.1), (0.05, 0.05)), values, strict=True):
             spec, slow = f"{policy}:k={k}", f"all:{shift}+exp({mean})" if shift else f"all:exp({mean})"
             with tempfile.TemporaryDirectory() as folder:

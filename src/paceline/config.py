@@ -117,21 +117,30 @@ class Adaptive(Strategy, frozen=True, kw_only=True):
     start: int = 1
 
 
+class Auto(Strategy, frozen=True, kw_only=True):
+    """A parameter server that watches `steps` steps of every worker, and then chooses its policy."""
+
+    spec: ClassVar[str] = "auto"
+    steps: int = 12
+
+
 STRATEGIES: dict[str, type[Strategy]] = {
-    kind.spec: kind for kind in (AllReduce, Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, Ssp, Groups, Adaptive)
+    kind.spec: kind
+    for kind in (AllReduce, Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, Ssp, Groups, Adaptive, Auto)
 }
 """A new strategy is one class here and one file in `strategies/` or `policies/`."""
 
 
 def parse_strategy(spec: str | Strategy) -> Strategy:
     """`name` or `name:option=value,option=value` as a value, or one sentence about what is wrong with it."""
-    return spec if isinstance(spec, Strategy) else _parse(spec, STRATEGIES, "strategy")
+    return spec if isinstance(spec, Strategy) else parse_spec(spec, STRATEGIES, "strategy")
 
 
 Spec = TypeVar("Spec", bound=msgspec.Struct)
 
 
-def _parse(spec: str, kinds: dict[str, type[Spec]], what: str) -> Spec:
+def parse_spec(spec: str, kinds: dict[str, type[Spec]], what: str) -> Spec:
+    """`name:option=value,…` as one of these kinds."""
     name, _, rest = spec.partition(":")
     kind = kinds.get(name)
     if kind is None:
@@ -217,7 +226,7 @@ CORRECTIONS: dict[str, type[Correction]] = {
 
 def parse_correction(spec: str) -> Correction:
     """`lr/staleness`, `drop:above=8`, `dc-asgd:lambda=0.04`, `dc-asgd-adaptive`, `distance:c=0.1,max=0.05`."""
-    correction = _parse(spec, CORRECTIONS, "correction")
+    correction = parse_spec(spec, CORRECTIONS, "correction")
     if isinstance(correction, DropAbove) and correction.above < 0:
         raise UsageError(f"correction '{spec}': above is {correction.above}; it must be a number of updates, 0 or more")
     if isinstance(correction, DuttaRate) and not (correction.c > 0 and (correction.max is None or correction.max > 0)):

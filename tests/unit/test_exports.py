@@ -6,6 +6,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
         "Adaptive",
         "AllReduce",
         "Async",
+        "Auto",
         "Groups",
         "JoinError",
         "KAsync",

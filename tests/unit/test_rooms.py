@@ -20,7 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "parameters": {"config", "errors", "events", "transport"},
     "data": {"config", "errors", "events"},
     "collectives": LEAVES | {"transport", "cluster"},
-    "server": LEAVES | {"transport", "cluster", "parameters", "data"},
+    "server": LEAVES | {"transport", "cluster", "parameters", "data", "plan"},
     "strategies": LEAVES | {"transport", "cluster", "parameters", "data", "collectives", "server"},
     "team": LEAVES | {"transport", "cluster", "parameters", "data", "strategies"},
     "bench": {"team", "cluster", "collectives", "transport", "config", "errors", "events"},

@@ -41,7 +41,6 @@ def test_people_get_a_table() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--strategy all-reduce", "only those can be simulated"),
         ("--strategy k-sync:k=9 --workers 4", "k is 9"),
         ("--strategy nonsense", "nonsense"),
         ("--workers 0", "there must be at least 1"),

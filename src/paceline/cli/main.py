@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import bench, live, report, run, simulate
+from paceline.cli import bench, live, plan, report, run, simulate
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("run", context_settings={"ignore_unknown_options": False})(run.run)
 app.command("report")(report.report)
 app.command("live")(live.live)
 app.command("simulate")(simulate.simulate_command)
+app.command("plan")(plan.plan)
 app.add_typer(bench.app, name="bench")
 
 

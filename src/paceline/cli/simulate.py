@@ -1,7 +1,9 @@
-"""`paceline simulate`: what a policy would do, without training anything."""
+"""`paceline simulate`: what a strategy would do, without training anything."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -9,78 +11,170 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from paceline.cli import quantities
+from paceline.cli.clusters import described, with_links, with_trouble
 from paceline.errors import UsageError
-from paceline.simulate.distributions import parse_distribution
+from paceline.report.page import write_report
+from paceline.report.source import open_run
+from paceline.simulate.calibrate import Calibration, calibrate, sheet
+from paceline.simulate.cluster import Cluster
+from paceline.simulate.convergence import Convergence, fit_runs
 from paceline.simulate.predict import predict, simulate
+from paceline.simulate.replica import Model
+
+_DRAWN = 200
+"""Updates that a timeline shows."""
+_WIDTH = 130
+"""Characters that a table needs; a narrower terminal wraps its lines."""
 
 
 def simulate_command(
     strategy: Annotated[
         list[str] | None,
-        typer.Option("--strategy", "-s", help="A policy of the parameter server. Repeatable. [default: sync]"),
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="A policy of the parameter server, 'all-reduce:topology=ring', 'pipeline:stages=4,microbatches=8', "
+            "'tensor:degree=2' or 'mesh:data=2,pipeline=2,sync=async'. Repeatable. [default: sync]",
+        ),
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", "-w", help="How many workers.")] = 4,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-w", help="How many workers. [default: 4, or as in --from]")
+    ] = None,
     compute: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Seconds that a minibatch takes: 0.1, 'exp(1)', '1+exp(1)', 'pareto(1,2.5)', 'gamma(2,0.5)', "
-            "'lognormal(1,0.3)'."
+            "'lognormal(1,0.3)'. [default: 1+exp(1), or as in --from]"
         ),
-    ] = "1+exp(1)",
+    ] = None,
+    learn: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Learn all of this from a recorded run. Repeatable, to learn how it converges.",
+        ),
+    ] = None,
     slow: Annotated[
-        list[str] | None, typer.Option(metavar="RANK:FACTOR", help="Make a worker slower: 3:4. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="RANK:FACTOR", help="Make a worker persistently slower: 3:4. Repeatable."),
+    ] = None,
+    spells: Annotated[
+        str | None,
+        typer.Option(metavar="FACTOR,EVERY,LASTING", help="Transient slowness: '4,60s,5s'."),
+    ] = None,
+    failures: Annotated[
+        str | None,
+        typer.Option(metavar="EVERY,RESTART", help="Each worker dies after so long, and is back after: '1h,30s'."),
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="Bytes of a gradient: 100MB.")] = None,
+    compress: Annotated[str | None, typer.Option(help="How gradients are pushed: bf16, int8, topk:0.01.")] = None,
+    latency: Annotated[str | None, typer.Option(help="Of every link, one way: 50us.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Of every link, each way: 1Gbit/s.")] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK:LATENCY,BANDWIDTH", help="One worker's own link: '2:10ms,10Mbit/s'. Repeatable."),
+    ] = None,
+    per_machine: Annotated[int, typer.Option(help="Workers that share a machine, and its link.")] = 1,
+    servers: Annotated[
+        str, typer.Option(help="Where the parameters are: a number of machines, 'lead' (rank 0's) or 'all'.")
+    ] = "1",
+    server_bandwidth: Annotated[str | None, typer.Option(help="Of a server's link. [default: as a worker's]")] = None,
+    push_seconds: Annotated[str | None, typer.Option(help="A server's time to take in a gradient: 100us.")] = None,
+    update_seconds: Annotated[str | None, typer.Option(help="A server's time for an update: 1ms.")] = None,
+    overlap: Annotated[
+        float | None, typer.Option(help="Share of a step, at its end, in which its gradient is sent already.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples in a minibatch. [default: 1, or as in --from]")] = None,
+    layers: Annotated[int, typer.Option(help="Of a model that is split by 'tensor'.")] = 1,
+    activations: Annotated[str, typer.Option(help="Bytes of a minibatch's activations between two layers.")] = "0",
+    goal: Annotated[
+        float | None, typer.Option(help="Also when this loss is reached, by what --from has learned.")
     ] = None,
     updates: Annotated[int, typer.Option(help="How many updates to simulate.")] = 20_000,
     seed: Annotated[int, typer.Option(help="Seeds the draws.")] = 0,
     theory: Annotated[bool, typer.Option("--theory", help="Beside it what the closed forms say.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Also draw the timelines, as of real runs but marked as predicted, into this folder."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object (a list for several strategies).")] = False,
 ) -> None:
-    """Simulate policies of the parameter server, with the very objects that the server asks.
-
-    Messages and updates cost nothing here; what differs is who waits for whom.
+    """Simulate strategies: the very policies that the server asks, on workers, links and servers as you describe them.
 
     Example: `paceline simulate --strategy k-sync:k=4 --workers 8 --compute 'exp(1)' --updates 20000 --seed 1 --json`
+
+    From a real run, for twice as many workers:
+    `paceline simulate --from runs/first --workers 8 -s sync -s k-sync:k=6 -s async`
     """
-    drawn = parse_distribution(compute)
-    factors = _factors(slow or [], workers)
+    known = [calibrate(path) for path in learn or []]
+    base = known[0].for_workers(workers) if known else Cluster(workers=4 if workers is None else workers)
+    plain = {"batch": batch, "compress": compress, "overlap": overlap, "per_machine": per_machine, "servers": servers}
+    cluster = described(
+        base, plain, compute=compute, size=size, push_seconds=push_seconds, update_seconds=update_seconds
+    )
+    cluster = with_links(cluster, latency, bandwidth, link or [], server_bandwidth)
+    cluster = with_trouble(cluster, slow or [], spells, failures)
+    forward = known[0].forward if known else None
+    model = Model(
+        layers=layers, activations=quantities.size("--activations", activations), forward=forward or Model().forward
+    )
+    convergence = _convergence(known, goal)
+
     answers: list[dict[str, Any]] = []
     for spec in strategy or ["sync"]:
-        answer = msgspec.to_builtins(
-            simulate(spec, workers, drawn, updates=updates, seed=seed, factors=factors), str_keys=True
-        )
+        told, _ = simulate(spec, cluster, updates=updates, seed=seed, model=model)
+        answer = msgspec.to_builtins(told, str_keys=True)
         if theory:
-            answer["theory"] = msgspec.to_builtins(predict(spec, workers, drawn)) if factors is None else None
+            answer["theory"] = msgspec.to_builtins(predict(spec, cluster, model))
+        if known:
+            answer["learned"] = msgspec.to_builtins(sheet(known[0]), str_keys=True)
+        if convergence is not None and goal is not None:
+            answer["goal"] = msgspec.to_builtins(convergence.reach(goal, told))
         answers.append(answer)
     if json:
         print(msgspec.json.format(msgspec.json.encode(answers[0] if len(answers) == 1 else answers), indent=2).decode())
-        return
-    _print(answers, theory)
+    else:
+        _print(known, answers, theory)
+    if out is not None:
+        _draw(out, strategy or ["sync"], cluster, model, updates, seed)
 
 
-def _factors(specs: list[str], workers: int) -> list[float] | None:
-    if not specs:
-        return None
-    factors = [1.0] * max(workers, 0)
+def _draw(out: Path, specs: list[str], cluster: Cluster, model: Model, updates: int, seed: int) -> None:
+    """The timelines, as of real runs."""
+    facts = []
     for spec in specs:
-        who, _, what = spec.partition(":")
-        try:
-            factor = float(what)
-        except ValueError:
-            factor = 0.0
-        if not (who.isdecimal() and int(who) < workers and factor > 0):
-            raise UsageError(
-                f"--slow '{spec}': it must be RANK:FACTOR, a rank from 0 to {workers - 1} and a factor above 0"
-            )
-        factors[int(who)] = factor
-    return factors
+        folder = out / "".join("-" if letter in ":,=" else letter for letter in spec)
+        _, trace = simulate(spec, cluster, updates=min(updates, _DRAWN), seed=seed, model=model, trace=True)
+        assert trace is not None
+        trace.write(folder, {"seed": seed, "compute": str(cluster.compute)})
+        facts.append(open_run(folder).facts(name=f"{spec} (predicted)"))
+    write_report(out / "report.html", "Predicted by simulation", facts)
+    Console(stderr=True).print(f"report: {os.path.relpath(out / 'report.html')}")
 
 
-def _print(answers: list[dict[str, Any]], theory: bool) -> None:
-    table = Table("strategy", box=None)
-    heads = ["s per update", "±", *(["by formula"] if theory else []), "minibatches/s", "staleness"]
+def _convergence(known: list[Calibration], goal: float | None) -> Convergence | None:
+    if goal is None:
+        return None
+    if not known:
+        raise UsageError("--goal needs --from RUN: how fast the loss falls is learned from runs")
+    return fit_runs(known)
+
+
+def _print(known: list[Calibration], answers: list[dict[str, Any]], theory: bool) -> None:
+    console = Console()
+    console.width = max(console.width, _WIDTH)
+    if known:
+        console.print(known[0].words, highlight=False)
+    table = Table(box=None)
+    table.add_column("strategy", no_wrap=True)
+    heads = ["s per update", "±", *(["by formula"] if theory else []), "samples/s", "staleness"]
     heads += ["by formula"] if theory else []
-    for head in (*heads, "waiting", "cancelled"):
-        table.add_column(head, justify="right")
+    heads += ["waiting", "cancelled"]
+    goals = any("goal" in answer for answer in answers)
+    for head in (*heads, *(["s to goal", "95 % within"] if goals else [])):
+        table.add_column(head, justify="right", no_wrap=True)
     for answer in answers:
         formula = answer.get("theory") or {}
         waiting = answer["waiting"]
@@ -90,11 +184,21 @@ def _print(answers: list[dict[str, Any]], theory: bool) -> None:
             f"{1.96 * (answer['standard_error'] or 0):.2g}",
         ]
         row += [_number(formula.get("seconds_per_update"))] if theory else []
-        row += [f"{answer['minibatches_per_second']:.4g}", f"{answer['staleness']['mean']:.3f}"]
+        row += [f"{answer['samples_per_second']:.4g}", f"{answer['staleness']['mean']:.3f}"]
         row += [_number(formula.get("staleness"))] if theory else []
         share = sum(waiting) / len(waiting) if waiting else 0.0
-        table.add_row(*row, f"{share:.1%}", f"{answer['cancelled']:,}")
-    Console().print(table)
+        row += [f"{share:.1%}", f"{answer['cancelled']:,}"]
+        if goals:
+            reached = answer["goal"]
+            row += [_number(reached["seconds"]), f"{_number(reached['low'])} – {_number(reached['high'])}"]
+        table.add_row(*row)
+    console.print(table)
+    for answer in answers:
+        if answer["verdict"]:
+            console.print(f"{answer['strategy']}: {answer['verdict']}")
+        if answer["starved"]:
+            who = ", ".join(map(str, answer["starved"][:8])) + ("…" if len(answer["starved"]) > 8 else "")
+            console.print(f"{answer['strategy']}: no gradient of worker {who} is ever used")
 
 
 def _number(value: float | None) -> str:

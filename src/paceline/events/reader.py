@@ -9,6 +9,7 @@ from typing import IO
 import msgspec
 import numpy as np
 
+from paceline.errors import UsageError
 from paceline.events.schema import Event
 
 _BLOCK = 8 << 20
@@ -26,6 +27,9 @@ class Reader:
         self.unreadable = 0
         self.first_unreadable = 0
         """The number of the first such line."""
+        self.finished = False
+        self.at_end = False
+        """Whether there was nothing more at the last reading."""
         self.places: list[tuple[int, int]] = []
         """Where in the file the lines of the last events begin and end."""
         self._file: IO[bytes] | None = None
@@ -34,11 +38,13 @@ class Reader:
         """The beginning of a line whose end is not there yet."""
         self._decoder = msgspec.json.Decoder(Event)
 
-    def read(self) -> list[Event]:
-        """The events that have come since, a block of them at most."""
+    def read(self, size: int | None = None) -> list[Event]:
+        """The events that have come since, of a block at most, or of so many bytes."""
+        size = size or _BLOCK
         if self._file is None:
             self._file = self.path.open("rb", buffering=0)  # kept open: it can be read to its end even when removed
-        data = self._file.read(_BLOCK)
+        data = self._file.read(size)
+        self.at_end = len(data) < size
         begin = self._offset - len(self._rest)
         self._offset += len(data)
         data = self._rest + data
@@ -54,6 +60,21 @@ class Reader:
                 yield self.read()
         finally:
             self.close()
+        self.finish()
+
+    @property
+    def share(self) -> float:
+        """How much of the file has been read."""
+        try:
+            size = self.path.stat().st_size
+        except FileNotFoundError:
+            return 1.0
+        return min(1.0, self._offset / size) if size else 1.0
+
+    def finish(self) -> None:
+        """Nothing more will come."""
+        self.close()
+        self.finished = True
         if self._rest:
             self._refuse(self.lines + 1)
             self._rest = b""
@@ -104,3 +125,17 @@ class Reader:
         self.lines += 1
         self.unreadable += 1
         self.first_unreadable = self.first_unreadable or number
+
+
+def read_run(path: Path) -> Iterator[list[Event]]:
+    """The events of a run's folder, or of one file, block by block; those of one process are in their order."""
+    if not path.exists():
+        raise UsageError(f"there is no run at {path}; give a folder of a run, such as runs/NAME")
+    files = [path]
+    if path.is_dir():
+        merged = path / "events.jsonl"
+        files = [merged] if merged.exists() else sorted((path / "streams").glob("*.jsonl"))
+        if not files:
+            raise UsageError(f"{path} is not the folder of a run: it has neither events.jsonl nor streams/")
+    for file in files:
+        yield from Reader(file).all()

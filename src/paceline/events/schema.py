@@ -168,6 +168,15 @@ class Balance(_Event, frozen=True, gc=False):
     shares: list[int]
 
 
+class Switch(_Event, frozen=True, gc=False):
+    """A server that was to choose its policy itself has chosen."""
+
+    version: int
+    """The last one that was made under the policy before."""
+    strategy: str
+    reason: str
+
+
 class Message(_Event, frozen=True, gc=False):
     """A worker sent a part of a collective to another, or received one; recorded inside `collectives.observe()`."""
 
@@ -206,6 +215,7 @@ Event = (
     | Seen
     | Epoch
     | Balance
+    | Switch
     | Message
     | Metric
 )

@@ -9,6 +9,7 @@ from paceline import config
 from paceline.errors import UsageError
 from paceline.policies.adaptive import Adaptive, best_k
 from paceline.policies.asynchronous import Async, KAsync, KBatchAsync
+from paceline.policies.auto import Auto
 from paceline.policies.base import Decision, Order, Policy, Push
 from paceline.policies.bounded import Ssp
 from paceline.policies.groups import Groups
@@ -18,6 +19,7 @@ __all__ = [
     "POLICIES",
     "Adaptive",
     "Async",
+    "Auto",
     "Decision",
     "Groups",
     "KAsync",
@@ -77,5 +79,6 @@ POLICIES: dict[type[config.Strategy], Callable[[Any, Workers], Policy]] = {
     config.Ssp: lambda strategy, workers: Ssp(workers, strategy.s),
     config.Groups: _groups,
     config.Adaptive: _adaptive,
+    config.Auto: lambda strategy, workers: Auto(workers),
 }
 """A new policy is one file here, one class in `config` and one line in this table."""

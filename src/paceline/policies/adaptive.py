@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 
+from paceline.policies.around import Around
 from paceline.policies.asynchronous import KAsync, KBatchAsync
-from paceline.policies.base import Decision, Policy, Push
+from paceline.policies.base import Policy
 from paceline.policies.synchronous import KBatchSync, KSync
 
 Family = KSync | KBatchSync | KAsync | KBatchAsync
@@ -26,17 +27,17 @@ def best_k(family: type[Policy], start: int, workers: int, first: float, now: fl
     return min(float(workers), start * math.sqrt(fallen))
 
 
-class Adaptive(Policy):
+class Adaptive(Around):
     """Another policy, its K following the loss."""
 
+    inner: Family
+
     def __init__(self, inner: Family) -> None:
-        super().__init__(inner.workers)
-        self.inner = inner
-        self.start = self.k = inner.k
+        super().__init__(inner)
+        self.start = inner.k
         self.fresh_only = inner.fresh_only
         self._first: float | None = None
         self._spare = inner.spare
-        self._mirror(Decision(""))
 
     @property
     def spare(self) -> bool:
@@ -50,27 +51,3 @@ class Adaptive(Policy):
             self._first = loss
         wanted = best_k(type(self.inner), self.start, self._started_with, self._first, loss)
         self.k = self.inner.k = max(self.inner.k, min(self._started_with, math.floor(wanted)))
-
-    def arrive(self, push: Push) -> Decision:
-        return self._mirror(self.inner.arrive(push))
-
-    def join(self, worker: int) -> Decision:
-        return self._mirror(self.inner.join(worker))
-
-    def leave(self, worker: int) -> Decision:
-        return self._mirror(self.inner.leave(worker))
-
-    def rest(self, worker: int) -> Decision:
-        return self._mirror(self.inner.rest(worker))
-
-    def wake(self, worker: int) -> None:
-        self.inner.wake(worker)
-
-    def reconsider(self, why: str) -> Decision:
-        return self._mirror(self.inner.reconsider(why))
-
-    def _mirror(self, decision: Decision) -> Decision:
-        inner = self.inner
-        self.workers, self.version = inner.workers, inner.version
-        self.held, self.waiting, self.resting = inner.held, inner.waiting, inner.resting
-        return decision

@@ -90,9 +90,15 @@ class Policy(ABC):
         return False
 
     @property
+    def cancels(self) -> bool:
+        """Whether it may tell a worker to leave its step."""
+        return self.fresh_only and not self.lockstep
+
+    @property
     def computing(self) -> int:
         """How many workers may bring a gradient by themselves."""
-        return len(self.workers - self.waiting - self.resting)
+        idle = len(self.waiting) + len(self.resting) - len(self.waiting & self.resting)
+        return len(self.workers) - idle
 
     # -- what happens ------------------------------------------------------------------------------------------------
 

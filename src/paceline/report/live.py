@@ -55,10 +55,15 @@ class Newest:
     def going(self) -> bool:
         return self._source.going
 
+    @property
+    def behind(self) -> bool:
+        """Whether there is more to read than was read yet."""
+        return self._source.share < 1.0
+
     async def facts(self) -> dict[str, Any]:
         async with self._lock:
             old = time.monotonic() - self._made >= _INTERVAL * 0.9 or (not self.going and not self._facts.get("over"))
-            if not self._facts or old:
+            if not self._facts or old or self.behind:
                 self._facts = await asyncio.to_thread(self._make)
                 self._made = time.monotonic()
             return self._facts
@@ -66,8 +71,10 @@ class Newest:
     def _make(self) -> dict[str, Any]:
         if not self._facts.get("over"):
             over = not self._source.going
-            self._source.follow()
-            self._facts = self._source.facts(columns=_COLUMNS) | {"over": over, "now": time.perf_counter()}
+            self._source.follow(_INTERVAL)
+            share = self._source.share
+            known = {"over": over and share == 1.0, "now": time.perf_counter(), "read": share}
+            self._facts = self._source.facts(columns=_COLUMNS) | known
         return self._facts
 
 
@@ -164,7 +171,7 @@ async def _stream(newest: Newest) -> AsyncIterator[bytes]:
             return
         # A busy machine gets fewer pictures; the last one comes at once.
         until = time.monotonic() + max(_INTERVAL, 3 * (time.monotonic() - began))
-        while newest.going and time.monotonic() < until:
+        while newest.going and not newest.behind and time.monotonic() < until:
             await asyncio.sleep(0.1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from paceline.report.reduction import Reduction
 
 _LATE = 1.5
 """Seconds by which an event can be late in its file."""
+_PIECE = 2 << 20
+"""Bytes of a file that are read before the others have their turn."""
 
 
 class Source:
@@ -33,6 +36,10 @@ class Source:
             raise UsageError(f"{path} is not the folder of a run: it has neither events.jsonl nor streams/")
         self.run = Reduction(limit)
         self._readers: dict[Path, Reader] = {}
+        self._reached: defaultdict[Path, float] = defaultdict(lambda: -math.inf)
+        """The moment up to which a file has been read."""
+        self.share = 1.0
+        """How much of what there is has been read."""
 
     @property
     def files(self) -> list[Path]:
@@ -61,24 +68,34 @@ class Source:
                     self.run.advance(events[-1].start)
         self.run.advance()
 
-    def follow(self) -> None:
-        """What has come since."""
+    def follow(self, seconds: float = math.inf) -> None:
+        """What has come since, or as much of it as can be read in so long: of all streams evenly."""
+        until = time.monotonic() + seconds
         going = self.going
-        if not going and not self._readers:
-            self.read()
-            return
-        if going:
+        if going or not self._readers:
             for path in self.files:
                 self._readers.setdefault(path, Reader(path))
-        for path, reader in list(self._readers.items()):
+        behind = {path: reader for path, reader in self._readers.items() if going or not reader.finished}
+        while behind and time.monotonic() < until:
+            path = min(behind, key=self._reached.__getitem__)
+            reader = behind[path]
             try:
-                while events := reader.read():
-                    self.run.feed(events)
+                events = reader.read(_PIECE)
             except FileNotFoundError:
-                del self._readers[path]  # it was merged before the first look
-            if not going:
-                reader.close()
-        self.run.advance(time.perf_counter() - _LATE if going else math.inf)
+                del self._readers[path], behind[path]  # it was merged before the first look
+                continue
+            if events:
+                self._reached[path] = max(self._reached[path], events[-1].start)
+                self.run.feed(events)
+            if reader.at_end:
+                del behind[path]
+                if not going:
+                    reader.finish()
+            if behind:
+                self.run.advance(min(self._reached[path] for path in behind) - _LATE)
+        self.share = min((min(0.99, reader.share) for reader in behind.values()), default=1.0)
+        if not behind:
+            self.run.advance(time.perf_counter() - _LATE if going else math.inf)
 
     @property
     def notes(self) -> list[str]:

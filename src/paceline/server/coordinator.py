@@ -38,6 +38,7 @@ from paceline.server.messages import Order as Drawn
 from paceline.server.samples import Samples
 from paceline.server.seats import Seat, Seats, State
 from paceline.server.shards import Shards
+from paceline.server.tuner import Tuner
 from paceline.server.updates import Pushed, Updates
 from paceline.transport.futex import Words
 from paceline.transport.wire import Closed
@@ -70,6 +71,7 @@ class Coordinator:
         self._samples = Samples(
             self._seats, self._policy, self._updates, self._recorder, plan.timeouts.meeting, self._execute
         )
+        self._tuner = Tuner(self._policy, parse_strategy(plan.strategy))
         self._tickets = 0
         self._loss: float | None = None
         self._by_descriptor = {seat.wire.descriptor: seat for seat in seats.values()}
@@ -155,6 +157,8 @@ class Coordinator:
 
     def _push(self, seat: Seat, message: Push) -> None:
         now = time.perf_counter()
+        if self._tuner.watching:
+            self._tune(seat, now)
         seat.into(State.PUSHED)
         seat.request, seat.outcome = message, "used"
         self._policy.wake(seat.rank)
@@ -181,6 +185,17 @@ class Coordinator:
                 reason,
             )
         )
+
+    def _tune(self, seat: Seat, now: float) -> None:
+        """Let a worker's step count for the choice of a policy; if there is one, go on with it."""
+        choice = self._tuner.step(seat.rank, time.monotonic() - seat.since, self._updates.seconds)
+        if choice is None:
+            return
+        k = make_policy(parse_strategy(choice.strategy), range(len(self._seats))).k
+        self._updates.expect(k)
+        version = self._policy.version
+        self._recorder.add(events.Switch(-1, now, version, choice.strategy, choice.reason))
+        self._say(f"after {version} updates, auto goes on as {choice.strategy}: {choice.reason}")
 
     def _decide(self, seat: Seat, message: Push, ticket: int, staleness: int) -> tuple[str, str]:
         """What becomes of a gradient, and why."""
@@ -228,6 +243,7 @@ class Coordinator:
                 self._updates.collect(rank)
                 self._go(seat, renew=order is not Order.STAY, by=by)
             elif order is Order.CANCEL and seat.state is State.COMPUTING:
+                self._floors.stamp(rank, time.perf_counter())
                 self._floors.write(rank, self._policy.version & 0xFFFFFFFF)
         if decision.use or decision.drop:
             self._samples.settle()

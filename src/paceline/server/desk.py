@@ -104,6 +104,10 @@ class Desk:
         """Whether a gradient of this version can no longer be used."""
         return bool(self._floors.values[self._place] > version)
 
+    def cancelled_at(self) -> float:
+        """When this worker was last cancelled, by the clock that all processes of a machine share."""
+        return self._floors.stamped(self._rank)
+
     def sleep(self, seconds: float, version: int | None) -> bool:
         """Sleep so long, or until a gradient of this version can no longer be used; whether that was so."""
         until = time.perf_counter() + seconds

@@ -59,10 +59,16 @@ class Updates:
         self._scaling = RateScaling(plan.scale_lr, k, plan.warmup)
         self.bound = self._corrections.bound()
         """The staleness above which a gradient is dropped."""
+        self.seconds = 0.0
+        """That the last update took."""
         self.held: dict[int, Pushed] = {}
         """Gradients that are not used yet, by ticket."""
         self._last: tuple[list[dict[str, Any]], float] | None = None
         """Hyperparameters of the last update, and what their rates were multiplied with."""
+
+    def expect(self, k: int) -> None:
+        """From here on so many gradients make an update, for learning rates that follow that."""
+        self._scaling = dataclasses.replace(self._scaling, workers=k)
 
     def hold(self, pushed: Pushed, staleness: int) -> None:
         """A gradient has come."""
@@ -112,7 +118,7 @@ class Updates:
             message = self._clip(message, *clip)
         self._shards.apply(message)
         shelf.publish(new, version)
-        seconds = time.perf_counter() - start
+        seconds = self.seconds = time.perf_counter() - start
         read = sum(pushed.message.bytes for pushed in pushes)
         used = [pushed.ticket for pushed in pushes]
         self._recorder.add(events.Update(-1, start, seconds, version, read, len(pushes), pushes=used, rate=rate))

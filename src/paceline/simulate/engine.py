@@ -1,19 +1,30 @@
-"""The event loop: workers that compute for drawn times, and the very policy that a server would ask."""
+"""The event loop: workers that compute for drawn times, links and servers that take theirs, and the very policy that a
+server would ask."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from paceline.policies import Order, Policy, Push
+from paceline.errors import UsageError
+from paceline.policies import Decision, Order, Policy, Push
+from paceline.simulate.cluster import Cluster
 from paceline.simulate.distributions import Distribution
-from paceline.simulate.result import Result, result
+from paceline.simulate.network import Network, Nothing, Served
+from paceline.simulate.result import Result, Shares, result
+from paceline.simulate.trace import Trace
 
 _AHEAD = 4096
 """Draws that are made at once: one at a time would take longer than the rest of the loop."""
+_PATIENCE = 1000
+"""Gradients per worker without an update, after which none is expected any more."""
+_SENT, _ARRIVED, _DIED, _BACK = range(4)
+_COMPUTING, _SENDING, _HERE, _AWAY = range(4)
+"""What a worker does; `here` is its gradient, at the server."""
 
 
 def _stream(of: Distribution, factor: float, source: np.random.Generator, size: int) -> Callable[[], float]:
@@ -29,80 +40,231 @@ def _stream(of: Distribution, factor: float, source: np.random.Generator, size: 
 
 
 class Engine:
-    """One run of one policy; messages and updates cost nothing."""
+    """One run of one policy on one cluster."""
 
     def __init__(
-        self, policy: Policy, compute: Distribution, seed: int, factors: Sequence[float] | None = None
+        self,
+        policy: Policy,
+        cluster: Cluster,
+        seed: int,
+        *,
+        network: Network | None = None,
+        inside: float = 0.0,
+        trace: Trace | None = None,
     ) -> None:
-        """factors: how many times as long as drawn each worker's steps take."""
-        self._policy = policy
-        ranks = sorted(policy.workers)
-        factors = factors or [1.0] * len(ranks)
-        sources = np.random.default_rng(seed).spawn(len(ranks))
-        size = max(16, min(_AHEAD, 4_000_000 // len(ranks)))
-        self._draw = [_stream(compute, factor, source, size) for factor, source in zip(factors, sources, strict=True)]
-        self._version = [0] * len(ranks)
-        self._step = [0] * len(ranks)
+        """network: another one than the cluster's servers'; inside: seconds that a group takes to agree."""
+        self._policy, self._cluster, self._inside, self._trace = policy, cluster, inside, trace
+        count = cluster.workers
+        source = np.random.default_rng(seed)
+        size = max(16, min(_AHEAD, 4_000_000 // count))
+        self._draw = [_stream(*cluster.steps_of(rank), own, size) for rank, own in enumerate(source.spawn(count))]
+        self._luck = source.spawn(1)[0]
+        """For what goes wrong."""
+        self._network = network or (Served(cluster) if cluster.wired else Nothing())
+        self._direct = isinstance(self._network, Nothing)
+        self._version = [0] * count
+        self._step = [0] * count
         """Counts a worker's steps, so that the end of one that was cancelled is known for what it is."""
-        self._waits = [-1.0] * len(ranks)
-        """Since when a worker waits; -1 if it does not."""
-        self._waited = [0.0] * len(ranks)
-        self._heap: list[tuple[float, int, int]] = []
-        self.cancelled = self.dropped = self.used = 0
+        self._does = [_COMPUTING] * count
+        self._began, self._ends = [0.0] * count, [0.0] * count
+        """Of the step that is under way."""
+        self._since = [0.0] * count
+        """When its gradient came to the server."""
+        self._shares = [Shares() for _ in range(count)]
+        self._slow_until = [0.0] * count
+        self._next_spell = [math.inf] * count
+        if cluster.spells is not None:
+            self._next_spell = self._luck.exponential(cluster.spells.every, count).tolist()
+        self._heap: list[tuple[float, int, int, int]] = []
+        self._server_free = 0.0
+        self.cancelled = self.dropped = self.used = self._tickets = self._without = self._failures = 0
+        self._useful = [0] * count
         self.ages: Counter[int] = Counter()
         self.moments: list[float] = []
         self.now = 0.0
 
     def run(self, updates: int, strategy: str) -> Result:
-        for rank in range(len(self._draw)):
-            self._begin(rank)
-        arrive, heap, tickets = self._policy.arrive, self._heap, 0
-        while len(self.moments) < updates:
-            self.now, rank, step = heapq.heappop(heap)
-            if step != self._step[rank]:
-                continue  # it was cancelled
-            tickets += 1
-            version = self._version[rank]
-            self.ages[self._policy.version - version] += 1
-            self._waits[rank] = self.now
-            decision = arrive(Push(tickets, rank, version))
-            self.dropped += len(decision.drop)
-            if decision.use:
-                self.used += len(decision.use)
-                self.moments.append(self.now)
-            for other, order in decision.orders.items():
-                if order is not Order.WAIT:
-                    self._follow(other, order)
-        total = self.now or 1.0
-        waiting = [
-            (waited + (self.now - since if since >= 0 else 0.0)) / total
-            for waited, since in zip(self._waited, self._waits, strict=True)
-        ]
+        if self._cluster.failures is not None:
+            for rank in range(self._cluster.workers):
+                self._await_death(rank)
+        for rank in range(self._cluster.workers):
+            self._begin(rank, 0.0)
+        heap, moments, steps, direct = self._heap, self.moments, self._step, self._direct
+        verdict = None
+        limit = _PATIENCE * self._cluster.workers
+        while len(moments) < updates:
+            if not heap or self._without > limit:
+                verdict = self._stuck()
+                break
+            self.now, kind, rank, step = heapq.heappop(heap)
+            if kind <= _ARRIVED:
+                if step != steps[rank]:
+                    continue  # it was cancelled, or is gone
+                if direct or kind == _ARRIVED:
+                    self._arrive(rank)
+                else:
+                    self._does[rank] = _SENDING
+                    arrival = self._network.push(rank, self.now, self._ends[rank])
+                    heapq.heappush(heap, (arrival, _ARRIVED, rank, step))
+            elif kind == _DIED:
+                self._die(rank)
+            else:
+                self._come_back(rank)
+        return self._result(strategy, verdict)
+
+    def _arrive(self, rank: int) -> None:
+        self._tickets += 1
+        self._without += 1
+        version, shares = self._version[rank], self._shares[rank]
+        began, end, now = self._began[rank], self._ends[rank], self.now
+        shares.computing += end - began
+        shares.communicating += now - end
+        self._does[rank], self._since[rank] = _HERE, now
+        staleness = self._policy.version - version
+        push = Push(self._tickets, rank, version)
+        if self._trace is not None:
+            self._trace.computed(rank, began, end, version)
+            self._trace.arrived(push, now, staleness)
+        cluster = self._cluster
+        moment = max(now, self._server_free) + cluster.push_seconds
+        decision = self._policy.arrive(push)
+        if push not in decision.drop:
+            self.ages[staleness] += 1
+        if len(decision.together) > 1:
+            moment += self._inside
+        self._execute(decision, moment, rank)
+
+    def _execute(self, decision: Decision, moment: float, by: int) -> None:
+        """Do what the policy has decided, once the server is free for it."""
+        self.dropped += len(decision.drop)
+        if decision.use:
+            if self._trace is not None:
+                self._trace.updated(moment, self._cluster.update_seconds, self._policy.version, decision.use)
+            moment += self._cluster.update_seconds
+            self.used += len(decision.use)
+            self._without = 0
+            self.moments.append(moment)
+            for one in decision.use:
+                self._useful[one.worker] += 1
+        self._server_free = moment
+        gone = [(rank, order) for rank, order in decision.orders.items() if self._goes(rank, order, moment)]
+        if not gone:
+            return
+        newest = self._policy.version
+        versions = [self._version[rank] if order is Order.STAY else newest for rank, order in gone]
+        if self._direct:
+            starts = [moment] * len(gone)
+        else:
+            ranks = [rank for rank, _ in gone]
+            new = [version != self._version[rank] for rank, version in zip(ranks, versions, strict=True)]
+            starts = self._network.pull(ranks, moment, new)
+        for (rank, _), version, start in zip(gone, versions, starts, strict=True):
+            self._shares[rank].communicating += start - moment
+            if self._trace is not None and self._does[rank] == _HERE:
+                self._trace.let_go(rank, self._ends[rank], start, version, by)
+            self._version[rank] = version
+            self._begin(rank, start)
+
+    def _goes(self, rank: int, order: Order, moment: float) -> bool:
+        """Whether a worker begins its next step with this order."""
+        if order is Order.WAIT:
+            return False
+        if self._does[rank] == _HERE:
+            self._shares[rank].waiting += moment - self._since[rank]
+            return True
+        if self._does[rank] == _COMPUTING and order is Order.CANCEL:
+            self.cancelled += 1
+            self._shares[rank].cancelled += max(0.0, moment - self._began[rank])
+            if self._trace is not None:
+                self._trace.cancelled(rank, self._began[rank], moment, self._version[rank])
+            return True
+        return False  # it computes, or its gradient is on its way; nothing changes for it
+
+    def _begin(self, rank: int, start: float) -> None:
+        self._step[rank] += 1
+        self._does[rank] = _COMPUTING
+        seconds = self._draw[rank]()
+        if self._cluster.spells is not None:
+            seconds *= self._spell(rank, start)
+        end = start + seconds
+        self._began[rank], self._ends[rank] = start, end
+        heapq.heappush(self._heap, (end - self._cluster.overlap * seconds, _SENT, rank, self._step[rank]))
+
+    # -- what goes wrong ---------------------------------------------------------------------------------------------
+
+    def _spell(self, rank: int, now: float) -> float:
+        """What a step that begins now is multiplied with."""
+        spells = self._cluster.spells
+        assert spells is not None
+        while self._next_spell[rank] <= now:
+            begun = self._next_spell[rank]
+            self._slow_until[rank] = begun + self._luck.exponential(spells.lasting)
+            self._next_spell[rank] = self._slow_until[rank] + self._luck.exponential(spells.every)
+        return spells.factor if now < self._slow_until[rank] else 1.0
+
+    def _await_death(self, rank: int) -> None:
+        assert self._cluster.failures is not None
+        when = self.now + self._luck.exponential(self._cluster.failures.every)
+        heapq.heappush(self._heap, (when, _DIED, rank, 0))
+
+    def _die(self, rank: int) -> None:
+        """What it computes is lost; what it has pushed still counts."""
+        assert self._cluster.failures is not None
+        self._failures += 1
+        restart = self.now + self._cluster.failures.restart
+        if self._policy.spare and len(self._policy.workers) > 1:
+            self._step[rank] += 1
+            if self._does[rank] == _HERE:
+                self._shares[rank].waiting += self.now - self._since[rank]
+            self._does[rank] = _AWAY
+            decision = self._policy.leave(rank)
+            self._execute(decision, max(self.now, self._server_free), rank)
+        elif self._does[rank] != _HERE:
+            # All need it: they wait until it is back, and has computed its gradient anew.
+            self._begin(rank, restart)
+        heapq.heappush(self._heap, (restart, _BACK, rank, 0))
+
+    def _come_back(self, rank: int) -> None:
+        self._await_death(rank)
+        if self._does[rank] == _AWAY:
+            try:
+                decision = self._policy.join(rank)
+            except UsageError:
+                return  # this policy takes nobody in
+            self._does[rank], self._since[rank] = _HERE, self.now
+            self._execute(decision, max(self.now, self._server_free), rank)
+
+    def _stuck(self) -> str:
+        """Why there are no more updates."""
+        updates = len(self.moments)
+        if not self._heap:
+            waiting = sum(does == _HERE for does in self._does)
+            return f"deadlock: after {updates} updates {waiting} workers wait, and nothing is left that could end it"
+        return f"starvation: {self._without} gradients have come since update {updates}, and none is used"
+
+    # -- what came of it ---------------------------------------------------------------------------------------------
+
+    def _result(self, strategy: str, verdict: str | None) -> Result:
+        end = max(self.now, self.moments[-1] if self.moments else 0.0)
+        for rank, shares in enumerate(self._shares):
+            if self._does[rank] == _HERE:
+                shares.waiting += max(0.0, end - self._since[rank])
+            elif self._does[rank] == _COMPUTING:
+                shares.computing += max(0.0, min(end, self._ends[rank]) - self._began[rank])
+        if self._trace is not None:
+            self._trace.over(end, self._does, self._since)
         return result(
             strategy=strategy,
-            workers=len(self._draw),
+            cluster=self._cluster,
             moments=np.array(self.moments),
             used=self.used,
             ages=self.ages,
             cancelled=self.cancelled,
             dropped=self.dropped,
-            waiting=waiting,
+            shares=self._shares,
+            total=end,
+            traffic=self._network.traffic(),
+            failures=self._failures,
+            verdict=verdict,
+            starved=[rank for rank, used in enumerate(self._useful) if not used],
         )
-
-    def _follow(self, rank: int, order: Order) -> None:
-        """Let a worker begin its next step."""
-        since = self._waits[rank]
-        if since >= 0:
-            self._waited[rank] += self.now - since
-            self._waits[rank] = -1.0
-        elif order is Order.CANCEL:
-            self.cancelled += 1
-        else:
-            return  # it computes, and nothing changes for it
-        if order is not Order.STAY:
-            self._version[rank] = self._policy.version
-        self._begin(rank)
-
-    def _begin(self, rank: int) -> None:
-        self._step[rank] += 1
-        heapq.heappush(self._heap, (self.now + self._draw[rank](), rank, self._step[rank]))

@@ -1,113 +1,151 @@
-"""The simple policies without a loop over events: all updates at once, where one does not depend on the last."""
+"""The simple policies without a loop over events: all updates at once, where one does not depend on the last.
+
+Only for workers that are all alike and never die, with messages that cost nothing, or an all-reduce that always costs
+the same.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline import config
 from paceline.config import Strategy
-from paceline.simulate.distributions import Distribution
-from paceline.simulate.result import Result, result
+from paceline.simulate.cluster import Cluster
+from paceline.simulate.result import Result, Shares, result
+
+Moments = NDArray[np.float64]
 
 _AT_ONCE = 4_000_000
 """Draws that are in memory at once."""
 
 
-def simulate_fast(strategy: Strategy, workers: int, compute: Distribution, updates: int, seed: int) -> Result | None:
+def simulate_fast(strategy: Strategy, cluster: Cluster, updates: int, seed: int) -> Result | None:
     """The same as the event loop gives, in distribution; None for policies that need the loop."""
-    source = np.random.default_rng(seed)
-    match strategy:
-        case config.Sync():
-            return _of_workers(strategy, workers, workers, compute, updates, source)
-        case config.KSync():
-            return _of_workers(strategy, workers, strategy.k, compute, updates, source)
-        case config.KBatchSync():
-            return _of_minibatches(strategy, workers, strategy.k, compute, updates, source)
-        case config.Async():
-            return _merged(strategy, workers, 1, compute, updates, source)
-        case config.KBatchAsync():
-            return _merged(strategy, workers, strategy.k, compute, updates, source)
-    return None
+    of = _Alike(str(strategy), cluster, updates, np.random.default_rng(seed))
+    way = _WAYS.get(type(strategy))
+    return None if way is None else way(of, strategy)
 
 
-def _of_workers(
-    strategy: Strategy, workers: int, k: int, compute: Distribution, updates: int, source: np.random.Generator
-) -> Result:
-    """Every update begins with all workers, and ends with the K-th of them."""
-    parts: list[NDArray[np.float64]] = []
-    waited = 0.0
-    for count in _blocks(updates, workers):
-        draws = np.partition(compute.draw(source, (count, workers)), k - 1, axis=1)
-        parts.append(draws[:, k - 1])
-        waited += float((draws[:, k - 1 : k] - draws[:, :k]).sum())
-    moments = np.cumsum(np.concatenate(parts))
-    share = waited / workers / float(moments[-1])
-    return result(
-        strategy=str(strategy),
-        workers=workers,
-        moments=moments,
-        used=k * updates,
-        ages=Counter({0: k * updates}),
-        cancelled=(workers - k) * updates,
-        waiting=[share] * workers,
-    )
+def simulate_collective(name: str, cluster: Cluster, updates: int, seed: int, seconds: float) -> Result:
+    """All workers, and then an all-reduce of so many seconds."""
+    told = _Alike(name, cluster, updates, np.random.default_rng(seed)).workers(cluster.workers, seconds)
+    moved = 2 * (cluster.workers - 1) / cluster.workers * cluster.size * updates
+    told.traffic = {"out": [moved] * cluster.workers, "in": [moved] * cluster.workers}
+    return told
 
 
-def _of_minibatches(
-    strategy: Strategy, workers: int, k: int, compute: Distribution, updates: int, source: np.random.Generator
-) -> Result:
-    """Every update begins with all workers, and ends with the K-th minibatch of whomever."""
-    parts: list[NDArray[np.float64]] = []
-    for count in _blocks(updates, workers * k):
-        ends = np.cumsum(compute.draw(source, (count, workers, k)), axis=2).reshape(count, workers * k)
-        parts.append(np.partition(ends, k - 1, axis=1)[:, k - 1])
-    moments = np.cumsum(np.concatenate(parts))
-    return result(
-        strategy=str(strategy),
-        workers=workers,
-        moments=moments,
-        used=k * updates,
-        ages=Counter({0: k * updates}),
-        cancelled=(workers - 1) * updates,
-        waiting=[0.0] * workers,
-    )
+class _Alike:
+    """A run of workers that are all alike."""
+
+    def __init__(self, name: str, cluster: Cluster, updates: int, source: np.random.Generator) -> None:
+        self._name, self._cluster, self._updates, self._source = name, cluster, updates, source
+        self.count = cluster.workers
+
+    def workers(self, k: int, after: float = 0.0) -> Result:
+        """Every update begins with all workers, ends with the K-th of them, and takes so much longer."""
+        count = self.count
+        parts: list[Moments] = []
+        waited = computed = 0.0
+        for block in self._blocks(count):
+            draws = np.partition(self._cluster.compute.draw(self._source, (block, count)), k - 1, axis=1)
+            parts.append(draws[:, k - 1])
+            waited += float((draws[:, k - 1 : k] - draws[:, :k]).sum())
+            computed += float(draws[:, :k].sum())
+        moments = np.cumsum(np.concatenate(parts) + after)
+        shares = Shares(computed / count, after * self._updates, waited / count)
+        return self._result(moments, k, Counter({0: k * self._updates}), shares, (count - k) * self._updates)
+
+    def minibatches(self, k: int) -> Result:
+        """Every update begins with all workers, and ends with the K-th minibatch of whomever."""
+        count = self.count
+        parts: list[Moments] = []
+        for block in self._blocks(count * k):
+            draws = self._cluster.compute.draw(self._source, (block, count, k))
+            ends = np.cumsum(draws, axis=2).reshape(block, count * k)
+            parts.append(np.partition(ends, k - 1, axis=1)[:, k - 1])
+        moments = np.cumsum(np.concatenate(parts))
+        shares = Shares(computing=self._cluster.compute.mean() * k * self._updates / count)
+        return self._result(moments, k, Counter({0: k * self._updates}), shares, (count - 1) * self._updates)
+
+    def merged(self, k: int) -> Result:
+        """Nobody waits: every worker's steps follow each other, and every K-th of all that end is an update."""
+        count, needed = self.count, k * self._updates
+        clock = np.zeros(count)
+        ends = np.zeros(0)
+        who = np.zeros(0, np.int32)
+        while True:
+            steps = max(16, min(_AT_ONCE // count, int(1.1 * (needed - len(ends)) / count) + 16))
+            more = clock[:, None] + np.cumsum(self._cluster.compute.draw(self._source, (count, steps)), axis=1)
+            clock = more[:, -1]
+            ends = np.concatenate([ends, more.ravel()])
+            who = np.concatenate([who, np.repeat(np.arange(count, dtype=np.int32), steps)])
+            # Until the first worker's draws end, all of them are known.
+            if int((ends <= clock.min()).sum()) >= needed:
+                break
+        order = np.argsort(ends, kind="stable")[:needed]
+        moments, ranks = ends[order][k - 1 :: k], who[order]
+        return self._result(moments, k, _ages(ranks, k), Shares(computing=float(moments[-1])), 0)
+
+    def bounded(self, ahead: int) -> Result:
+        """A worker begins its n-th step once it has ended its last one, and all have ended step n - 1 - ahead."""
+        count = self.count
+        steps = -(-self._updates // count) + ahead + 1  # the last ones may be of workers that are ahead
+        starts, ends = np.zeros((steps, count)), np.zeros((steps, count))
+        all_done = np.zeros(steps)
+        clock = np.zeros(count)
+        for block in range(0, steps, 1024):
+            size = min(1024, steps - block)
+            for number, draws in enumerate(self._cluster.compute.draw(self._source, (size, count)), block):
+                if number > ahead:
+                    clock = np.maximum(clock, all_done[number - 1 - ahead])
+                starts[number] = clock
+                clock = ends[number] = clock + draws
+                all_done[number] = clock.max()
+        waited = starts[1:] - ends[:-1]
+        moments = np.sort(ends, axis=None)[: self._updates]
+        total = float(moments[-1])
+        # The version at a pull is how many pushes there were by then; at a push, how many before it.
+        kept = ends <= total
+        ages = np.searchsorted(moments, ends[kept], "left") - np.searchsorted(moments, starts[kept], "right")
+        histogram = Counter(dict(zip(*(part.tolist() for part in np.unique(ages, return_counts=True)), strict=True)))
+        waiting = float(waited[kept[1:]].sum()) / count
+        return self._result(moments, 1, histogram, Shares(total - waiting, 0.0, waiting), 0)
+
+    def _result(self, moments: Moments, k: int, ages: Counter[int], shares: Shares, cancelled: int) -> Result:
+        return result(
+            strategy=self._name,
+            cluster=self._cluster,
+            moments=moments,
+            used=k * self._updates,
+            ages=ages,
+            cancelled=cancelled,
+            shares=[shares] * self._cluster.workers,
+            total=float(moments[-1]),
+        )
+
+    def _blocks(self, draws: int) -> list[int]:
+        """How many updates to make at a time."""
+        each = max(1, _AT_ONCE // draws)
+        return [min(each, self._updates - done) for done in range(0, self._updates, each)]
 
 
-def _merged(
-    strategy: Strategy, workers: int, k: int, compute: Distribution, updates: int, source: np.random.Generator
-) -> Result:
-    """Nobody waits: every worker's steps follow each other, and every K-th of all that end is an update."""
-    needed = k * updates
-    clock = np.zeros(workers)
-    ends = np.zeros(0)
-    who = np.zeros(0, np.int32)
-    while True:
-        steps = max(16, min(_AT_ONCE // workers, int(1.1 * (needed - len(ends)) / workers) + 16))
-        more = clock[:, None] + np.cumsum(compute.draw(source, (workers, steps)), axis=1)
-        clock = more[:, -1]
-        ends = np.concatenate([ends, more.ravel()])
-        who = np.concatenate([who, np.repeat(np.arange(workers, dtype=np.int32), steps)])
-        # Until the first worker's draws end, all of them are known.
-        if int((ends <= clock.min()).sum()) >= needed:
-            break
-    order = np.argsort(ends, kind="stable")[:needed]
-    moments, ranks = ends[order][k - 1 :: k], who[order]
-    return result(
-        strategy=str(strategy),
-        workers=workers,
-        moments=moments,
-        used=needed,
-        ages=_ages(ranks, workers, k),
-        waiting=[0.0] * workers,
-    )
+_WAYS: dict[type[Strategy], Callable[[_Alike, Any], Result]] = {
+    config.Sync: lambda of, _: of.workers(of.count),
+    config.KSync: lambda of, strategy: of.workers(strategy.k),
+    config.KBatchSync: lambda of, strategy: of.minibatches(strategy.k),
+    config.Async: lambda of, _: of.merged(1),
+    config.KBatchAsync: lambda of, strategy: of.merged(strategy.k),
+    config.Ssp: lambda of, strategy: of.bounded(strategy.s),
+}
 
 
-def _ages(ranks: NDArray[np.int32], workers: int, k: int) -> Counter[int]:
+def _ages(ranks: NDArray[np.int32], k: int) -> Counter[int]:
     """How many updates there were between each worker's pull, with its last push, and its push."""
-    count = len(ranks)
     by_worker = np.argsort(ranks, kind="stable")
     sorted_ranks = ranks[by_worker]
     # The version at a push is how many updates there were before it; at the pull after it, with its own.
@@ -116,11 +154,4 @@ def _ages(ranks: NDArray[np.int32], workers: int, k: int) -> Counter[int]:
     pulled = np.concatenate([[0], after[:-1]])
     pulled[np.concatenate([[True], sorted_ranks[1:] != sorted_ranks[:-1]])] = 0
     ages, times = np.unique(before - pulled, return_counts=True)
-    assert count == int(times.sum())
     return Counter(dict(zip(ages.tolist(), times.tolist(), strict=True)))
-
-
-def _blocks(updates: int, draws: int) -> list[int]:
-    """How many updates to make at a time."""
-    each = max(1, _AT_ONCE // draws)
-    return [min(each, updates - done) for done in range(0, updates, each)]

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from paceline import config
 from paceline.config import Strategy, parse_strategy
 from paceline.errors import UsageError
+from paceline.events import Compute
 from paceline.policies import POLICIES, make_policy
-from paceline.simulate import theory
-from paceline.simulate.distributions import Distribution
+from paceline.policies import Groups as GroupsPolicy
+from paceline.simulate import costs, pipelines, theory
+from paceline.simulate.cluster import Cluster, Link
+from paceline.simulate.distributions import Distribution, Empirical
 from paceline.simulate.engine import Engine
-from paceline.simulate.fast import simulate_fast
-from paceline.simulate.result import Result
+from paceline.simulate.fast import simulate_collective, simulate_fast
+from paceline.simulate.network import Collective
+from paceline.simulate.replica import (
+    AllReduce,
+    Mesh,
+    Model,
+    Pipeline,
+    Tensor,
+    all_reduce_seconds,
+    parse_any,
+    pipeline_steps,
+)
+from paceline.simulate.result import Result, Shares, result
+from paceline.simulate.schedules import Evaluated
+from paceline.simulate.trace import Trace
+
+_STEPS = 2000
+"""Drawn steps of a split model, which then are drawn from."""
 
 
 class Theory(msgspec.Struct, frozen=True):
@@ -25,43 +47,233 @@ class Theory(msgspec.Struct, frozen=True):
     staleness: float | None
 
 
-def policy_of(spec: str | Strategy, workers: int) -> Strategy:
-    """The strategy, if a parameter server of so many workers can follow it."""
-    if workers < 1:
-        raise UsageError(f"there are {workers} workers; there must be at least 1")
-    strategy = parse_strategy(spec)
-    if type(strategy) not in POLICIES:
-        raise UsageError(f"'{strategy}' is not a policy of a parameter server, and only those can be simulated so far")
-    make_policy(strategy, range(workers))
-    return strategy
-
-
 def simulate(
     spec: str | Strategy,
-    workers: int,
-    compute: Distribution,
+    cluster: Cluster,
     *,
     updates: int,
     seed: int = 0,
-    factors: Sequence[float] | None = None,
-) -> Result:
-    """A run of so many updates; factors: how many times as long as drawn each worker's steps take."""
+    model: Model | None = None,
+    trace: bool = False,
+) -> tuple[Result, Trace | None]:
+    """A run of so many updates; with a trace, its events as well."""
     if updates < 1:
         raise UsageError(f"there are {updates} updates to simulate; there must be at least 1")
-    strategy = policy_of(spec, workers)
-    if factors is None:
-        quick = simulate_fast(strategy, workers, compute, updates, seed)
-        if quick is not None:
-            return quick
-    engine = Engine(make_policy(strategy, range(workers)), compute, seed, factors)
-    return engine.run(updates, str(strategy))
+    strategy = parse_any(spec)
+    asked = _Question(cluster, updates, seed, model or Model(), Trace(cluster, str(spec)) if trace else None)
+    match strategy:
+        case AllReduce() | config.AllReduce():
+            told = asked.all_reduce(strategy, getattr(strategy, "topology", "auto"))
+        case Pipeline():
+            told = asked.pipeline(strategy)
+        case Tensor():
+            told = asked.tensor(strategy)
+        case Mesh():
+            told = asked.mesh(strategy)
+        case _:
+            told = asked.policy(strategy)
+    return told, asked.trace
 
 
-def predict(spec: str | Strategy, workers: int, compute: Distribution) -> Theory:
+@dataclasses.dataclass
+class _Question:
+    cluster: Cluster
+    updates: int
+    seed: int
+    model: Model
+    trace: Trace | None
+
+    def policy(self, strategy: Strategy) -> Result:
+        cluster = self.cluster
+        policy = make_policy(strategy, range(cluster.workers))
+        if cluster.plain and self.trace is None:
+            quick = simulate_fast(strategy, cluster, self.updates, self.seed)
+            if quick is not None:
+                return quick
+        inside = 0.0
+        if isinstance(policy, GroupsPolicy):
+            members = max(policy.members.values(), key=len)
+            inside = all_reduce_seconds("auto", len(members), cluster.size, cluster.narrowest(sorted(members)))
+        engine = Engine(policy, cluster, self.seed, inside=inside, trace=self.trace)
+        return engine.run(self.updates, str(strategy))
+
+    def all_reduce(self, strategy: Strategy, topology: str) -> Result:
+        cluster = self.cluster
+        seconds = all_reduce_seconds(topology, cluster.workers, cluster.pushed, cluster.narrowest())
+        seconds += cluster.update_seconds
+        alone = dataclasses.replace(cluster, update_seconds=0.0, push_seconds=0.0)
+        if cluster.alike and not cluster.overlap and self.trace is None:
+            return simulate_collective(str(strategy), alone, self.updates, self.seed, seconds)
+        policy = make_policy(config.Sync(), range(cluster.workers))
+        network = Collective(cluster.workers, seconds, cluster.pushed)
+        engine = Engine(policy, alone, self.seed, network=network, trace=self.trace)
+        return engine.run(self.updates, str(strategy))
+
+    def pipeline(self, split: Pipeline) -> Result:
+        if split.stages != self.cluster.workers:
+            raise UsageError(
+                f"strategy '{split}': it has {split.stages} stages for {self.cluster.workers} workers; it must be one "
+                "each (for several pipelines side by side, mesh:data=…,pipeline=…)"
+            )
+        source = np.random.default_rng(self.seed)
+        return self._split(str(split), self._steps(split, split.stages, 1, self.updates, source), 1)
+
+    def tensor(self, split: Tensor) -> Result:
+        if split.degree != self.cluster.workers:
+            raise UsageError(
+                f"strategy '{split}': its degree is {split.degree} with {self.cluster.workers} workers; it must be the "
+                "same (for several side by side, mesh:data=…,tensor=…)"
+            )
+        source = np.random.default_rng(self.seed)
+        whole = Pipeline(stages=1, microbatches=1)
+        return self._split(str(split), self._steps(whole, 1, split.degree, self.updates, source), split.degree)
+
+    def mesh(self, mesh: Mesh) -> Result:
+        cluster, split = self.cluster, mesh.pipeline * mesh.tensor
+        if min(mesh.data, mesh.pipeline, mesh.tensor) < 1 or mesh.data * split != cluster.workers:
+            raise UsageError(
+                f"strategy '{mesh}': {mesh.data} × {mesh.pipeline} × {mesh.tensor} devices for {cluster.workers} "
+                "workers; the product must be the number of workers"
+            )
+        between = parse_any(mesh.sync)
+        if isinstance(between, Pipeline | Tensor | Mesh):
+            raise UsageError(f"strategy '{mesh}': sync is '{mesh.sync}'; it must be a data-parallel strategy")
+        source = np.random.default_rng(self.seed)
+        replicas = [_part(cluster, number * split, split) for number in range(mesh.data)]
+        lengths = [
+            self._steps(mesh, mesh.pipeline, mesh.tensor, _STEPS, source, replica).makespan for replica in replicas
+        ]
+        typical = float(np.median([steps.mean() for steps in lengths]))
+        factors = tuple(float(steps.mean()) / typical for steps in lengths) if cluster.factors or cluster.own else ()
+        pooled = np.concatenate([steps / steps.mean() * typical for steps in lengths])
+        # Every device of a replica sends its own part, all at once.
+        wide = [(number, _wider(replica.narrowest(), split)) for number, replica in enumerate(replicas)]
+        whole = dataclasses.replace(
+            cluster,
+            workers=mesh.data,
+            compute=Empirical.of(pooled.tolist()),
+            factors=factors,
+            own=(),
+            links=tuple(wide),
+            link=_wider(cluster.link, split),
+            per_machine=1,
+        )
+        if self.trace is not None:
+            self.trace = Trace(whole, str(mesh))
+        asked = _Question(whole, self.updates, self.seed, self.model, self.trace)
+        if isinstance(between, AllReduce | config.AllReduce):
+            told = asked.all_reduce(between, getattr(between, "topology", "auto"))
+        else:
+            told = asked.policy(between)
+        told.strategy = str(mesh)
+        return told
+
+    def _steps(
+        self,
+        split: Pipeline | Mesh,
+        stages: int,
+        degree: int,
+        count: int,
+        source: np.random.Generator,
+        cluster: Cluster | None = None,
+    ) -> Evaluated:
+        return pipeline_steps(cluster or self.cluster, self.model, split, stages, degree, count, source)
+
+    def _split(self, name: str, steps: Evaluated, degree: int) -> Result:
+        """One replica, whose steps follow each other."""
+        moments = np.cumsum(steps.makespan + self.cluster.update_seconds)
+        busy = np.repeat(steps.busy.sum(axis=0), degree)
+        total = float(moments[-1])
+        if self.trace is not None:
+            self._draw(steps, degree)
+        told = result(
+            strategy=name,
+            cluster=self.cluster,
+            moments=moments,
+            used=len(moments),
+            ages=Counter({0: len(moments)}),
+            shares=[Shares(computing=float(one), waiting=total - float(one)) for one in busy],
+            total=total,
+        )
+        told.bubble = steps.bubble
+        told.in_flight = list(np.repeat(steps.in_flight, degree).tolist())
+        return told
+
+    def _draw(self, steps: Evaluated, degree: int) -> None:
+        assert self.trace is not None
+        for stage, operation, start, end in steps.stretches:
+            for device in range(stage * degree, (stage + 1) * degree):
+                ahead = end - start if operation.kind == "F" else 0.0
+                samples = self.cluster.batch if operation == ("B", 0, 0) and stage == 0 else 0
+                # Colours tell microbatches apart, as they tell versions apart elsewhere.
+                self.trace.events.append(
+                    Compute(device, start, end - start, operation.microbatch, 1, samples, 0.0, ahead)
+                )
+
+
+def _part(cluster: Cluster, first: int, count: int) -> Cluster:
+    """These workers alone."""
+    return dataclasses.replace(
+        cluster,
+        workers=count,
+        factors=cluster.factors[first : first + count],
+        own=cluster.own[first : first + count],
+        links=tuple((rank - first, link) for rank, link in cluster.links if first <= rank < first + count),
+    )
+
+
+def _wider(link: Link, times: int) -> Link:
+    return Link(link.latency, link.bandwidth * times)
+
+
+def predict(spec: str | Strategy, cluster: Cluster, model: Model | None = None) -> Theory:
     """The closed forms, with which a simulation can be compared."""
-    strategy = policy_of(spec, workers)
+    strategy = parse_any(spec)
+    if type(strategy) in POLICIES:
+        make_policy(strategy, range(cluster.workers))
     form = _FORMS.get(type(strategy))
-    return Theory(None, None) if form is None else form(strategy, workers, compute)
+    if form is not None and cluster.plain:
+        return form(strategy, cluster.workers, cluster.compute)
+    alike = cluster.alike and not cluster.overlap
+    extra = _exchange(strategy, cluster) if alike else None
+    if extra is not None:
+        longest = theory.k_sync(cluster.compute, cluster.workers, cluster.workers)
+        return Theory(None if longest is None else longest + extra, 0.0)
+    if alike and isinstance(strategy, Pipeline) and cluster.compute.constant:
+        return Theory(_pipeline(strategy, cluster, model or Model()), 0.0)
+    return Theory(None, None)
+
+
+def _exchange(strategy: Strategy, cluster: Cluster) -> float | None:
+    """What an update costs beside computing, of strategies that wait for all."""
+    link = cluster.narrowest()
+    if isinstance(strategy, AllReduce | config.AllReduce):
+        topology = getattr(strategy, "topology", "auto")
+        return all_reduce_seconds(topology, cluster.workers, cluster.pushed, link) + cluster.update_seconds
+    if not isinstance(strategy, config.Sync) or cluster.per_machine > 1 or cluster.server_link or cluster.links:
+        return None
+    if cluster.compress not in ("none", "fp32") or cluster.push_seconds or not cluster.servers.isdecimal():
+        return None
+    servers = int(cluster.servers)
+    return costs.sharded(cluster.workers, servers, cluster.size, link.bandwidth, link.latency) + cluster.update_seconds
+
+
+def _pipeline(split: Pipeline, cluster: Cluster, model: Model) -> float | None:
+    stages, count = split.stages, split.microbatches
+    if cluster.link.latency or model.activations:
+        return None
+    each = cluster.compute.mean() / (stages * count)
+    forward, weights = each * model.forward, each * model.weights
+    backward = each - forward - weights
+    if split.schedule == "interleaved":
+        told = pipelines.interleaved(stages, count, split.chunks, forward, backward + weights)
+    elif split.schedule == "zero-bubble":
+        told = pipelines.zero_bubble_1p(stages, count, forward, backward, weights)
+    elif split.schedule in ("gpipe", "1f1b"):
+        told = pipelines.one_forward_one_backward(stages, count, forward, backward + weights)
+    else:
+        return None
+    return told + cluster.update_seconds
 
 
 def _groups(strategy: config.Groups, workers: int, compute: Distribution) -> Theory:
@@ -73,6 +285,7 @@ def _groups(strategy: config.Groups, workers: int, compute: Distribution) -> The
 
 _FORMS: dict[type[Strategy], Callable[[Any, int, Distribution], Theory]] = {
     config.Sync: lambda s, n, x: Theory(theory.k_sync(x, n, n), 0.0),
+    config.AllReduce: lambda s, n, x: Theory(theory.k_sync(x, n, n), 0.0),
     config.KSync: lambda s, n, x: Theory(theory.k_sync(x, n, s.k), 0.0),
     config.KBatchSync: lambda s, n, x: Theory(theory.k_batch_sync(x, n, s.k), 0.0),
     config.Async: lambda s, n, x: Theory(theory.k_batch_async(x, n, 1), n - 1.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.events.summary import Staleness
+from paceline.simulate.cluster import Cluster
 
 _BATCHES = 20
 """Neighbouring updates depend on each other; means of so many long stretches hardly do."""
@@ -22,6 +24,16 @@ class Interval(msgspec.Struct, frozen=True):
     high: float
 
 
+@dataclasses.dataclass(slots=True)
+class Shares:
+    """What a worker does with its time, in seconds."""
+
+    computing: float = 0.0
+    communicating: float = 0.0
+    waiting: float = 0.0
+    cancelled: float = 0.0
+
+
 class Result(msgspec.Struct, kw_only=True):
     """The names are stable: scripts rely on them."""
 
@@ -30,44 +42,68 @@ class Result(msgspec.Struct, kw_only=True):
     updates: int
     seconds: float
     seconds_per_update: float
-    """Mean seconds between updates."""
+    """Mean seconds between updates, from the first to the last."""
     seconds_per_update_interval: Interval
     standard_error: float
     """Of `seconds_per_update`."""
     minibatches_per_second: float
     """That were used."""
+    samples_per_second: float
     staleness: Staleness
     cancelled: int = 0
     dropped: int = 0
+    failures: int = 0
     waiting: list[float] = []
-    """Per worker, the share of its time that it waits."""
+    """Per worker, the share of its time that it waits: its bubbles."""
+    communicating: list[float] = []
+    computing: list[float] = []
+    """The same for computing what is used or at least pushed."""
+    traffic: dict[str, list[float]] = {}
+    """Bytes through every port: `out` and `in` of each machine, `server_in` and `server_out` of all servers."""
+    verdict: str | None = None
+    """Why it ended early, if it did."""
+    starved: list[int] = []
+    """Workers of whom no gradient was used."""
+    bubble: float | None = None
+    """Of a pipeline: the idle share of its devices' time."""
+    in_flight: list[int] = []
+    """Of a pipeline: microbatches whose activations each device keeps at most."""
+    predicted: bool = True
 
 
 def result(
     *,
     strategy: str,
-    workers: int,
+    cluster: Cluster,
     moments: NDArray[np.float64],
     used: int,
     ages: Counter[int],
     cancelled: int = 0,
     dropped: int = 0,
-    waiting: list[float] | None = None,
+    shares: list[Shares],
+    total: float,
+    traffic: dict[str, list[float]] | None = None,
+    failures: int = 0,
+    verdict: str | None = None,
+    starved: list[int] | None = None,
 ) -> Result:
     """Of updates that were made at these moments."""
     updates, seconds = len(moments), float(moments[-1]) if len(moments) else 0.0
-    mean = seconds / updates if updates else math.nan
+    mean = float(moments[-1] - moments[0]) / (updates - 1) if updates > 1 else seconds if updates else math.nan
     error = _standard_error(moments)
     count = sum(ages.values())
+    rate = used / seconds if seconds else 0.0
+    total = total or 1.0
     return Result(
         strategy=strategy,
-        workers=workers,
+        workers=cluster.workers,
         updates=updates,
         seconds=seconds,
         seconds_per_update=mean,
         seconds_per_update_interval=Interval(mean - 1.96 * error, mean + 1.96 * error),
         standard_error=error,
-        minibatches_per_second=used / seconds if seconds else 0.0,
+        minibatches_per_second=rate,
+        samples_per_second=rate * cluster.batch,
         staleness=Staleness(
             mean=sum(age * times for age, times in ages.items()) / count if count else 0.0,
             max=max(ages, default=0),
@@ -75,7 +111,13 @@ def result(
         ),
         cancelled=cancelled,
         dropped=dropped,
-        waiting=waiting or [],
+        failures=failures,
+        waiting=[one.waiting / total for one in shares],
+        communicating=[one.communicating / total for one in shares],
+        computing=[one.computing / total for one in shares],
+        traffic=traffic or {},
+        verdict=verdict,
+        starved=starved or [],
     )
 
 

@@ -67,7 +67,7 @@ class ParameterServerTrainer(Trainer):
         self._timeouts = around.members.meeting.timeouts
         RateScaling(options.scale_lr, 1, options.warmup)
         policy = make_policy(around.strategy, range(self.size))
-        self.cancels = policy.fresh_only and not policy.lockstep
+        self.cancels = policy.cancels
         self._at = self._buffer = 0
         """The server's version, and the buffer that it lies in."""
         self._before = 0
@@ -251,7 +251,7 @@ class ParameterServerTrainer(Trainer):
             return False
         if not self._gone_back:
             leases = self._leases.take()
-            self._stopwatch.cancel(self._at, leases)
+            self._stopwatch.cancel(self._at, leases, self._desk.cancelled_at())
             self._follow(self._desk.call(CancelledStep(leases, self._leases.wanted())), free=False)
         self._gone_back = False
         self._clip = None

@@ -136,13 +136,13 @@ class Stopwatch:
         self._free = None
         return end - start, samples
 
-    def cancel(self, version: int, leases: list[int]) -> None:
-        """The step that is under way is left."""
+    def cancel(self, version: int, leases: list[int], since: float) -> None:
+        """The step that is under way is left, since the server said so at that moment."""
         start = self._last if self._started is None else self._started
         now = time.perf_counter()
         self._recorder.add(Cancel(self._rank, start, now - start, version, leases))
         self._reset()
-        self._free = now  # it may begin anew from here; asking for a batch is a part of that
+        self._free = since  # it may begin anew from there; hearing of it and asking for a batch are parts of that
 
     def _reset(self) -> None:
         self._started = self._drawn = self._backward = self._asked = None

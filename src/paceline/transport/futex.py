@@ -35,6 +35,7 @@ class Words:
             )
         self.values = memory[: self.STRIDE * count].cast("I")
         self.step = self.STRIDE // 4
+        self._moments = memory[: self.STRIDE * count].cast("d")
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._addresses = [ctypes.c_void_p(base + self.STRIDE * index) for index in range(count)]
         self._number = ctypes.c_long(number)
@@ -45,6 +46,14 @@ class Words:
         """Set a word and wake whoever sleeps on it."""
         self.values[index * self.step] = value
         self._call(self._number, self._addresses[index], _WAKE, _EVERYBODY)
+
+    def stamp(self, index: int, moment: float) -> None:
+        """Note beside a word when it is changed; before it is."""
+        self._moments[index * self.STRIDE // 8 + 1] = moment
+
+    def stamped(self, index: int) -> float:
+        """When a word was last changed."""
+        return float(self._moments[index * self.STRIDE // 8 + 1])
 
     def sleep(self, index: int, seen: int, seconds: float) -> None:
         """Sleep while the word still is `seen`, at most so long. May return early; look again."""

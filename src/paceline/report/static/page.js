@@ -72,6 +72,7 @@ class Run {
   update(run) {
     this.drawHead(run);
     this.drawWorkers(run);
+    if (run.config.predicted) this.timelineCard.querySelector("h3").textContent = "Timeline (predicted)";
     if (this.timeline) this.timeline.update(run.timeline);
     else this.timeline = new Timeline(this.timelineBox, run.timeline, { follow: this.live ? 10 : 0 });
     this.drawShares(run);
@@ -214,8 +215,8 @@ function title(main, words, about) {
 }
 
 function about(run) {
-  const when = run.started ? new Date(run.started * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC" : "";
-  return [run.strategy, `${run.workers.length} worker${run.workers.length === 1 ? "" : "s"}`, when].filter(Boolean).join(" · ");
+  const when = run.started && !run.config.predicted ? new Date(run.started * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC" : "";
+  return [run.config.predicted ? "PREDICTED by simulation, not measured" : "", run.strategy, `${run.workers.length} worker${run.workers.length === 1 ? "" : "s"}`, when].filter(Boolean).join(" · ");
 }
 
 function report(data) {
@@ -275,7 +276,7 @@ function live() {
   source.addEventListener("facts", (event) => {
     newest = JSON.parse(event.data);
     window.paceline.messages++;
-    state.textContent = newest.over ? "the run is over" : "live";
+    state.textContent = newest.over ? "the run is over" : newest.read < 1 ? "reading what there is so far: " + Math.round(100 * newest.read) + " %" : "live";
     dot.className = newest.over ? "dot over" : "dot";
     if (newest.over) source.close();
     // A page in the background draws nothing; what it missed is in the next facts.

@@ -1,0 +1,118 @@
+"""Simulated against real seconds per update. One command: `python benchmarks/prediction.py`.
+
+Four clusters are made of slowness put on with --slow: even steps with jitter, one persistent straggler, heavy tails,
+and half of the workers at half the speed. Of each one run is recorded (`async`, four workers) and learned from; then
+other strategies, on two to six workers, are predicted from that alone, and run. What is compared was not learned from.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from paceline.simulate.calibrate import calibrate
+from paceline.simulate.predict import simulate
+
+LEARNED = ("async", 4)
+SPEEDS = ("0.08+exp(0.02)", "0.04+exp(0.01)")
+CLUSTERS = {
+    "jitter": lambda workers: ["all:0.03+exp(0.03)"],
+    "straggler": lambda workers: ["all:0.04+exp(0.01)", "0:0.16+exp(0.04)"],
+    "heavy tails": lambda workers: ["all:pareto(0.03,2.2)"],
+    "two speeds": lambda workers: [f"{rank}:{SPEEDS[rank % 2]}" for rank in range(workers)],
+}
+QUESTIONS = [
+    ("jitter", "sync", 4),
+    ("jitter", "k-sync:k=4", 6),
+    ("jitter", "all-reduce", 2),
+    ("straggler", "sync", 3),
+    ("straggler", "k-sync:k=2", 3),
+    ("straggler", "k-batch-sync:k=4", 5),
+    ("heavy tails", "k-async:k=3", 4),
+    ("heavy tails", "ssp:s=2", 5),
+    ("heavy tails", "k-batch-async:k=4", 6),
+    ("two speeds", "async", 6),
+    ("two speeds", "groups:size=2", 4),
+    ("two speeds", "k-batch-sync:k=3", 4),
+]
+SCRIPT = """
+import sys
+
+import paceline
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+team = paceline.join()
+torch.manual_seed(0)
+count = 8 * int(sys.argv[1])
+data = TensorDataset(torch.randn(count, 20), torch.randint(0, 2, (count,)))
+model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+batch = 8 * (team.world_size if team.strategy.spec == "all-reduce" else 1)
+model, optimizer, loader = team.setup(model, optimizer, DataLoader(data, batch_size=batch, shuffle=True))
+for x, y in loader:
+    with team.step():
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def run(cluster: str, strategy: str, workers: int, minibatches: int, seed: int, folder: Path) -> Path:
+    """Train so, and leave the run there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "paceline", "run", "train.py", "--workers", str(workers), "--quiet"]
+    command += ["--strategy", strategy, "--name", "run", "--seed", str(seed)]
+    command += [word for spec in CLUSTERS[cluster](workers) for word in ("--slow", spec)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--", str(minibatches)], check=True, cwd=folder, env=environment)
+    return folder / "runs" / "run"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--minibatches", type=int, default=1600, help="of each run")
+    options.add_argument("--seed", type=int, default=1)
+    options = options.parse_args()
+    errors: list[float] = []
+    by_cluster: dict[str, list[tuple[float, float, str]]] = {}
+    with tempfile.TemporaryDirectory() as parent:
+        learned = {}
+        for number, cluster in enumerate(CLUSTERS):
+            print(f"learning from '{cluster}'", file=sys.stderr, flush=True)
+            folder = Path(parent) / f"learned{number}"
+            learned[cluster] = calibrate(run(cluster, *LEARNED, options.minibatches, options.seed, folder))
+        print("cluster      strategy            workers   predicted   measured     error")
+        for number, (cluster, strategy, workers) in enumerate(QUESTIONS):
+            told, _ = simulate(strategy, learned[cluster].for_workers(workers), updates=20_000, seed=7)
+            folder = Path(parent) / f"run{number}"
+            where = run(cluster, strategy, workers, options.minibatches, options.seed + 1, folder)
+            measured = json.loads((where / "summary.json").read_text())["seconds_per_update"]
+            error = told.seconds_per_update / measured - 1
+            errors.append(abs(error))
+            by_cluster.setdefault(cluster, []).append((told.seconds_per_update, measured, strategy))
+            print(
+                f"{cluster:12} {strategy:19} {workers:7} {1e3 * told.seconds_per_update:8.2f} ms "
+                f"{1e3 * measured:7.2f} ms {error:+8.1%}",
+                flush=True,
+            )
+    ordered = sorted(errors)
+    ninth = ordered[max(0, -(-9 * len(ordered) // 10) - 1)]
+    print(f"error: median {statistics.median(errors):.1%}, 90th percentile {ninth:.1%}, largest {ordered[-1]:.1%}")
+    wrong = [
+        f"{one[2]} and {other[2]} on '{cluster}'"
+        for cluster, found in by_cluster.items()
+        for place, one in enumerate(found)
+        for other in found[place + 1 :]
+        if (one[0] - other[0]) * (one[1] - other[1]) < 0
+    ]
+    print(f"in the wrong order: {', '.join(wrong) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

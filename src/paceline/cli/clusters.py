@@ -1,0 +1,94 @@
+"""A cluster as options of a command describe it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from paceline.cli import quantities
+from paceline.errors import UsageError
+from paceline.simulate.cluster import Cluster, Failures, Link, Spells
+from paceline.simulate.distributions import parse_distribution
+
+
+def described(
+    cluster: Cluster,
+    plain: dict[str, Any],
+    *,
+    compute: str | None,
+    size: str | None,
+    push_seconds: str | None,
+    update_seconds: str | None,
+) -> Cluster:
+    """With what was given; the rest stays."""
+    changes = {name: value for name, value in plain.items() if value is not None}
+    if compute is not None:
+        changes |= {"compute": parse_distribution(compute), "factors": (), "own": ()}
+    if size is not None:
+        changes["size"] = quantities.size("--size", size)
+    for name, given in (("push_seconds", push_seconds), ("update_seconds", update_seconds)):
+        if given is not None:
+            changes[name] = quantities.seconds("--" + name.replace("_", "-"), given)
+    return dataclasses.replace(cluster, **changes)
+
+
+def with_links(
+    cluster: Cluster, latency: str | None, bandwidth: str | None, own: list[str], server: str | None
+) -> Cluster:
+    if latency is not None or bandwidth is not None:
+        link = Link(
+            cluster.link.latency if latency is None else quantities.seconds("--latency", latency),
+            cluster.link.bandwidth if bandwidth is None else quantities.rate("--bandwidth", bandwidth),
+        )
+        kept = (
+            tuple((rank, Link(one.latency, link.bandwidth)) for rank, one in cluster.links) if latency is None else ()
+        )
+        cluster = dataclasses.replace(cluster, link=link, links=kept)
+    links = dict(cluster.links)
+    for spec in own:
+        who, _, what = spec.partition(":")
+        first, comma, second = what.partition(",")
+        if not (who.isdecimal() and int(who) < cluster.workers and comma):
+            raise UsageError(
+                f"--link '{spec}': it must be RANK:LATENCY,BANDWIDTH, a rank from 0 to {cluster.workers - 1}"
+            )
+        links[int(who)] = Link(quantities.seconds("--link", first), quantities.rate("--link", second))
+    cluster = dataclasses.replace(cluster, links=tuple(sorted(links.items())))
+    if server is not None:
+        wide = Link(cluster.link.latency, quantities.rate("--server-bandwidth", server))
+        cluster = dataclasses.replace(cluster, server_link=wide)
+    return cluster
+
+
+def with_trouble(cluster: Cluster, slow: list[str], spells: str | None, failures: str | None) -> Cluster:
+    if slow:
+        cluster = dataclasses.replace(cluster, factors=_factors(slow, cluster))
+    if spells is not None:
+        parts = spells.split(",")
+        if len(parts) != 3 or not parts[0].replace(".", "", 1).isdecimal():
+            raise UsageError(f"--spells '{spells}': it must be FACTOR,EVERY,LASTING, as 4,60s,5s")
+        every, lasting = (quantities.seconds("--spells", part) for part in parts[1:])
+        cluster = dataclasses.replace(cluster, spells=Spells(float(parts[0]), every, lasting))
+    if failures is not None:
+        parts = failures.split(",")
+        if len(parts) != 2:
+            raise UsageError(f"--failures '{failures}': it must be EVERY,RESTART, as 1h,30s")
+        every, restart = (quantities.seconds("--failures", part) for part in parts)
+        cluster = dataclasses.replace(cluster, failures=Failures(every, restart))
+    return cluster
+
+
+def _factors(specs: list[str], cluster: Cluster) -> tuple[float, ...]:
+    factors = list(cluster.factors or [1.0] * cluster.workers)
+    for spec in specs:
+        who, _, what = spec.partition(":")
+        try:
+            factor = float(what)
+        except ValueError:
+            factor = 0.0
+        if not (who.isdecimal() and int(who) < cluster.workers and 0 < factor < float("inf")):
+            raise UsageError(
+                f"--slow '{spec}': it must be RANK:FACTOR, a rank from 0 to {cluster.workers - 1} and a factor above 0"
+            )
+        factors[int(who)] = factor
+    return tuple(factors)

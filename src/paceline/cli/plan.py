@@ -1,0 +1,217 @@
+"""`paceline plan`: which strategy to run, and why."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli import quantities
+from paceline.cli.clusters import with_links
+from paceline.errors import UsageError
+from paceline.plan.choose import Choice, rank
+from paceline.plan.profile import profile
+from paceline.simulate.calibrate import Calibration, calibrate, sheet
+from paceline.simulate.convergence import Convergence, fit_runs, observed
+from paceline.simulate.replica import Model
+
+_SHOWN = 12
+"""Rows of the table."""
+
+
+def plan(
+    script: Annotated[
+        Path | None, typer.Argument(help="The training script, to profile it for some seconds.", show_default=False)
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGS…]", help="Arguments for the script, after --.")
+    ] = None,
+    learn: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="RUN", help="Learn from recorded runs, instead of a profile. Repeatable."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-w", help="How many workers. [default: 2, or as in --from]")
+    ] = None,
+    goal: Annotated[
+        str,
+        typer.Option(
+            help="'loss' (to the lowest that was seen), a loss such as 'loss=0.3', or 'throughput'. "
+            "[default: loss where the script reports one, else throughput]"
+        ),
+    ] = "",
+    memory: Annotated[
+        str | None, typer.Option(help="Of parameters, gradients and versions together, at most: 2GB.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Of each of the two profile runs.")] = 15.0,
+    slow: Annotated[
+        list[str] | None, typer.Option(metavar="WHO:HOW", help="As in paceline run, for the profile. Repeatable.")
+    ] = None,
+    latency: Annotated[str | None, typer.Option(help="Plan for links with this latency, one way: 50us.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Plan for links of this bandwidth: 1Gbit/s.")] = None,
+    split: Annotated[
+        bool, typer.Option("--split", help="Also models that are split over devices (simulated only).")
+    ] = False,
+    layers: Annotated[int, typer.Option(help="With --split: layers that a tensor split has to agree on.")] = 1,
+    activations: Annotated[str, typer.Option(help="With --split: bytes of activations between two layers.")] = "0",
+    seed: Annotated[int, typer.Option(help="Seeds the simulation, and the slowness that is drawn.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Rank all strategies for a script and a goal, by simulation from a short profile, and print the line to run.
+
+    Example: `paceline plan train.py --workers 4 --goal loss=0.3 -- --epochs 2`
+
+    From runs that there are already: `paceline plan --from runs/first --from runs/second --goal throughput`
+    """
+    if (script is None) == (not learn):
+        raise UsageError("give either a script to profile, or recorded runs with --from RUN")
+    if not seconds > 0:
+        raise UsageError(f"--seconds is {seconds:g}; it must be above 0")
+    limit = None if memory is None else quantities.size("--memory", memory)
+    wanted = _goal(goal)
+    console = Console(stderr=True)
+    if learn:
+        known = [calibrate(path) for path in learn]
+    else:
+        assert script is not None
+        known = _profile(console, script, arguments or [], 2 if workers is None else workers, slow or [], seconds, seed)
+    convergence, target = _target(known, wanted)
+    cluster = with_links(known[0].for_workers(workers), latency, bandwidth, [], None)
+    model = Model(layers=layers, activations=quantities.size("--activations", activations))
+    with console.status("simulating") as status:
+        choices = rank(
+            cluster,
+            convergence=convergence,
+            goal=target,
+            memory=limit,
+            model=model,
+            split=split,
+            seed=seed,
+            tick=lambda done, every: status.update(f"simulating {done} of {every} strategies"),
+        )
+    best = next((choice for choice in choices if choice.runnable and choice.score is not None), None)
+    if best is None:
+        raise UsageError(f"no strategy reaches a loss of {target:g}, by what the runs say; give a higher one")
+    line = _line(best, script, arguments or [], cluster.workers)
+    if json:
+        _print_json(known[0], choices, best, line, target)
+        return
+    _print(known[0], convergence, choices, best, line, target)
+
+
+def _goal(text: str) -> float | str:
+    """`throughput`, `loss`, a loss, or nothing."""
+    if text in ("", "loss", "throughput"):
+        return text
+    name, _, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = float("nan")
+    if name != "loss" or not math.isfinite(number):
+        raise UsageError(f"--goal is '{text}'; it must be 'throughput', 'loss' or 'loss=NUMBER'")
+    return number
+
+
+def _profile(
+    console: Console, script: Path, arguments: list[str], workers: int, slow: list[str], seconds: float, seed: int
+) -> list[Calibration]:
+    if not script.is_file():
+        raise UsageError(f"there is no script at {script}")
+    if workers < 1:
+        raise UsageError(f"--workers is {workers}; it must be at least 1")
+    options = [word for spec in slow for word in ("--slow", spec)] + ["--seed", str(seed)]
+    with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder, console.status("profiling") as status:
+        runs = profile(
+            script,
+            arguments,
+            workers,
+            options,
+            seconds,
+            Path(folder),
+            lambda what, share: status.update(f"profiling under {what}: {share:.0%}"),
+        )
+        return [calibrate(run) for run in runs]
+
+
+def _target(known: list[Calibration], wanted: float | str) -> tuple[Convergence | None, float | None]:
+    """How the loss falls, and which one is the goal; None for throughput."""
+    if wanted == "throughput":
+        return None, None
+    seen = [found for run in known if (found := observed(run)) is not None]
+    if not seen:
+        if wanted == "":
+            return None, None
+        raise UsageError(
+            "the goal is a loss, but the runs tell nothing about it; report it in the script with team.report(loss=…)"
+        )
+    lowest = min(float(one.losses.min()) for one in seen)
+    return fit_runs(known), lowest if isinstance(wanted, str) else wanted
+
+
+def _line(best: Choice, script: Path | None, arguments: list[str], workers: int) -> str:
+    words = ["paceline", "run", str(script or "SCRIPT"), "--workers", str(workers), "--strategy", best.strategy]
+    if best.servers != "1":
+        words += ["--servers", best.servers]
+    if arguments:
+        words += ["--", *arguments]
+    return shlex.join(words) + ("   # with team.setup(…, balance=True)" if best.balance else "")
+
+
+def _print_json(known: Calibration, choices: list[Choice], best: Choice, line: str, target: float | None) -> None:
+    told = {
+        "goal": "throughput" if target is None else "loss",
+        "loss": target,
+        "strategy": best.strategy,
+        "servers": best.servers,
+        "balance": best.balance,
+        "run": line,
+        "learned": msgspec.to_builtins(sheet(known), str_keys=True),
+        "choices": msgspec.to_builtins(choices),
+    }
+    print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+
+
+def _print(
+    known: Calibration,
+    convergence: Convergence | None,
+    choices: list[Choice],
+    best: Choice,
+    line: str,
+    target: float | None,
+) -> None:
+    console = Console()
+    console.width = max(console.width, 140)
+    console.print(known.words, highlight=False)
+    if convergence is not None:
+        console.print(convergence.words, highlight=False)
+    what = "samples per second" if target is None else f"seconds to a loss of {target:.4g}"
+    table = Table(title=f"by {what}", box=None)
+    table.add_column("strategy", no_wrap=True)
+    heads = ["× all-reduce", *([] if target is None else ["s to goal", "95 % within"])]
+    for head in (*heads, "samples/s", "ms per update", "staleness"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("why")
+    for choice in choices[:_SHOWN]:
+        row = [choice.spoken, "–" if choice.gain is None else f"{choice.gain:.2f}"]
+        if target is not None:
+            row += [_number(choice.score), f"{_number(choice.low)} – {_number(choice.high)}"]
+        row += [f"{choice.samples_per_second:.4g}", f"{1e3 * choice.seconds_per_update:.3g}", f"{choice.staleness:.2f}"]
+        note = "" if choice.runnable else " (simulated only)"
+        table.add_row(*row, choice.reason + note, style="bold" if choice is best else None)
+    console.print(table)
+    if len(choices) > _SHOWN:
+        console.print(f"and {len(choices) - _SHOWN} more, with --json", style="dim")
+    print(f"\n{line}", file=sys.stdout)
+
+
+def _number(value: float | None) -> str:
+    return "never" if value is None else f"{value:.3g}"

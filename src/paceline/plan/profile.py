@@ -1,0 +1,103 @@
+"""Short real runs, to learn from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from paceline.errors import PacelineError, UsageError
+
+STRATEGIES = ("async", "sync")
+"""The first shows every worker's own pace, since nobody waits; both together what staleness costs."""
+_START = 180.0
+"""Seconds within which the first events must be there."""
+
+
+def profile(
+    script: Path,
+    arguments: Sequence[str],
+    workers: int,
+    options: Sequence[str],
+    seconds: float,
+    folder: Path,
+    tick: Callable[[str, float], None] = lambda _what, _share: None,
+) -> list[Path]:
+    """Train under each of these strategies for so long; the folders of what was recorded."""
+    return [_run(script, arguments, workers, options, spec, seconds, folder, tick) for spec in STRATEGIES]
+
+
+def _run(
+    script: Path,
+    arguments: Sequence[str],
+    workers: int,
+    options: Sequence[str],
+    strategy: str,
+    seconds: float,
+    folder: Path,
+    tick: Callable[[str, float], None],
+) -> Path:
+    where = folder / strategy
+    where.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "paceline", "run", str(script.resolve()), "--workers", str(workers), "--quiet"]
+    command += ["--strategy", strategy, "--name", "profile", *options, "--", *arguments]
+    with (
+        (where / "output.txt").open("wb") as output,
+        subprocess.Popen(
+            command, cwd=where, stdout=output, stderr=subprocess.STDOUT, env=os.environ, start_new_session=True
+        ) as process,
+    ):
+        try:
+            _watch(process, where / "runs" / "profile", strategy, seconds, tick)
+        finally:
+            _stop(process)
+    if process.returncode not in (0, 130):
+        told = (where / "output.txt").read_text(errors="replace").strip().splitlines()
+        why = told[-1].removeprefix("paceline: ") if told else f"it ended with code {process.returncode}"
+        raise UsageError(f"the script could not be profiled under {strategy}: {why}")
+    return where / "runs" / "profile"
+
+
+def _watch(
+    process: subprocess.Popen[bytes],
+    run: Path,
+    strategy: str,
+    seconds: float,
+    tick: Callable[[str, float], None],
+) -> None:
+    """Let it train for so long, from when it has begun to; or until it is over."""
+    begin, trained = time.monotonic(), None
+    while process.poll() is None:
+        now = time.monotonic()
+        if trained is None:
+            if any(file.stat().st_size > 4096 for file in _streams(run)):
+                trained = now
+            elif now - begin > _START:
+                raise PacelineError(f"the script did not begin to train under {strategy} within {_START:g} s")
+        elif now - trained >= seconds:
+            return
+        tick(strategy, 0.0 if trained is None else min(1.0, (now - trained) / seconds))
+        time.sleep(0.1)
+
+
+def _streams(run: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return list((run / "streams").glob("*.jsonl"))
+    return []
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C would; what was recorded is put together by then."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

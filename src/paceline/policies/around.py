@@ -1,0 +1,42 @@
+"""A policy around another one, which decides."""
+
+from __future__ import annotations
+
+from paceline.policies.base import Decision, Policy, Push
+
+
+class Around(Policy):
+    """Asks the inner policy, and is seen to be in its state."""
+
+    def __init__(self, inner: Policy) -> None:
+        super().__init__(inner.workers)
+        self._take(inner)
+
+    def _take(self, inner: Policy) -> None:
+        """Let this one decide from here on."""
+        self.inner = inner
+        self._mirror(Decision(""))
+
+    def arrive(self, push: Push) -> Decision:
+        return self._mirror(self.inner.arrive(push))
+
+    def join(self, worker: int) -> Decision:
+        return self._mirror(self.inner.join(worker))
+
+    def leave(self, worker: int) -> Decision:
+        return self._mirror(self.inner.leave(worker))
+
+    def rest(self, worker: int) -> Decision:
+        return self._mirror(self.inner.rest(worker))
+
+    def wake(self, worker: int) -> None:
+        self.inner.wake(worker)
+
+    def reconsider(self, why: str) -> Decision:
+        return self._mirror(self.inner.reconsider(why))
+
+    def _mirror(self, decision: Decision) -> Decision:
+        inner = self.inner
+        self.workers, self.version, self.k = inner.workers, inner.version, inner.k
+        self.held, self.waiting, self.resting = inner.held, inner.waiting, inner.resting
+        return decision

@@ -1,0 +1,146 @@
+"""The way of gradients and versions between machines: every port serves one message after the other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from paceline.config import parse_servers
+from paceline.simulate.cluster import Cluster, Link
+
+
+class Port:
+    """One direction of a machine's link. What comes while it is busy queues."""
+
+    __slots__ = ("bandwidth", "bytes", "free")
+
+    def __init__(self, bandwidth: float) -> None:
+        self.bandwidth = bandwidth
+        self.free = 0.0
+        self.bytes = 0.0
+
+    def take(self, now: float, size: float) -> float:
+        """When a message of so many bytes is through."""
+        self.bytes += size
+        self.free = max(self.free, now) + size / self.bandwidth
+        return self.free
+
+
+class Network(ABC):
+    """How long it takes until a gradient is there, and until a worker has its next version."""
+
+    @abstractmethod
+    def push(self, rank: int, now: float, ready: float) -> float:
+        """A worker sends from now, and has all of its gradient when it is ready: when it has arrived."""
+
+    @abstractmethod
+    def pull(self, ranks: Sequence[int], now: float, new: Sequence[bool]) -> list[float]:
+        """Workers are let go, with another version if it is a new one: when each has it.
+
+        What is sent at once shares the sender's port, so all have it when the last one does, or as soon as their own
+        ports allow.
+        """
+
+    def traffic(self) -> dict[str, list[float]]:
+        """Bytes through every port."""
+        return {}
+
+
+class Nothing(Network):
+    """Messages cost nothing."""
+
+    def push(self, rank: int, now: float, ready: float) -> float:
+        return ready
+
+    def pull(self, ranks: Sequence[int], now: float, new: Sequence[bool]) -> list[float]:
+        return [now] * len(ranks)
+
+
+class Served(Network):
+    """A parameter server, in equal shards, on machines of its own or on the workers'.
+
+    A message is through once all ports on its way are, each at its own pace: the shards of one message go through the
+    servers' ports side by side, and so do the two ends of a link.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        links = cluster.machine_links()
+        self._machine = [rank // cluster.per_machine for rank in range(cluster.workers)]
+        self._out = [Port(link.bandwidth) for link in links]
+        self._in = [Port(link.bandwidth) for link in links]
+        where = parse_servers(cluster.servers)
+        own = cluster.server_link or cluster.link
+        self._apart = isinstance(where, int)
+        self._pushed, self._size = cluster.pushed, cluster.size
+        if isinstance(where, int):
+            # Shards are equal, so ports of equal width are busy alike: as one that is so much wider.
+            self._server_in, self._server_out = Port(where * own.bandwidth), Port(where * own.bandwidth)
+            self._home, far = -1, 1.0
+        elif where == "lead":
+            own = links[0]
+            self._server_in, self._server_out = self._in[0], self._out[0]
+            self._home, far = 0, 1.0
+        else:
+            # Every machine has a shard; the slowest one's port is the one that counts.
+            own = cluster.narrowest()
+            wide = len(links) * own.bandwidth
+            self._server_in, self._server_out = Port(wide), Port(wide)
+            self._home, far = -1, 1.0 - 1.0 / len(links)
+        self._far = far
+        """Of a message, the share that leaves its machine."""
+        # Everything goes over both links, as one message.
+        self._latency = [_latency(link, own) for link in links]
+
+    def push(self, rank: int, now: float, ready: float) -> float:
+        machine = self._machine[rank]
+        if machine == self._home:
+            return ready
+        size = self._pushed * self._far
+        through = max(self._out[machine].take(now, size), self._server_in.take(now, size))
+        return max(through, ready) + self._latency[machine]
+
+    def pull(self, ranks: Sequence[int], now: float, new: Sequence[bool]) -> list[float]:
+        size = self._size * self._far
+        sent = [fresh and self._machine[rank] != self._home for rank, fresh in zip(ranks, new, strict=True)]
+        through = self._server_out.take(now, size * sum(sent)) if any(sent) else now
+        ends = []
+        for rank, some in zip(ranks, sent, strict=True):
+            machine = self._machine[rank]
+            if machine == self._home:
+                ends.append(now)
+            elif some:
+                ends.append(max(self._in[machine].take(now, size), through) + self._latency[machine])
+            else:
+                ends.append(now + self._latency[machine])
+        return ends
+
+    def traffic(self) -> dict[str, list[float]]:
+        told = {"out": [port.bytes for port in self._out], "in": [port.bytes for port in self._in]}
+        if self._apart:
+            told |= {"server_in": [self._server_in.bytes], "server_out": [self._server_out.bytes]}
+        return told
+
+
+def _latency(one: Link, other: Link) -> float:
+    return max(one.latency, other.latency)
+
+
+class Collective(Network):
+    """An all-reduce: from when the last worker has something to send, so many seconds."""
+
+    def __init__(self, workers: int, seconds: float, size: float) -> None:
+        self._workers, self._seconds, self._size = workers, seconds, size
+        self._last = 0.0
+        self._bytes = [0.0] * workers
+
+    def push(self, rank: int, now: float, ready: float) -> float:
+        self._last = max(self._last, now)
+        return ready
+
+    def pull(self, ranks: Sequence[int], now: float, new: Sequence[bool]) -> list[float]:
+        for rank in ranks:
+            self._bytes[rank] += 2 * (self._workers - 1) / self._workers * self._size
+        return [max(now, self._last + self._seconds)] * len(ranks)
+
+    def traffic(self) -> dict[str, list[float]]:
+        return {"out": list(self._bytes), "in": list(self._bytes)}

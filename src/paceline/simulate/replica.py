@@ -1,0 +1,131 @@
+"""A model that is split over several devices: how long one step of it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import numpy as np
+
+from paceline.config import STRATEGIES, Strategy, one_of, parse_spec
+from paceline.errors import UsageError
+from paceline.simulate import costs
+from paceline.simulate.cluster import Cluster, Link
+from paceline.simulate.distributions import Draws
+from paceline.simulate.schedules import SCHEDULES, Evaluated, evaluate
+
+
+class AllReduce(Strategy, frozen=True, kw_only=True):
+    """Every worker contributes to one mean, over links of some topology."""
+
+    spec: ClassVar[str] = "all-reduce"
+    topology: str = "auto"
+
+
+class Pipeline(Strategy, frozen=True, kw_only=True):
+    """The model is cut between its layers."""
+
+    spec: ClassVar[str] = "pipeline"
+    stages: int
+    microbatches: int = 8
+    schedule: str = "1f1b"
+    chunks: int = 2
+    """Of the model on each device, where the schedule is interleaved."""
+
+
+class Tensor(Strategy, frozen=True, kw_only=True):
+    """The model is cut inside its layers."""
+
+    spec: ClassVar[str] = "tensor"
+    degree: int
+
+
+class Mesh(Strategy, frozen=True, kw_only=True):
+    """Replicas that are split, and a data-parallel strategy between them."""
+
+    spec: ClassVar[str] = "mesh"
+    data: int
+    pipeline: int = 1
+    tensor: int = 1
+    microbatches: int = 8
+    schedule: str = "1f1b"
+    chunks: int = 2
+    sync: str = "all-reduce"
+
+
+SPECS: dict[str, type[Strategy]] = {**STRATEGIES, **{kind.spec: kind for kind in (AllReduce, Pipeline, Tensor, Mesh)}}
+
+
+def parse_any(spec: str | Strategy) -> Strategy:
+    """A strategy that can be simulated."""
+    return spec if isinstance(spec, Strategy) else parse_spec(spec, SPECS, "strategy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is known of a model that is to be split."""
+
+    forward: float = 1 / 3
+    """The forward pass's share of a step."""
+    weights: float = 1 / 3
+    """The share of the gradients of weights."""
+    layers: int = 1
+    """Blocks that a tensor split has to agree on: twice forward and twice backward each."""
+    activations: float = 0.0
+    """Bytes of a minibatch's activations between two layers."""
+
+    def __post_init__(self) -> None:
+        if not (self.forward > 0 and self.weights >= 0 and self.forward + self.weights <= 1):
+            raise UsageError(
+                f"the forward pass is {self.forward:g} and the gradients of weights {self.weights:g} of a step; "
+                "together they must be at most 1"
+            )
+        if self.layers < 1 or not 0 <= self.activations < math.inf:
+            raise UsageError(f"the model has {self.layers} layers and {self.activations:g} bytes of activations")
+
+
+def all_reduce_seconds(topology: str, ranks: int, size: float, link: Link) -> float:
+    """Of a gradient; `auto` takes the quickest."""
+    if ranks < 2:
+        return 0.0
+    known = costs.TOPOLOGIES
+    if topology == "auto":
+        return min(form(ranks, size, link.bandwidth, link.latency) for form in known.values())
+    return known[one_of("topology", topology, known)](ranks, size, link.bandwidth, link.latency)
+
+
+def tensor_seconds(cluster: Cluster, model: Model, degree: int) -> float:
+    """What the parts of every layer need to agree, in one step."""
+    each = all_reduce_seconds("auto", degree, model.activations, cluster.narrowest())
+    return 4 * model.layers * each
+
+
+def pipeline_steps(
+    cluster: Cluster,
+    model: Model,
+    split: Pipeline | Mesh,
+    stages: int,
+    degree: int,
+    count: int,
+    source: np.random.Generator,
+) -> Evaluated:
+    """So many drawn steps of one replica. A stage of several devices is as slow as the slowest of them."""
+    one_of("schedule", split.schedule, SCHEDULES)
+    devices = stages * degree
+    columns = [(of.draw(source, count) * factor) for of, factor in map(cluster.steps_of, range(devices))]
+    draws = np.stack(columns, axis=1)
+    per_stage: Draws = draws.reshape(count, stages, degree).max(axis=2)
+    agree = tensor_seconds(cluster, model, degree) if degree > 1 else 0.0
+    share = (per_stage / degree + agree) / (stages * max(1, split.microbatches))
+    link = cluster.narrowest()
+    transfer = link.latency + model.activations / max(1, split.microbatches) / link.bandwidth
+    return evaluate(
+        split.schedule,
+        split.microbatches,
+        share * model.forward,
+        share * (1 - model.forward - model.weights),
+        share * model.weights,
+        chunks=split.chunks,
+        transfer=transfer if stages > 1 else 0.0,
+    )

@@ -1,0 +1,222 @@
+"""Pipelines, operation by operation: in which order each device does what, and when that can happen.
+
+An operation is a forward pass, a backward pass, or, where those are apart, the gradient of the weights, of one
+microbatch on one of a device's chunks of the model. Times may be arrays: one value per drawn step, all evaluated at
+once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import UsageError
+
+Times = NDArray[np.float64]
+
+
+class Operation(NamedTuple):
+    kind: str
+    """`F`, `B` or `W`."""
+    microbatch: int
+    chunk: int = 0
+
+
+Order = list[Operation]
+
+
+def gpipe(stages: int, microbatches: int, _: int) -> list[Order]:
+    """All forward, then all backward."""
+    every = range(microbatches)
+    return [[*(Operation("F", i) for i in every), *(Operation("B", i) for i in every)] for _ in range(stages)]
+
+
+def one_forward_one_backward(stages: int, microbatches: int, _: int) -> list[Order]:
+    """Backward as soon as possible, so that a stage keeps few activations."""
+    return [_merge(min(microbatches, stages - stage), microbatches) for stage in range(stages)]
+
+
+def _merge(ahead: int, microbatches: int, late: int | None = None) -> Order:
+    """So many forward passes first, then a backward pass for each; weights follow so many backward passes later."""
+    order = [Operation("F", i) for i in range(ahead)]
+    forward, weights = ahead, 0
+    for backward in range(microbatches):
+        order.append(Operation("B", backward))
+        if late is not None and backward + 1 - weights > late:
+            order.append(Operation("W", weights))
+            weights += 1
+        if forward < microbatches:
+            order.append(Operation("F", forward))
+            forward += 1
+    if late is not None:
+        order += [Operation("W", i) for i in range(weights, microbatches)]
+    return order
+
+
+def interleaved(stages: int, microbatches: int, chunks: int) -> list[Order]:
+    """Every device has several chunks of the model, so that it is sooner its turn."""
+    if microbatches % stages:
+        raise UsageError(
+            f"an interleaved pipeline of {stages} stages has {microbatches} microbatches; it must be a multiple of the "
+            "stages"
+        )
+    total, rounds = microbatches * chunks, stages * chunks
+
+    def nth(kind: str, number: int) -> Operation:
+        chunk = number % rounds // stages
+        return Operation(
+            kind, number // rounds * stages + number % stages, chunk if kind == "F" else chunks - 1 - chunk
+        )
+
+    orders = []
+    for stage in range(stages):
+        ahead = min(total, (stages - stage - 1) * 2 + (chunks - 1) * stages)
+        order = [nth("F", number) for number in range(ahead)]
+        for number in range(total):
+            if ahead + number < total:
+                order.append(nth("F", ahead + number))
+            order.append(nth("B", number))
+        orders.append(order)
+    return orders
+
+
+def zero_bubble(stages: int, microbatches: int, _: int) -> list[Order]:
+    """1F1B's memory; the gradients of weights wait until there is a gap (ZB-H1)."""
+    return [_merge(min(microbatches, stages - stage), microbatches, stage) for stage in range(stages)]
+
+
+def zero_bubble_2p(stages: int, microbatches: int, _: int) -> list[Order]:
+    """Twice that memory, and no gap is left (ZB-H2)."""
+    return [_merge(min(microbatches, 2 * (stages - stage) - 1), microbatches, 2 * stage) for stage in range(stages)]
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], list[Order]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+    "zero-bubble-2p": zero_bubble_2p,
+}
+
+
+class Stretch(NamedTuple):
+    """When an operation was done, in the first of the drawn steps."""
+
+    stage: int
+    operation: Operation
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """Of each drawn step."""
+
+    makespan: Times
+    """From the first operation of any device to the last."""
+    spans: Times
+    """From each device's own first operation to its last, by stage."""
+    busy: Times
+    """What each device computes."""
+    in_flight: list[int]
+    """Microbatches whose activations each device keeps at most."""
+    stretches: list[Stretch]
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of all devices' time."""
+        return float(1.0 - self.busy.mean() / self.makespan.mean())
+
+
+def evaluate(
+    schedule: str,
+    microbatches: int,
+    forward: Times,
+    backward: Times,
+    weights: Times | None = None,
+    *,
+    chunks: int = 1,
+    transfer: float = 0.0,
+) -> Evaluated:
+    """Times by drawn step and stage, per microbatch, all chunks together; transfer: from a stage to the next.
+
+    Where the schedule has the gradients of weights apart, `backward` is without them.
+    """
+    draws, stages = forward.shape
+    if stages < 1 or microbatches < 1 or chunks < 1:
+        raise UsageError(
+            f"a pipeline has {stages} stages, {microbatches} microbatches and {chunks} chunks; it must be 1 of each "
+            "at least"
+        )
+    if schedule != "interleaved":
+        chunks = 1
+    orders = SCHEDULES[schedule](stages, microbatches, chunks)
+    apart = schedule.startswith("zero-bubble")
+    rest = np.zeros_like(backward) if weights is None else weights
+    lengths = {
+        "F": forward / chunks,
+        "B": (backward if apart else backward + rest) / chunks,
+        "W": rest / chunks if apart else np.zeros_like(rest),
+    }
+    clock = np.zeros((draws, stages))
+    first = np.zeros((draws, stages))
+    done: dict[tuple[int, Operation], Times] = {}
+    stretches: list[Stretch] = []
+    places = [0] * stages
+    left = sum(map(len, orders))
+    while left:
+        before = left
+        for stage, order in enumerate(orders):
+            while places[stage] < len(order):
+                operation = order[places[stage]]
+                ready = _ready(done, stage, operation, stages, chunks, transfer)
+                if ready is None:
+                    break
+                start = np.maximum(clock[:, stage], ready)
+                if places[stage] == 0:
+                    first[:, stage] = start
+                clock[:, stage] = end = start + lengths[operation.kind][:, stage]
+                done[stage, operation] = end
+                stretches.append(Stretch(stage, operation, float(start[0]), float(end[0])))
+                places[stage] += 1
+                left -= 1
+        if left == before:
+            raise UsageError(f"the schedule '{schedule}' deadlocks with {stages} stages, {microbatches} microbatches")
+    return Evaluated(
+        makespan=clock.max(axis=1),
+        spans=clock - first,
+        busy=sum(microbatches * chunks * length for length in lengths.values()),  # type: ignore[arg-type]
+        in_flight=[_in_flight(order, apart) for order in orders],
+        stretches=stretches,
+    )
+
+
+def _ready(
+    done: dict[tuple[int, Operation], Times], stage: int, one: Operation, stages: int, chunks: int, transfer: float
+) -> Times | float | None:
+    """When what an operation needs is there; None if that is not known yet."""
+    kind, microbatch, chunk = one
+    if kind == "W":
+        return done.get((stage, Operation("B", microbatch, chunk)))
+    step = -1 if kind == "F" else 1
+    if kind == "F" and stage == 0 and chunk == 0:
+        return 0.0
+    if kind == "B" and stage == stages - 1 and chunk == chunks - 1:
+        return done.get((stage, Operation("F", microbatch, chunk)))
+    other = stage + step
+    if not 0 <= other < stages:  # the neighbouring chunk is at the other end
+        other, chunk = other % stages, chunk + step
+    came = done.get((other, Operation(kind, microbatch, chunk)))
+    return None if came is None else came + (transfer if stages > 1 else 0.0)
+
+
+def _in_flight(order: Sequence[Operation], apart: bool) -> int:
+    kept = most = 0
+    for operation in order:
+        kept += (operation.kind == "F") - (operation.kind == ("W" if apart else "B"))
+        most = max(most, kept)
+    return most

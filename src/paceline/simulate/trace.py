@@ -1,0 +1,80 @@
+"""A simulated run as events of the same kind as a real one's, so that the same report draws it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from paceline import events
+from paceline.events import Event
+from paceline.policies import Push
+from paceline.simulate.cluster import Cluster
+
+
+class Trace:
+    """Collects the events of a simulation."""
+
+    def __init__(self, cluster: Cluster, strategy: str) -> None:
+        self._cluster, self._strategy = cluster, strategy
+        self._samples = cluster.batch
+        self._used: set[int] = set()
+        self.events: list[Event] = [
+            events.Join(rank, 0.0, 0, "simulated", "simulated", strategy, 0.0) for rank in range(cluster.workers)
+        ]
+
+    def computed(self, rank: int, began: float, end: float, version: int) -> None:
+        self.events.append(events.Compute(rank, began, end - began, version, 1, self._samples))
+
+    def arrived(self, push: Push, now: float, staleness: int) -> None:
+        size, sent = int(self._cluster.size), int(self._cluster.pushed)
+        self.events.append(
+            events.Push(
+                push.worker,
+                now,
+                push.ticket,
+                push.version,
+                staleness,
+                self._samples,
+                [],
+                sent,
+                size - sent,
+                "held",
+                "predicted",
+            )
+        )
+
+    def updated(self, moment: float, seconds: float, version: int, used: tuple[Push, ...]) -> None:
+        tickets = [push.ticket for push in used]
+        self._used.update(tickets)
+        self.events.append(events.Update(-1, moment, seconds, version, 0, len(used), pushes=tickets))
+
+    def cancelled(self, rank: int, began: float, now: float, version: int) -> None:
+        if now > began:
+            self.events.append(events.Cancel(rank, began, now - began, version, []))
+
+    def let_go(self, rank: int, since: float, start: float, version: int, by: int) -> None:
+        """A worker has pushed, and begins its next step."""
+        if start > since:
+            seconds = start - since
+            self.events.append(
+                events.Pull(rank, since, seconds, version) if by == rank else events.Wait(rank, since, seconds, by)
+            )
+
+    def over(self, end: float, does: list[int], since: list[float]) -> None:
+        self.events += [events.Leave(rank, end) for rank in range(len(does))]
+
+    def write(self, folder: Path, more: dict[str, object]) -> None:
+        """A folder as a run leaves it, marked as predicted."""
+        folder.mkdir(parents=True, exist_ok=True)
+        encoder = msgspec.json.Encoder()
+        ordered = sorted((self._settled(event) for event in self.events), key=lambda event: event.start)
+        (folder / "events.jsonl").write_bytes(b"".join(encoder.encode(event) + b"\n" for event in ordered))
+        config = {"strategy": self._strategy, "workers": self._cluster.workers, "predicted": True, **more}
+        (folder / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
+
+    def _settled(self, event: Event) -> Event:
+        """A push whose fate is known by now."""
+        if isinstance(event, events.Push):
+            return msgspec.structs.replace(event, outcome="used" if event.ticket in self._used else "dropped")
+        return event
