@@ -1,4 +1,4 @@
-"""Which policy wins with 1,000 to 100,000 workers on uneven links: simulated, and drawn. `python examples/scale.py FOLDER`
+"""Which policy wins with 1,000 to 100,000 workers on uneven links: `python examples/scale.py FOLDER`
 
 Volunteers' machines: paces and links differ by a lot, links are slow, machines come and go. Writes the figures and the
 tables of docs/scale.md. Some ten minutes on one core; `--workers 1000` for one size only.
@@ -28,7 +28,8 @@ MEGABIT = 125e3
 
 def volunteers(workers: int, *, links: bool = True, failures: bool = True, servers: float = 1 / 200) -> Cluster:
     """Steps of 20 s at the median, up to several times as long on slow machines, jitter on top; a model of 25 million
-    parameters, pushed as int8; home links of 100 Mbit/s at the median; a server with 10 Gbit/s for every 200 workers."""
+    parameters, pushed as int8; home links of 100 Mbit/s at the median; a server with 10 Gbit/s for every 200 workers.
+    """
     source = np.random.default_rng(1)
     factors = np.exp(0.5 * source.standard_normal(workers))
     speeds = 100 * MEGABIT * np.exp(source.standard_normal(workers))

@@ -17,7 +17,7 @@ from rich.table import Table
 from paceline.cli import quantities
 from paceline.cli.clusters import with_links
 from paceline.errors import UsageError
-from paceline.plan.choose import Choice, rank
+from paceline.plan.choose import Choice, rank, simplest
 from paceline.plan.profile import profile
 from paceline.simulate.calibrate import Calibration, calibrate, sheet
 from paceline.simulate.convergence import Convergence, fit_runs, observed
@@ -25,6 +25,8 @@ from paceline.simulate.replica import Model
 
 _SHOWN = 12
 """Rows of the table."""
+_NEAR = 0.03
+"""Of the way that the loss has fallen, how far above the lowest the goal is."""
 
 
 def plan(
@@ -44,7 +46,7 @@ def plan(
     goal: Annotated[
         str,
         typer.Option(
-            help="'loss' (to the lowest that was seen), a loss such as 'loss=0.3', or 'throughput'. "
+            help="'loss' (to about the lowest that was seen), a loss such as 'loss=0.3', or 'throughput'. "
             "[default: loss where the script reports one, else throughput]"
         ),
     ] = "",
@@ -97,7 +99,7 @@ def plan(
             seed=seed,
             tick=lambda done, every: status.update(f"simulating {done} of {every} strategies"),
         )
-    best = next((choice for choice in choices if choice.runnable and choice.score is not None), None)
+    best = simplest(choices)
     if best is None:
         raise UsageError(f"no strategy reaches a loss of {target:g}, by what the runs say; give a higher one")
     line = _line(best, script, arguments or [], cluster.workers)
@@ -153,8 +155,9 @@ def _target(known: list[Calibration], wanted: float | str) -> tuple[Convergence 
         raise UsageError(
             "the goal is a loss, but the runs tell nothing about it; report it in the script with team.report(loss=…)"
         )
-    lowest = min(float(one.losses.min()) for one in seen)
-    return fit_runs(known), lowest if isinstance(wanted, str) else wanted
+    lowest, highest = min(float(one.losses.min()) for one in seen), max(float(one.losses.max()) for one in seen)
+    near = lowest + _NEAR * (highest - lowest)
+    return fit_runs(known), near if isinstance(wanted, str) else wanted
 
 
 def _line(best: Choice, script: Path | None, arguments: list[str], workers: int) -> str:

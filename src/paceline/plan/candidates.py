@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from paceline.simulate.cluster import Cluster
 
@@ -26,21 +27,23 @@ class Candidate:
 
 
 def candidates(cluster: Cluster, *, split: bool = False) -> list[Candidate]:
-    """Every kind, with the K, bounds, groups and servers that are worth a try; split: the model over devices, too."""
+    """Every kind, with the K, bounds, groups and servers that are worth a try, simple ones first.
+
+    split: the model over devices, too.
+    """
     workers = cluster.workers
-    found = [Candidate("all-reduce"), Candidate("sync")]
+    found = [Candidate("all-reduce"), Candidate("sync"), Candidate("async")]
     if workers == 1:
-        return found
+        return found[:1]
     if cluster.factors or cluster.own:
         found.append(Candidate("all-reduce", balance=True))
-    for k in _some(range(1, workers)):
-        found += [Candidate(f"{family}:k={k}") for family in ("k-sync", "k-async")]
+    found += [Candidate(f"k-sync:k={k}") for k in _some(range(1, workers))]
+    found += [Candidate(f"k-async:k={k}") for k in _some(range(2, workers))]
     for k in _some(range(2, workers + 1)):
         found += [Candidate(f"{family}:k={k}") for family in ("k-batch-sync", "k-batch-async")]
-    found.append(Candidate("async"))
     found += [Candidate(f"ssp:s={bound}") for bound in (1, 3, 8)]
     found += [Candidate(f"groups:size={size}") for size in range(2, workers) if workers % size == 0]
-    if cluster.wired:
+    if math.isfinite(cluster.narrowest().bandwidth):
         # Where parameters travel it matters where they are.
         for strategy in ("sync", "async", f"k-batch-sync:k={workers}"):
             found += [Candidate(strategy, servers) for servers in ("2", "lead", "all")]

@@ -19,6 +19,8 @@ from paceline.simulate.result import Result
 
 _STEPS = 60_000
 """Of all workers, in the simulation of one candidate."""
+_ABOUT = 1.02
+"""Times the best score that is about as good."""
 _USUAL_GAIN, _USUAL_PENALTY = 0.33, 0.05
 """What gradients in an update, and their staleness, are usually worth: where no run has said."""
 
@@ -43,6 +45,8 @@ class Choice(msgspec.Struct, kw_only=True):
     gain: float | None = None
     """How many times as fast as plain all-reduce."""
     reason: str = ""
+    place: int = 0
+    """Among the candidates, simple ones first."""
 
     @property
     def spoken(self) -> str:
@@ -74,6 +78,7 @@ def rank(
     for number, candidate in enumerate(every):
         tick(number, len(every))
         found.append(_judge(candidate, cluster, convergence, goal, model, seed))
+        found[-1].place = number
     tick(len(every), len(every))
     if memory is not None:
         kept = [choice for choice in found if choice.memory <= memory]
@@ -103,12 +108,22 @@ def best_policy(lengths: dict[int, list[float]], update_seconds: float, seed: in
     for choice in choices:
         gradients = choice.samples_per_second * choice.seconds_per_update / cluster.batch
         choice.score = choice.seconds_per_update / worth(gradients, choice.staleness)
-    best = min(choices, key=lambda choice: math.inf if choice.score is None else choice.score)
+    best = simplest(choices)
+    assert best is not None
     slow = [(ranks[place], factor) for place, factor in enumerate(cluster.factors) if factor > 1.0]
     if slow:
         who = ", ".join(f"worker {number} takes {factor:.1f} times as long" for number, factor in slow[:3])
         best.reason = f"{who} as the others; {best.reason}"
     return best
+
+
+def simplest(choices: Sequence[Choice]) -> Choice | None:
+    """Of those that are about as good as the best, and can be run, the one that comes first among the candidates."""
+    able = [choice for choice in choices if choice.runnable and choice.score is not None]
+    if not able:
+        return None
+    best = min(choice.score or 0.0 for choice in able)
+    return min((one for one in able if (one.score or 0.0) <= best * _ABOUT), key=lambda one: one.place)
 
 
 def _judge(

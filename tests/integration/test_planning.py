@@ -1,0 +1,140 @@
+"""Choosing a strategy with real runs: profiles, `auto`, and timelines that are marked as predicted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import write_script
+
+from paceline.events import Compute, Event, Lease, Push, Return, Switch, Update
+from paceline.events.schema import read
+
+SCRIPT = """
+import sys
+
+import paceline
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+team = paceline.join()
+torch.manual_seed(0)
+x = torch.randn(int(sys.argv[1]), 8)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+model, optimizer, loader = team.setup(model, optimizer, loader)
+for _ in range(int(sys.argv[2])):
+    for inputs, targets in loader:
+        with team.step():
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        team.report(loss=loss.item())
+"""
+
+
+def events_of(run: Path) -> list[Event]:
+    return list(read(run / "events.jsonl"))
+
+
+def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", *words], cwd=folder, capture_output=True, text=True, timeout=110, check=False
+    )
+
+
+def test_a_plan_profiles_the_script_and_knows_its_straggler(tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    words = ["plan", "train.py", "--workers", "3", "--seconds", "4", "--json"]
+    words += ["--slow", "all:0.01+exp(0.002)", "--slow", "1:0.06+exp(0.01)"]
+    done = paceline(tmp_path, *words, "--", "4000", "100")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["learned"]["workers"] == 3
+    assert told["learned"]["uneven"]["1"] == pytest.approx(70 / 12, rel=0.2)
+    by = {(one["strategy"], one["balance"]): one for one in told["choices"]}
+    assert by["sync", False]["seconds_per_update"] == pytest.approx(0.07, rel=0.15)
+    assert by["k-sync:k=2", False]["seconds_per_update"] < 0.03
+    assert told["strategy"] not in ("sync", "all-reduce")
+    assert told["run"].endswith("-- 4000 100")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_that_fails_under_the_profile_is_said_to(tmp_path: Path) -> None:
+    write_script(tmp_path, "import paceline\nteam = paceline.join()\nraise ValueError('no data')\n")
+    done = paceline(tmp_path, "plan", "train.py", "--workers", "2", "--seconds", "3")
+    assert done.returncode == 2
+    assert "could not be profiled under async" in done.stderr
+    assert "no data" in done.stderr
+
+
+def test_auto_watches_and_then_goes_on_as_another_policy(tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    words = ["run", "train.py", "--workers", "3", "--strategy", "auto:steps=6", "--name", "auto"]
+    done = paceline(tmp_path, *words, "--slow", "all:0.01+exp(0.002)", "--", "2400", "2")
+    assert done.returncode == 0, done.stderr
+    assert "auto goes on as" in done.stderr
+    events = events_of(tmp_path / "runs" / "auto")
+    switches = [event for event in events if isinstance(event, Switch)]
+    assert len(switches) == 1
+    pushes = [event for event in events if isinstance(event, Push)]
+    before = [push for push in pushes if push.start < switches[0].start]
+    assert all(push.outcome == "used" for push in before)
+    assert {rank: sum(push.rank == rank for push in before) >= 7 for rank in range(3)} == dict.fromkeys(range(3), True)
+    # Every sample of both epochs is trained on once, before and after the switch.
+    given = {event.number: event for event in events if isinstance(event, Lease)}
+    back = {number for event in events if isinstance(event, Return) for number in event.leases}
+    used = {ticket for event in events if isinstance(event, Update) for ticket in event.pushes}
+    trained = [number for push in pushes if push.ticket in used for number in push.leases]
+    assert len(trained) == len(set(trained))
+    assert not set(trained) & back
+    for epoch in range(2):
+        places = sorted((given[n].first, given[n].samples) for n in trained if given[n].epoch == epoch)
+        assert [place for place, _ in places] == list(range(0, 2400, 4))
+    summary = json.loads((tmp_path / "runs" / "auto" / "summary.json").read_text())
+    assert summary["strategy"] == "auto:steps=6"
+
+
+def test_auto_survives_the_death_of_a_worker_while_it_watches(tmp_path: Path) -> None:
+    dies = "        if team.rank == 2 and team.version > 8:\n            os.kill(os.getpid(), 9)\n"
+    script = "import os\n" + SCRIPT.replace("        team.report", dies + "        team.report")
+    write_script(tmp_path, script)
+    words = ["run", "train.py", "--workers", "4", "--strategy", "auto:steps=8", "--name", "auto"]
+    done = paceline(tmp_path, *words, "--slow", "all:0.01+exp(0.005)", "--", "2400", "1")
+    assert done.returncode == 0, done.stderr
+    assert "rank 2" in done.stderr
+    assert "auto goes on as" in done.stderr
+
+
+def test_a_real_run_is_learned_from_and_predicted(tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    slow = ["--slow", "all:0.03+exp(0.01)"]
+    for name, strategy in (("learned", "async"), ("asked", "k-sync:k=2")):
+        words = ["run", "train.py", "-w", "3", "-s", strategy, "--name", name, *slow, "--", "1200", "1"]
+        done = paceline(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+    told = paceline(tmp_path, "simulate", "--from", "runs/learned", "-s", "k-sync:k=2", "--updates", "4000", "--json")
+    predicted = json.loads(told.stdout)["seconds_per_update"]
+    measured = json.loads((tmp_path / "runs" / "asked" / "summary.json").read_text())["seconds_per_update"]
+    # Three hundred draws of the one, half as many updates of the other, on a machine that others use, too.
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+def test_a_predicted_timeline_is_a_run_s_and_marked(tmp_path: Path) -> None:
+    specs = ["k-sync:k=2", "pipeline:stages=3,microbatches=6", "all-reduce"]
+    words = [word for spec in specs for word in ("-s", spec)]
+    done = paceline(tmp_path, "simulate", *words, "-w", "3", "--size", "1MB", "--bandwidth", "1GB/s", "--out", "told")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "told" / "report.html").read_text()
+    assert "k-sync:k=2 (predicted)" in page
+    folder = tmp_path / "told" / "k-sync-k-2"
+    assert json.loads((folder / "config.json").read_text())["predicted"] is True
+    events = events_of(folder)
+    assert sum(isinstance(event, Update) for event in events) == 200
+    assert any(isinstance(event, Compute) for event in events)
+    text = paceline(tmp_path, "report", str(folder), "--text")
+    assert text.returncode == 0
+    assert "worker 2" in text.stdout

@@ -1,0 +1,154 @@
+"""Pipelines, operation by operation, take what the formulas say where there are some."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from paceline.errors import UsageError
+from paceline.simulate import pipelines
+from paceline.simulate.cluster import Cluster, Link
+from paceline.simulate.distributions import Constant, Exponential
+from paceline.simulate.predict import predict, simulate
+from paceline.simulate.replica import Model
+from paceline.simulate.schedules import SCHEDULES, Evaluated, evaluate
+
+
+def run(
+    schedule: str, stages: int, microbatches: int, *times: float, chunks: int = 1, transfer: float = 0.0
+) -> Evaluated:
+    forward, backward, weights = (np.full((1, stages), value) for value in (*times, 0.0, 0.0)[:3])
+    return evaluate(schedule, microbatches, forward, backward, weights, chunks=chunks, transfer=transfer)
+
+
+SHAPES = [(1, 1), (1, 5), (2, 2), (2, 8), (4, 4), (4, 16), (8, 32), (5, 3)]
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_gpipe_and_1f1b_take_the_same(schedule: str, stages: int, microbatches: int) -> None:
+    told = run(schedule, stages, microbatches, 1.0, 2.0)
+    assert told.makespan[0] == pipelines.one_forward_one_backward(stages, microbatches, 1.0, 2.0)
+    assert told.bubble == pytest.approx(pipelines.bubble(stages, microbatches))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
+def test_what_is_kept_is_what_the_formulas_say(stages: int, microbatches: int) -> None:
+    assert run("gpipe", stages, microbatches, 1.0, 2.0).in_flight == [microbatches] * stages
+    wanted = [pipelines.in_flight_1f1b(stages, microbatches, stage) for stage in range(stages)]
+    assert run("1f1b", stages, microbatches, 1.0, 2.0).in_flight == wanted
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 16, 4), (8, 32, 2), (8, 32, 4)]
+)
+def test_interleaving_divides_the_bubble(stages: int, microbatches: int, chunks: int) -> None:
+    told = run("interleaved", stages, microbatches, 1.0, 2.0, chunks=chunks)
+    assert told.makespan[0] == pytest.approx(pipelines.interleaved(stages, microbatches, chunks, 1.0, 2.0))
+    idle = told.makespan[0] / told.busy[0, 0] - 1
+    assert idle == pytest.approx(pipelines.bubble_over_ideal(stages, microbatches, chunks))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 4), (4, 8), (3, 7), (8, 32)])
+def test_zero_bubble_with_the_same_memory_leaves_a_third(stages: int, microbatches: int) -> None:
+    told = run("zero-bubble", stages, microbatches, 1.0, 1.0, 1.0)
+    assert told.makespan[0] == pipelines.zero_bubble_1p(stages, microbatches, 1.0, 1.0, 1.0)
+    plain = run("1f1b", stages, microbatches, 1.0, 2.0)
+    assert told.makespan[0] - 3 * microbatches == pytest.approx((plain.makespan[0] - 3 * microbatches) / 3)
+    assert max(told.in_flight) <= stages
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 3), (4, 8), (4, 7), (8, 32)])
+def test_zero_bubble_with_twice_the_memory_leaves_none(stages: int, microbatches: int) -> None:
+    told = run("zero-bubble-2p", stages, microbatches, 1.0, 1.0, 1.0)
+    assert told.spans.tolist() == [[pipelines.zero_bubble_2p(stages, microbatches, 1.0, 1.0, 1.0)] * stages]
+    assert max(told.in_flight) <= 2 * stages - 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_everything_is_done_once_and_in_a_possible_order(schedule: str) -> None:
+    stages, microbatches, chunks = 4, 8, 2 if schedule == "interleaved" else 1
+    told = run(schedule, stages, microbatches, 1.0, 1.5, 0.5, chunks=chunks, transfer=0.25)
+    kinds = "FBW" if schedule.startswith("zero") else "FB"
+    ends = {(s.stage, *s.operation): s.end for s in told.stretches}
+    starts = {(s.stage, *s.operation): s.start for s in told.stretches}
+    assert len(ends) == len(told.stretches) == stages * microbatches * chunks * len(kinds)
+    for (stage, kind, microbatch, chunk), start in starts.items():
+        where = chunk * stages + stage
+        if kind == "F" and where > 0:
+            before = ((where - 1) % stages, "F", microbatch, (where - 1) // stages)
+            assert start >= ends[before] + 0.25 - 1e-9
+        if kind == "B" and where < stages * chunks - 1:
+            after = ((where + 1) % stages, "B", microbatch, (where + 1) // stages)
+            assert start >= ends[after] + 0.25 - 1e-9
+        if kind == "B":
+            assert start >= ends[stage, "F", microbatch, chunk] - 1e-9
+        if kind == "W":
+            assert start >= ends[stage, "B", microbatch, chunk] - 1e-9
+    for stage in range(stages):
+        mine = sorted((starts[key], ends[key]) for key in starts if key[0] == stage)
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in itertools.pairwise(mine))
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    forward = np.array([[1.0, 2.0, 1.0]])
+    told = evaluate("1f1b", 50, forward, forward)
+    assert told.makespan[0] == pytest.approx(50 * 4.0 + 4.0, abs=1.0)
+    assert told.busy[0].tolist() == [100.0, 200.0, 100.0]
+
+
+# -- as strategies ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+def test_a_pipeline_of_equal_stages_takes_its_formula(schedule: str) -> None:
+    on = Cluster(workers=4, compute=Constant(12.0))
+    spec = f"pipeline:stages=4,microbatches=8,schedule={schedule}"
+    told, _ = simulate(spec, on, updates=5)
+    assert told.seconds_per_update == pytest.approx(predict(spec, on).seconds_per_update)
+    assert told.bubble is not None
+    assert told.waiting == pytest.approx([told.bubble] * 4)
+
+
+def test_the_reference_s_pipeline() -> None:
+    on = Cluster(workers=8, compute=Constant(8 * 32 * 3.0))
+    told, _ = simulate("pipeline:stages=8,microbatches=32", on, updates=2)
+    assert told.seconds_per_update == pytest.approx(117.0)
+    assert told.bubble == pytest.approx(0.1795, abs=5e-5)
+
+
+def test_a_stage_that_is_slow_now_and_then_holds_up_all() -> None:
+    steady, _ = simulate("pipeline:stages=4", Cluster(workers=4, compute=Constant(2.0)), updates=50)
+    jittery, _ = simulate("pipeline:stages=4", Cluster(workers=4, compute=Exponential(1.0, 1.0)), updates=500)
+    assert jittery.seconds_per_update > 1.2 * steady.seconds_per_update
+
+
+def test_tensor_parallel_divides_the_work_and_pays_for_agreeing() -> None:
+    on = Cluster(workers=4, compute=Constant(2.0), link=Link(0.001, 1e9))
+    told, _ = simulate("tensor:degree=4", on, updates=5, model=Model(layers=6, activations=4e6))
+    each = 2 * 0.001 + 1.5 * 4e6 / 1e9
+    assert told.seconds_per_update == pytest.approx(0.5 + 4 * 6 * each)
+
+
+def test_a_mesh_of_one_kind_is_that_kind() -> None:
+    on = Cluster(workers=4, compute=Constant(2.0), size=1e8, link=Link(0.0, 1e9))
+    data, _ = simulate("all-reduce", on, updates=20)
+    mesh, _ = simulate("mesh:data=4", on, updates=20)
+    assert mesh.seconds_per_update == pytest.approx(data.seconds_per_update)
+    assert mesh.strategy == "mesh:data=4"
+
+
+def test_replicas_of_a_mesh_may_be_asynchronous() -> None:
+    on = Cluster(workers=8, compute=Exponential(1.0, 1.0), factors=(1.0,) * 6 + (4.0,) * 2)
+    sync, _ = simulate("mesh:data=4,pipeline=2", on, updates=400)
+    free, _ = simulate("mesh:data=4,pipeline=2,sync=async", on, updates=1600)
+    dropped, _ = simulate("mesh:data=4,pipeline=2,sync=k-sync:k=3", on, updates=400)
+    assert free.minibatches_per_second > 2 * sync.minibatches_per_second
+    assert dropped.seconds_per_update < 0.5 * sync.seconds_per_update
+    assert free.staleness.mean == pytest.approx(3.0, abs=0.1)
+
+
+def test_a_model_must_make_sense() -> None:
+    for wrong in ({"forward": 0.0}, {"forward": 0.8, "weights": 0.4}, {"layers": 0}, {"activations": -1.0}):
+        with pytest.raises(UsageError):
+            Model(**wrong)  # type: ignore[arg-type]

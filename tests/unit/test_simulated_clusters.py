@@ -1,0 +1,271 @@
+"""Links, servers, machines and trouble in a simulation cost what one can count by hand."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from paceline.config import parse_strategy
+from paceline.errors import UsageError
+from paceline.policies import Decision, Order, Policy, Push, make_policy
+from paceline.simulate import costs
+from paceline.simulate.cluster import Cluster, Failures, Link, Spells, compressed_share
+from paceline.simulate.distributions import Constant, Empirical, Exponential
+from paceline.simulate.engine import Engine
+from paceline.simulate.predict import predict, simulate
+from paceline.simulate.result import Result
+
+SIZE, BANDWIDTH, ALPHA = 100e6, 1e9, 0.003
+
+
+def cluster(workers: int = 4, **more: Any) -> Cluster:
+    given = {"compute": Constant(1.0), "size": SIZE, "link": Link(ALPHA, BANDWIDTH), **more}
+    return Cluster(workers=workers, **given)
+
+
+def ask(spec: str, on: Cluster, updates: int = 40, seed: int = 0) -> Result:
+    return simulate(spec, on, updates=updates, seed=seed)[0]
+
+
+# -- costs of messages -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [2, 4, 7, 16])
+@pytest.mark.parametrize("servers", [1, 2, 5, 32])
+def test_sync_on_servers_costs_its_formula(workers: int, servers: int) -> None:
+    on = cluster(workers, servers=str(servers))
+    told = ask("sync", on)
+    wanted = 1.0 + costs.sharded(workers, servers, SIZE, BANDWIDTH, ALPHA)
+    assert told.seconds_per_update == pytest.approx(wanted, rel=1e-9)
+    assert predict("sync", on).seconds_per_update == pytest.approx(wanted, rel=1e-9)
+
+
+def test_one_server_is_a_hub() -> None:
+    assert ask("sync", cluster(8)).seconds_per_update == pytest.approx(1.0 + costs.hub(8, SIZE, BANDWIDTH, ALPHA))
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16])
+def test_a_shard_on_every_machine_costs_as_direct_exchange(workers: int) -> None:
+    told = ask("sync", cluster(workers, servers="all"))
+    assert told.seconds_per_update == pytest.approx(1.0 + costs.direct(workers, SIZE, BANDWIDTH, ALPHA), rel=1e-9)
+
+
+def test_the_lead_s_own_gradient_does_not_travel() -> None:
+    told = ask("sync", cluster(4, servers="lead"))
+    assert told.seconds_per_update == pytest.approx(1.0 + 2 * ALPHA + 2 * 3 * SIZE / BANDWIDTH, rel=1e-9)
+
+
+@pytest.mark.parametrize("topology", costs.TOPOLOGIES)
+@pytest.mark.parametrize("workers", [2, 4, 16])
+def test_all_reduce_costs_its_topology_s_formula(topology: str, workers: int) -> None:
+    wanted = 1.0 + costs.TOPOLOGIES[topology](workers, SIZE, BANDWIDTH, ALPHA)
+    told = ask(f"all-reduce:topology={topology}", cluster(workers))
+    assert told.seconds_per_update == pytest.approx(wanted, rel=1e-9)
+    uneven = ask(f"all-reduce:topology={topology}", cluster(workers, factors=(2.0,) + (1.0,) * (workers - 1)))
+    assert uneven.seconds_per_update == pytest.approx(wanted + 1.0, rel=1e-9)
+
+
+def test_by_default_all_reduce_takes_the_quickest_topology() -> None:
+    every = [ask(f"all-reduce:topology={name}", cluster()).seconds_per_update for name in costs.TOPOLOGIES]
+    assert ask("all-reduce", cluster()).seconds_per_update == pytest.approx(min(every))
+
+
+def test_async_is_as_fast_as_the_server_s_port_lets_it() -> None:
+    on = cluster(8, compute=Exponential(0.1), size=1e9)
+    assert ask("async", on, updates=400).seconds_per_update == pytest.approx(1.0, rel=0.02)
+    wide = dataclasses.replace(on, server_link=Link(ALPHA, 100 * BANDWIDTH))
+    # Then it is the workers' own links: a gradient and a version take a second each, one after the other.
+    assert ask("async", wide, updates=400).seconds_per_update == pytest.approx(2.1 / 8, rel=0.05)
+
+
+def test_a_slow_link_holds_up_its_worker_only() -> None:
+    on = cluster(4, links=((2, Link(ALPHA, BANDWIDTH / 100)),), server_link=Link(ALPHA, 1000 * BANDWIDTH))
+    told = ask("async", on, updates=400)
+    # The others' cycle is 1.206 s; that one's is 21.
+    assert told.seconds_per_update == pytest.approx(1 / (3 / 1.206 + 1 / 21.006), rel=0.02)
+    assert told.communicating[2] > 0.9
+    assert told.communicating[0] < 0.3
+
+
+def test_workers_of_one_machine_share_its_port() -> None:
+    alone = ask("sync", cluster(4, server_link=Link(ALPHA, 100 * BANDWIDTH)))
+    shared = ask("sync", cluster(4, server_link=Link(ALPHA, 100 * BANDWIDTH), per_machine=4))
+    assert alone.seconds_per_update == pytest.approx(1 + 2 * (ALPHA + SIZE / BANDWIDTH), rel=0.01)
+    assert shared.seconds_per_update == pytest.approx(1 + 2 * (ALPHA + 4 * SIZE / BANDWIDTH), rel=0.01)
+
+
+def test_bytes_are_counted_at_every_port() -> None:
+    told = ask("sync", cluster(4), updates=10)
+    assert told.traffic["server_in"] == [10 * 4 * SIZE]
+    assert told.traffic["server_out"] == [10 * 4 * SIZE]
+    assert told.traffic["out"] == told.traffic["in"] == [10 * SIZE] * 4
+    ring = ask("all-reduce:topology=ring", cluster(4), updates=10)
+    assert ring.traffic["out"] == [10 * 1.5 * SIZE] * 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "share"), [("none", 1.0), ("bf16", 0.5), ("fp16", 0.5), ("int8", 0.25), ("topk:0.01", 0.02)]
+)
+def test_compression_makes_pushes_shorter_but_not_pulls(spec: str, share: float) -> None:
+    told = ask("sync", cluster(4, compress=spec))
+    wanted = 1 + 2 * ALPHA + 4 * (1 + share) * SIZE / BANDWIDTH
+    assert told.seconds_per_update == pytest.approx(wanted, rel=1e-6)
+    assert compressed_share(spec) == share
+
+
+def test_what_is_sent_while_computing_costs_nothing_more() -> None:
+    apart = ask("async", cluster(1, servers="1"), updates=50)
+    assert apart.seconds_per_update == pytest.approx(1 + 2 * ALPHA + 0.2)
+    over = ask("async", cluster(1, overlap=0.5), updates=50)
+    assert over.seconds_per_update == pytest.approx(1 + 2 * ALPHA + 0.1)
+    reduced = ask("all-reduce:topology=direct", cluster(4, overlap=0.5), updates=50)
+    assert reduced.seconds_per_update == pytest.approx(1.0)  # all of its 0.156 s are hidden
+
+
+def test_a_server_does_one_thing_after_the_other() -> None:
+    on = Cluster(workers=8, compute=Exponential(0.01), push_seconds=0.02, update_seconds=0.03)
+    assert ask("async", on, updates=500).seconds_per_update == pytest.approx(0.05, rel=0.01)
+    assert ask("k-batch-async:k=4", on, updates=500).seconds_per_update == pytest.approx(0.11, rel=0.01)
+
+
+def test_groups_agree_inside_before_they_push() -> None:
+    on = cluster(4, size=1e9, server_link=Link(0.0, math.inf))
+    told = ask("groups:size=2", on)
+    inside = min(form(2, 1e9, BANDWIDTH, ALPHA) for form in costs.TOPOLOGIES.values())
+    # A push of a second, the sum, a pull of a second; two groups in turn.
+    assert told.seconds_per_update == pytest.approx((1 + 2 + 2 * ALPHA + inside) / 2, rel=0.05)
+
+
+# -- trouble ---------------------------------------------------------------------------------------------------------
+
+
+def test_spells_make_a_worker_slow_now_and_then() -> None:
+    on = Cluster(workers=1, compute=Constant(0.1), spells=Spells(5.0, 30.0, 10.0))
+    told = ask("async", on, updates=20_000, seed=3)
+    # A quarter of the time is slow, when a step takes five times as long: per second 0.75 * 10 + 0.25 * 2 steps.
+    assert 1 / told.seconds_per_update == pytest.approx(8.0, rel=0.05)
+    four = dataclasses.replace(on, workers=4)
+    assert ask("sync", four, updates=4000).seconds_per_update > 2.2 * ask("k-sync:k=2", four, 4000).seconds_per_update
+
+
+def test_workers_that_die_are_missed_only_where_all_are_needed() -> None:
+    on = Cluster(workers=8, compute=Constant(1.0), failures=Failures(100.0, 20.0))
+    told = {spec: ask(spec, on, updates=3000) for spec in ("sync", "k-sync:k=5", "async")}
+    assert all(one.failures > 50 for one in told.values())
+    # Of eight one dies every 12.5 s, and then all wait for 20: an update takes 1 + 20/12.5 and some more.
+    assert told["sync"].seconds_per_update > 2.0
+    assert told["k-sync:k=5"].seconds_per_update == pytest.approx(1.0, rel=0.05)
+    # Each is away for 20 of 120 s.
+    assert told["async"].minibatches_per_second == pytest.approx(8 * 100 / 120, rel=0.05)
+
+
+def test_failures_come_by_the_seed() -> None:
+    on = Cluster(workers=4, compute=Exponential(1.0), failures=Failures(50.0, 5.0), spells=Spells(3.0, 40.0, 4.0))
+    one, two, other = (ask("k-async:k=2", on, updates=500, seed=seed) for seed in (1, 1, 2))
+    assert one == two != other
+
+
+class Greedy(Policy):
+    """Lets everybody wait for what never comes."""
+
+    def arrive(self, push: Push) -> Decision:
+        if self.version >= 3:
+            return self._hold(push, Order.WAIT, "not yet")
+        return self._update("", {push.worker: Order.RENEW})
+
+
+class Picky(Policy):
+    """Drops everything after a while."""
+
+    def arrive(self, push: Push) -> Decision:
+        if self.version >= 3:
+            return self._drop(push, "no")
+        return self._update("", {push.worker: Order.RENEW})
+
+
+def test_a_deadlock_is_said_to_be_one() -> None:
+    told = Engine(Greedy(range(4)), Cluster(workers=4, compute=Constant(1.0)), 0).run(100, "greedy")
+    assert told.updates == 3
+    assert told.verdict is not None
+    assert told.verdict.startswith("deadlock: after 3 updates 4 workers wait")
+
+
+def test_gradients_that_are_never_used_do_not_run_forever() -> None:
+    told = Engine(Picky(range(4)), Cluster(workers=4, compute=Constant(1.0)), 0).run(100, "picky")
+    assert told.verdict is not None
+    assert told.verdict.startswith("starvation:")
+    assert told.updates == 3
+
+
+def test_who_is_never_used_is_named() -> None:
+    told = ask("k-sync:k=2", Cluster(workers=3, compute=Constant(1.0), factors=(1.0, 1.0, 4.0)), updates=100)
+    assert told.starved == [2]
+    assert told.verdict is None
+
+
+def test_a_worker_may_have_steps_of_its_own_kind() -> None:
+    on = Cluster(workers=2, compute=Constant(1.0), own=(None, Empirical.of([3.0, 5.0])))
+    told = ask("sync", on, updates=4000)
+    assert told.seconds_per_update == pytest.approx(4.0, rel=0.02)
+    assert ask("async", on, updates=4000).seconds_per_update == pytest.approx(1 / 1.25, rel=0.02)
+
+
+# -- what makes no sense ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Cluster(workers=0), "there must be at least 1"),
+        (lambda: Cluster(workers=2, factors=(1.0,)), "one each"),
+        (lambda: Cluster(workers=1, factors=(-1.0,)), "above 0"),
+        (lambda: Cluster(size=-1), "0 or more"),
+        (lambda: Cluster(update_seconds=math.inf), "0 or more"),
+        (lambda: Cluster(overlap=1.0), "below 1"),
+        (lambda: Cluster(per_machine=0), "at least 1"),
+        (lambda: Cluster(servers="none"), "servers is"),
+        (lambda: Cluster(compress="zip"), "compress is"),
+        (lambda: Cluster(links=((9, Link()),)), "no worker 9"),
+        (lambda: Link(-1.0), "latency"),
+        (lambda: Link(0.0, 0.0), "bandwidth"),
+        (lambda: Spells(0.5, 1.0, 1.0), "factor of at least 1"),
+        (lambda: Failures(0.0, 1.0), "above 0"),
+    ],
+)
+def test_nonsense_is_one_sentence(make: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as refused:
+        make()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("pipeline:stages=3", "one each"),
+        ("pipeline:stages=4,microbatches=0", "1 of each"),
+        ("pipeline:stages=4,schedule=chaos", "schedule is 'chaos'"),
+        ("pipeline:stages=4,microbatches=6,schedule=interleaved", "multiple"),
+        ("tensor:degree=3", "the same"),
+        ("mesh:data=3,pipeline=2", "the product"),
+        ("mesh:data=4,sync=tensor:degree=2", "data-parallel"),
+        ("mesh:data=4,sync=k-sync:k=9", "k is 9"),
+        ("all-reduce:topology=star", "topology is 'star'"),
+        ("k-sync:k=5", "k is 5"),
+        ("groups:size=3", "size is 3"),
+    ],
+)
+def test_a_strategy_that_cannot_be_is_one_sentence(spec: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        ask(spec, cluster(4))
+
+
+def test_the_same_policies_are_asked_as_a_server_asks() -> None:
+    seen: list[Push] = []
+    policy = make_policy(parse_strategy("k-sync:k=2"), range(3))
+    arrive = policy.arrive
+    policy.arrive = lambda push: (seen.append(push), arrive(push))[1]  # type: ignore[method-assign]
+    told = Engine(policy, Cluster(workers=3, compute=Exponential(1.0)), 0).run(50, "k-sync:k=2")
+    assert told.updates == policy.version == 50
+    assert len(seen) >= 100
+    assert len({push.ticket for push in seen}) == len(seen)
