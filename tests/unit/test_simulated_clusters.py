@@ -84,7 +84,7 @@ def test_a_slow_link_holds_up_its_worker_only() -> None:
     told = ask("async", on, updates=400)
     # The others' cycle is 1.206 s; that one's is 21.
     assert told.seconds_per_update == pytest.approx(1 / (3 / 1.206 + 1 / 21.006), rel=0.02)
-    assert told.communicating[2] > 0.9
+    assert told.communicating[2] > 0.8
     assert told.communicating[0] < 0.3
 
 
@@ -151,8 +151,9 @@ def test_spells_make_a_worker_slow_now_and_then() -> None:
 
 def test_workers_that_die_are_missed_only_where_all_are_needed() -> None:
     on = Cluster(workers=8, compute=Constant(1.0), failures=Failures(100.0, 20.0))
-    told = {spec: ask(spec, on, updates=3000) for spec in ("sync", "k-sync:k=5", "async")}
-    assert all(one.failures > 50 for one in told.values())
+    counts = {"sync": 2000, "k-sync:k=5": 2000, "async": 20_000}
+    told = {spec: ask(spec, on, updates=count) for spec, count in counts.items()}
+    assert all(one.failures > 100 for one in told.values())
     # Of eight one dies every 12.5 s, and then all wait for 20: an update takes 1 + 20/12.5 and some more.
     assert told["sync"].seconds_per_update > 2.0
     assert told["k-sync:k=5"].seconds_per_update == pytest.approx(1.0, rel=0.05)
@@ -172,6 +173,7 @@ class Greedy(Policy):
     def arrive(self, push: Push) -> Decision:
         if self.version >= 3:
             return self._hold(push, Order.WAIT, "not yet")
+        self.held.append(push)
         return self._update("", {push.worker: Order.RENEW})
 
 
@@ -181,6 +183,7 @@ class Picky(Policy):
     def arrive(self, push: Push) -> Decision:
         if self.version >= 3:
             return self._drop(push, "no")
+        self.held.append(push)
         return self._update("", {push.worker: Order.RENEW})
 
 

@@ -58,7 +58,8 @@ def _run(
             _stop(process)
     if process.returncode not in (0, 130):
         told = (where / "output.txt").read_text(errors="replace").strip().splitlines()
-        why = told[-1].removeprefix("paceline: ") if told else f"it ended with code {process.returncode}"
+        why = next((line for line in told if " failed: " in line), told[-1] if told else "")
+        why = why.removeprefix("paceline: ") or f"it ended with code {process.returncode}"
         raise UsageError(f"the script could not be profiled under {strategy}: {why}")
     return where / "runs" / "profile"
 

@@ -107,11 +107,18 @@ class _Alike:
                 clock = ends[number] = clock + draws
                 all_done[number] = clock.max()
         waited = starts[1:] - ends[:-1]
-        moments = np.sort(ends, axis=None)[: self._updates]
+        order = np.argsort(ends, axis=None, kind="stable")
+        moments = ends.ravel()[order]
+        before = np.empty(ends.size, np.int64)
+        before[order] = np.arange(ends.size)
+        before = before.reshape(ends.shape)  # at each push, how many there were before it
+        # The version at a pull is that with its own push, or, if it had to wait, with that which let it go.
+        pulled = np.zeros_like(before)
+        pulled[1:] = np.where(waited > 0, np.searchsorted(moments, starts[1:], "right"), before[:-1] + 1)
+        kept = before < self._updates
+        ages = (before - pulled)[kept]
+        moments = moments[: self._updates]
         total = float(moments[-1])
-        # The version at a pull is how many pushes there were by then; at a push, how many before it.
-        kept = ends <= total
-        ages = np.searchsorted(moments, ends[kept], "left") - np.searchsorted(moments, starts[kept], "right")
         histogram = Counter(dict(zip(*(part.tolist() for part in np.unique(ages, return_counts=True)), strict=True)))
         waiting = float(waited[kept[1:]].sum()) / count
         return self._result(moments, 1, histogram, Shares(total - waiting, 0.0, waiting), 0)

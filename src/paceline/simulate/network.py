@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 
 from paceline.config import parse_servers
@@ -37,8 +38,7 @@ class Network(ABC):
     def pull(self, ranks: Sequence[int], now: float, new: Sequence[bool]) -> list[float]:
         """Workers are let go, with another version if it is a new one: when each has it.
 
-        What is sent at once shares the sender's port, so all have it when the last one does, or as soon as their own
-        ports allow.
+        What is sent at once shares the ports on its way, so all have it when the last one does.
         """
 
     def traffic(self) -> dict[str, list[float]]:
@@ -103,15 +103,15 @@ class Served(Network):
         size = self._size * self._far
         sent = [fresh and self._machine[rank] != self._home for rank, fresh in zip(ranks, new, strict=True)]
         through = self._server_out.take(now, size * sum(sent)) if any(sent) else now
+        into = Counter(self._machine[rank] for rank, some in zip(ranks, sent, strict=True) if some)
+        here = {machine: self._in[machine].take(now, size * count) for machine, count in into.items()}
         ends = []
         for rank, some in zip(ranks, sent, strict=True):
             machine = self._machine[rank]
             if machine == self._home:
                 ends.append(now)
-            elif some:
-                ends.append(max(self._in[machine].take(now, size), through) + self._latency[machine])
             else:
-                ends.append(now + self._latency[machine])
+                ends.append((max(here[machine], through) if some else now) + self._latency[machine])
         return ends
 
     def traffic(self) -> dict[str, list[float]]:
