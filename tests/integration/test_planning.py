@@ -100,9 +100,8 @@ def test_auto_watches_and_then_goes_on_as_another_policy(tmp_path: Path) -> None
 
 def test_auto_survives_the_death_of_a_worker_while_it_watches(tmp_path: Path) -> None:
     dies = "        if team.rank == 2 and next(count) == 5:\n            os.kill(os.getpid(), 9)\n"
-    script = "import itertools, os\\ncount = itertools.count()\\n" + SCRIPT.replace(
-        "        team.report", dies + "        team.report"
-    )
+    begin = "import itertools, os\ncount = itertools.count()\n"
+    script = begin + SCRIPT.replace("        team.report", dies + "        team.report")
     write_script(tmp_path, script)
     words = ["run", "train.py", "--workers", "4", "--strategy", "auto:steps=8", "--name", "auto"]
     done = paceline(tmp_path, *words, "--slow", "all:0.01+exp(0.005)", "--", "2400", "1")
@@ -131,7 +130,7 @@ def test_a_predicted_timeline_is_a_run_s_and_marked(tmp_path: Path) -> None:
     done = paceline(tmp_path, "simulate", *words, "-w", "3", "--size", "1MB", "--bandwidth", "1GB/s", "--out", "told")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "told" / "report.html").read_text()
-    assert "k-sync:k=2 (predicted)" in page
+    assert "Predicted by simulation" in page
     folder = tmp_path / "told" / "k-sync-k-2"
     assert json.loads((folder / "config.json").read_text())["predicted"] is True
     events = events_of(folder)

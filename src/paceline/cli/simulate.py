@@ -149,7 +149,7 @@ def _draw(out: Path, specs: list[str], cluster: Cluster, model: Model, updates: 
         _, trace = simulate(spec, cluster, updates=min(updates, _DRAWN), seed=seed, model=model, trace=True)
         assert trace is not None
         trace.write(folder, {"seed": seed, "compute": str(cluster.compute)})
-        facts.append(open_run(folder).facts(name=f"{spec} (predicted)"))
+        facts.append(open_run(folder).facts(name=spec))
     write_report(out / "report.html", "Predicted by simulation", facts)
     Console(stderr=True).print(f"report: {os.path.relpath(out / 'report.html')}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from paceline.config import parse_compression, parse_servers
 from paceline.errors import UsageError
@@ -159,12 +159,15 @@ class Cluster:
             found[rank // self.per_machine] = link
         return found
 
-    def narrowest(self, ranks: Sequence[int] | None = None) -> Link:
-        """What the slowest of these workers' links allows."""
-        links = self.machine_links()
-        if ranks is not None:
-            links = [links[machine] for machine in sorted({rank // self.per_machine for rank in ranks})]
-        return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+    def narrowest(self) -> Link:
+        """What the slowest of all links allows."""
+        return narrowest(self.machine_links())
+
+
+def narrowest(links: Iterable[Link]) -> Link:
+    """What the slowest of these allows."""
+    every = list(links)
+    return Link(max(link.latency for link in every), min(link.bandwidth for link in every))
 
 
 def compressed_share(spec: str) -> float:

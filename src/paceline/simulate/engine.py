@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -49,11 +49,11 @@ class Engine:
         seed: int,
         *,
         network: Network | None = None,
-        inside: float = 0.0,
+        inside: Mapping[int, float] | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """network: another one than the cluster's servers'; inside: seconds that a group takes to agree."""
-        self._policy, self._cluster, self._inside, self._trace = policy, cluster, inside, trace
+        """network: another one than the cluster's servers'; inside: seconds that each worker's group takes to agree."""
+        self._policy, self._cluster, self._inside, self._trace = policy, cluster, inside or {}, trace
         count = cluster.workers
         source = np.random.default_rng(seed)
         size = max(16, min(_AHEAD, 4_000_000 // count))
@@ -130,9 +130,10 @@ class Engine:
         decision = self._policy.arrive(push)
         if push not in decision.drop:
             self.ages[staleness] += 1
-        if len(decision.together) > 1:
-            moment += self._inside
-        self._execute(decision, moment, rank)
+        # A group agrees among itself; the server is free for others meanwhile.
+        agreeing = self._inside[decision.together[0].worker] if len(decision.together) > 1 else 0.0
+        self._execute(decision, moment + agreeing, rank)
+        self._server_free -= agreeing
 
     def _execute(self, decision: Decision, moment: float, by: int) -> None:
         """Do what the policy has decided, once the server is free for it."""

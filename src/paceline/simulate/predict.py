@@ -13,11 +13,11 @@ import numpy as np
 from paceline import config
 from paceline.config import Strategy, parse_strategy
 from paceline.errors import UsageError
-from paceline.events import Compute
+from paceline.events import Compute, Update, Wait
 from paceline.policies import POLICIES, make_policy
 from paceline.policies import Groups as GroupsPolicy
 from paceline.simulate import costs, pipelines, theory
-from paceline.simulate.cluster import Cluster, Link
+from paceline.simulate.cluster import Cluster, Link, narrowest
 from paceline.simulate.distributions import Distribution, Empirical
 from paceline.simulate.engine import Engine
 from paceline.simulate.fast import simulate_collective, simulate_fast
@@ -38,6 +38,8 @@ from paceline.simulate.trace import Trace
 
 _STEPS = 2000
 """Drawn steps of a split model, which then are drawn from."""
+_DRAWN = 8
+"""Steps of a pipeline that a timeline shows."""
 
 
 class Theory(msgspec.Struct, frozen=True):
@@ -90,10 +92,12 @@ class _Question:
             quick = simulate_fast(strategy, cluster, self.updates, self.seed)
             if quick is not None:
                 return quick
-        inside = 0.0
+        inside: dict[int, float] = {}
         if isinstance(policy, GroupsPolicy):
-            members = max(policy.members.values(), key=len)
-            inside = all_reduce_seconds("auto", len(members), cluster.size, cluster.narrowest(sorted(members)))
+            links = cluster.machine_links()
+            for members in policy.members.values():
+                link = narrowest(links[rank // cluster.per_machine] for rank in members)
+                inside |= dict.fromkeys(members, all_reduce_seconds("auto", len(members), cluster.size, link))
         engine = Engine(policy, cluster, self.seed, inside=inside, trace=self.trace)
         return engine.run(self.updates, str(strategy))
 
@@ -115,8 +119,7 @@ class _Question:
                 f"strategy '{split}': it has {split.stages} stages for {self.cluster.workers} workers; it must be one "
                 "each (for several pipelines side by side, mesh:data=…,pipeline=…)"
             )
-        source = np.random.default_rng(self.seed)
-        return self._split(str(split), self._steps(split, split.stages, 1, self.updates, source), 1)
+        return self._alone(str(split), split, split.stages, 1)
 
     def tensor(self, split: Tensor) -> Result:
         if split.degree != self.cluster.workers:
@@ -124,9 +127,7 @@ class _Question:
                 f"strategy '{split}': its degree is {split.degree} with {self.cluster.workers} workers; it must be the "
                 "same (for several side by side, mesh:data=…,tensor=…)"
             )
-        source = np.random.default_rng(self.seed)
-        whole = Pipeline(stages=1, microbatches=1)
-        return self._split(str(split), self._steps(whole, 1, split.degree, self.updates, source), split.degree)
+        return self._alone(str(split), Pipeline(stages=1, microbatches=1), 1, split.degree)
 
     def mesh(self, mesh: Mesh) -> Result:
         cluster, split = self.cluster, mesh.pipeline * mesh.tensor
@@ -179,13 +180,18 @@ class _Question:
     ) -> Evaluated:
         return pipeline_steps(cluster or self.cluster, self.model, split, stages, degree, count, source)
 
-    def _split(self, name: str, steps: Evaluated, degree: int) -> Result:
+    def _alone(self, name: str, split: Pipeline, stages: int, degree: int) -> Result:
         """One replica, whose steps follow each other."""
+        source = np.random.default_rng(self.seed)
+        steps = self._steps(split, stages, degree, self.updates, source)
         moments = np.cumsum(steps.makespan + self.cluster.update_seconds)
         busy = np.repeat(steps.busy.sum(axis=0), degree)
         total = float(moments[-1])
         if self.trace is not None:
-            self._draw(steps, degree)
+            start = 0.0
+            for version in range(min(_DRAWN, self.updates)):
+                one = self._steps(split, stages, degree, 1, source)
+                start = self._draw(self.trace, one, degree, start, version)
         told = result(
             strategy=name,
             cluster=self.cluster,
@@ -199,16 +205,30 @@ class _Question:
         told.in_flight = list(np.repeat(steps.in_flight, degree).tolist())
         return told
 
-    def _draw(self, steps: Evaluated, degree: int) -> None:
-        assert self.trace is not None
-        for stage, operation, start, end in steps.stretches:
-            for device in range(stage * degree, (stage + 1) * degree):
-                ahead = end - start if operation.kind == "F" else 0.0
-                samples = self.cluster.batch if operation == ("B", 0, 0) and stage == 0 else 0
+    def _draw(self, trace: Trace, steps: Evaluated, degree: int, begin: float, version: int) -> float:
+        """One step of a pipeline, with its bubbles; when it ends."""
+        over = begin + float(steps.makespan[0])
+        for device in range(self.cluster.workers):
+            clock = begin
+            for stage, operation, start, end in steps.stretches:
+                if stage != device // degree:
+                    continue
+                if begin + start > clock + 1e-12:
+                    trace.events.append(Wait(device, clock, begin + start - clock, -1))
+                clock = begin + end
+                first = operation.kind == "F"
+                samples = self.cluster.batch if operation == ("F", 0, 0) and device == 0 else 0
                 # Colours tell microbatches apart, as they tell versions apart elsewhere.
-                self.trace.events.append(
-                    Compute(device, start, end - start, operation.microbatch, 1, samples, 0.0, ahead)
+                seconds = end - start
+                trace.events.append(
+                    Compute(
+                        device, begin + start, seconds, operation.microbatch, 1, samples, 0.0, seconds if first else 0.0
+                    )
                 )
+            if over > clock + 1e-12:
+                trace.events.append(Wait(device, clock, over - clock, -1))
+            trace.events.append(Update(device, over, self.cluster.update_seconds, version + 1))
+        return over + self.cluster.update_seconds
 
 
 def _part(cluster: Cluster, first: int, count: int) -> Cluster:
