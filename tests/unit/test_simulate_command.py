@@ -6,6 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from paceline.cli import quantities
 from paceline.cli.main import app
 from paceline.errors import UsageError
 
@@ -48,9 +49,68 @@ def test_people_get_a_table() -> None:
         ("--compute never", "is not a distribution of seconds"),
         ("--slow 9:2", "a rank from 0 to 3"),
         ("--slow 1:fast", "RANK:FACTOR"),
+        ("--slow 1:-2", "RANK:FACTOR"),
+        ("--compute -1", "is not a distribution of seconds"),
+        ("--compute exp(-1)", "is not a distribution of seconds"),
+        ("--compute exp(0)", "is not a distribution of seconds"),
+        ("--latency soon", "--latency is 'soon'"),
+        ("--latency -1ms", "--latency is '-1ms'"),
+        ("--bandwidth 0", "must be above 0"),
+        ("--bandwidth 1Gbit", "--bandwidth is '1Gbit'"),
+        ("--size many", "--size is 'many'"),
+        ("--link 9:1ms,1GB/s", "a rank from 0 to 3"),
+        ("--link 1:1ms", "RANK:LATENCY,BANDWIDTH"),
+        ("--spells 4", "FACTOR,EVERY,LASTING"),
+        ("--spells 0.5,1s,1s", "factor of at least 1"),
+        ("--failures 1h", "EVERY,RESTART"),
+        ("--failures 0,1s", "above 0"),
+        ("--servers nowhere", "servers is 'nowhere'"),
+        ("--compress zip", "compress is 'zip'"),
+        ("--per-machine 0", "at least 1"),
+        ("--overlap 2", "below 1"),
+        ("--goal 0.5", "--goal needs --from"),
+        ("--from nowhere", "there is no run at nowhere"),
+        ("--strategy pipeline:stages=3", "one each"),
+        ("--strategy mesh:data=3", "the product"),
     ],
 )
 def test_what_cannot_be_simulated_is_one_sentence(arguments: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence) as refused:
         typer.main.get_command(app).main(["simulate", *arguments.split()], standalone_mode=False)
     assert "\n" not in str(refused.value)
+
+
+def test_links_and_servers_are_described_in_units() -> None:
+    words = "-s sync -s all-reduce:topology=ring -w 4 --compute 1 --size 100MB --bandwidth 1Gbit/s --latency 1ms"
+    told = json.loads(simulate(f"{words} --updates 50 --theory --json"))
+    for one in told:
+        assert one["seconds_per_update"] == pytest.approx(one["theory"]["seconds_per_update"])
+    assert told[0]["seconds_per_update"] == pytest.approx(1 + 0.002 + 8 * 0.8)
+    assert told[0]["traffic"]["server_in"] == [50 * 4 * 100e6]
+
+
+def test_trouble_is_described_in_units() -> None:
+    words = "-s async -w 4 --compute 0.1 --spells 4,10s,500ms --failures 1min,2s --updates 4000 --seed 3 --json"
+    told = json.loads(simulate(words))
+    assert told["failures"] > 3
+    assert told["seconds_per_update"] > 0.1 / 4
+
+
+def test_who_is_never_used_is_said_in_words() -> None:
+    assert "no gradient of worker 2 is ever used" in simulate("-s k-sync:k=2 -w 3 --compute 1 --slow 2:5 --updates 20")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("2", 2.0), ("3ms", 0.003), ("50us", 5e-5), ("50 µs", 5e-5), ("1.5h", 5400.0), ("2min", 120.0)],
+)
+def test_times_have_units(text: str, seconds: float) -> None:
+    assert quantities.seconds("x", text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1Gbit/s", 125e6), ("10 Mbit/s", 1.25e6), ("12.5GB/s", 12.5e9), ("1e9", 1e9), ("1MiB/s", 2.0**20)],
+)
+def test_rates_have_units(text: str, value: float) -> None:
+    assert quantities.rate("x", text) == pytest.approx(value)

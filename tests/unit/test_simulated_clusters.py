@@ -214,6 +214,15 @@ def test_a_worker_may_have_steps_of_its_own_kind() -> None:
     assert ask("async", on, updates=4000).seconds_per_update == pytest.approx(1 / 1.25, rel=0.02)
 
 
+def test_adaptive_follows_a_loss_that_is_given() -> None:
+    on = Cluster(workers=8, compute=Exponential(1.0))
+    still, _ = simulate("adaptive:of=k-batch-async", on, updates=2000)
+    grown, _ = simulate("adaptive:of=k-batch-async", on, updates=2000, loss=lambda version, k: 2.0 / (1 + version / 50))
+    assert still.seconds_per_update == pytest.approx(1 / 8, rel=0.1)
+    # K is the root of what the loss has fallen by: 2 after 150 updates, 3 after 400, 6 in the end.
+    assert grown.seconds_per_update > 3 * still.seconds_per_update
+
+
 # -- what makes no sense ---------------------------------------------------------------------------------------------
 
 

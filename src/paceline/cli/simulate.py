@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -124,7 +126,7 @@ def simulate_command(
 
     answers: list[dict[str, Any]] = []
     for spec in strategy or ["sync"]:
-        told, _ = simulate(spec, cluster, updates=updates, seed=seed, model=model)
+        told, _ = simulate(spec, cluster, updates=updates, seed=seed, model=model, loss=_followed(spec, convergence))
         answer = msgspec.to_builtins(told, str_keys=True)
         if theory:
             answer["theory"] = msgspec.to_builtins(predict(spec, cluster, model))
@@ -139,6 +141,13 @@ def simulate_command(
         _print(known, answers, theory)
     if out is not None:
         _draw(out, strategy or ["sync"], cluster, model, updates, seed)
+
+
+def _followed(spec: str, convergence: Convergence | None) -> Callable[[int, int], float] | None:
+    """The loss that `adaptive` follows, by what was learned."""
+    if convergence is None or not spec.startswith("adaptive"):
+        return None
+    return lambda version, k: float(convergence.loss(np.array([float(version)]), float(k), 0.0)[0])
 
 
 def _draw(out: Path, specs: list[str], cluster: Cluster, model: Model, updates: int, seed: int) -> None:

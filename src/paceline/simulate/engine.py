@@ -51,8 +51,10 @@ class Engine:
         network: Network | None = None,
         inside: Mapping[int, float] | None = None,
         trace: Trace | None = None,
+        loss: Callable[[int, int], float] | None = None,
     ) -> None:
-        """network: another one than the cluster's servers'; inside: seconds that each worker's group takes to agree."""
+        """network: another one than the cluster's servers'; inside: seconds that each worker's group takes to agree;
+        loss: after so many updates, with so many gradients each, for a policy that follows it."""
         self._policy, self._cluster, self._inside, self._trace = policy, cluster, inside or {}, trace
         count = cluster.workers
         source = np.random.default_rng(seed)
@@ -61,6 +63,7 @@ class Engine:
         self._luck = source.spawn(1)[0]
         """For what goes wrong."""
         self._network = network or (Served(cluster) if cluster.wired else Nothing())
+        self._loss = loss
         self._direct = isinstance(self._network, Nothing)
         self._version = [0] * count
         self._step = [0] * count
@@ -145,6 +148,8 @@ class Engine:
             self.used += len(decision.use)
             self._without = 0
             self.moments.append(moment)
+            if self._loss is not None:
+                self._policy.observe(self._loss(self._policy.version, self._policy.k))
             for one in decision.use:
                 self._useful[one.worker] += 1
         self._server_free = moment

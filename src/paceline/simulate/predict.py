@@ -57,12 +57,16 @@ def simulate(
     seed: int = 0,
     model: Model | None = None,
     trace: bool = False,
+    loss: Callable[[int, int], float] | None = None,
 ) -> tuple[Result, Trace | None]:
-    """A run of so many updates; with a trace, its events as well."""
+    """A run of so many updates; with a trace, its events as well.
+
+    loss: after so many updates of so many gradients each; for `adaptive`, which keeps its first K without one.
+    """
     if updates < 1:
         raise UsageError(f"there are {updates} updates to simulate; there must be at least 1")
     strategy = parse_any(spec)
-    asked = _Question(cluster, updates, seed, model or Model(), Trace(cluster, str(spec)) if trace else None)
+    asked = _Question(cluster, updates, seed, model or Model(), Trace(cluster, str(spec)) if trace else None, loss)
     match strategy:
         case AllReduce() | config.AllReduce():
             told = asked.all_reduce(strategy, getattr(strategy, "topology", "auto"))
@@ -84,11 +88,12 @@ class _Question:
     seed: int
     model: Model
     trace: Trace | None
+    loss: Callable[[int, int], float] | None = None
 
     def policy(self, strategy: Strategy) -> Result:
         cluster = self.cluster
         policy = make_policy(strategy, range(cluster.workers))
-        if cluster.plain and self.trace is None:
+        if cluster.plain and self.trace is None and self.loss is None:
             quick = simulate_fast(strategy, cluster, self.updates, self.seed)
             if quick is not None:
                 return quick
@@ -98,7 +103,7 @@ class _Question:
             for members in policy.members.values():
                 link = narrowest(links[rank // cluster.per_machine] for rank in members)
                 inside |= dict.fromkeys(members, all_reduce_seconds("auto", len(members), cluster.size, link))
-        engine = Engine(policy, cluster, self.seed, inside=inside, trace=self.trace)
+        engine = Engine(policy, cluster, self.seed, inside=inside, trace=self.trace, loss=self.loss)
         return engine.run(self.updates, str(strategy))
 
     def all_reduce(self, strategy: Strategy, topology: str) -> Result:
