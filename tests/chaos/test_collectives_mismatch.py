@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -183,11 +184,15 @@ def test_of_operations_that_were_begun_only_the_differing_one_fails() -> None:
 
 
 def asks_wrongly(rank: int) -> Told:
+    store = distributed.distributed_c10d._get_default_store()
     if rank == 1:
         with pytest.raises(UsageError):
             distributed.all_gather_into_tensor(torch.empty(7), torch.ones(3))
-        time.sleep(IMPATIENT + 0.5)
-    return told(lambda: distributed.all_gather_into_tensor(torch.empty(9), torch.ones(3)))
+        # Only now, however late they began to wait.
+        store.wait(["given up/0", "given up/2"], datetime.timedelta(seconds=IMPATIENT + 20))
+    outcome = told(lambda: distributed.all_gather_into_tensor(torch.empty(9), torch.ones(3)))
+    store.set(f"given up/{rank}", "")
+    return outcome
 
 
 def test_what_one_rank_alone_can_see_to_be_wrong_does_not_hang_the_others() -> None:
