@@ -16,7 +16,7 @@ _INTERVAL = 0.5
 class Recorder:
     """Collects events in memory and appends them to `streams/<rank>.jsonl` of a run's folder twice a second."""
 
-    def __init__(self, folder: Path | None, rank: int) -> None:
+    def __init__(self, folder: Path | None, rank: int | str) -> None:
         self._pending: list[Event] = []
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
