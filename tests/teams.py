@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -13,22 +14,31 @@ from typing import Any
 import torch
 
 import paceline
+from paceline.cluster import membership
 from paceline.config import Launch, Timeouts
 from paceline.transport import Meeting, Memory
 
 
 def run_team(
-    work: Callable[..., Any], workers: int, *arguments: Any, launch: Launch | None = None, timeout: float = 60.0
+    work: Callable[..., Any],
+    workers: int,
+    *arguments: Any,
+    launch: Launch | None = None,
+    timeout: float = 60.0,
+    places: str | None = None,
+    more: dict[str, str] | None = None,
 ) -> list[Any]:
     """What `work(team, *arguments)` returns on each worker, by rank; its exception is raised here if it fails."""
     control = Memory.create(Meeting.memory_size(workers))
     launch = launch or Launch(timeouts=Timeouts(meeting=20.0, join=20.0))
-    settings = {**{name: getattr(launch, name) for name in launch.__struct_fields__}, "control": control.descriptor}
+    settings = {name: getattr(launch, name) for name in launch.__struct_fields__}
+    if places is None:
+        settings["control"] = control.descriptor
     context = multiprocessing.get_context("fork")
     ends = []
     for rank in range(workers):
         ours, theirs = context.Pipe(duplex=False)
-        place = (rank, workers, Launch(**settings))
+        place = (rank, workers, Launch(**settings), places, more or {})
         process = context.Process(target=_member, args=(work, arguments, place, theirs), daemon=False)
         process.start()
         theirs.close()
@@ -54,16 +64,37 @@ def run_team(
     return results
 
 
+def run_spread(
+    work: Callable[..., Any],
+    places: str,
+    *arguments: Any,
+    launch: Launch | None = None,
+    timeout: float = 60.0,
+) -> list[Any]:
+    """As `run_team`, on pretended machines: a letter per rank says on which; what would cross a network does so."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])}
+        return run_team(work, len(places), *arguments, launch=launch, timeout=timeout, places=places, more=environment)
+
+
 def _member(
-    work: Callable[..., Any], arguments: tuple[Any, ...], place: tuple[int, int, Launch], end: Connection
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    place: tuple[int, int, Launch, str | None, dict[str, str]],
+    end: Connection,
 ) -> None:
-    rank, workers, launch = place
+    rank, workers, launch, places, more = place
+    if places is not None:
+        membership.machine = lambda: places[rank]
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)
     os.environ.update(
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
     )
     os.environ.update(launch.to_environment())
+    os.environ.update(more)
     try:
         with paceline.join() as team:
             value = work(team, *arguments)

@@ -640,7 +640,7 @@ def test_between_two_hosts_each_byte_crosses_the_cable_once(hosts: Hosts, tmp_pa
         assert [outcome.code for outcome in outcomes] == [0] * 4, "\n".join(outcome.err for outcome in outcomes)
         results = [json.loads((run.notes / "result.json").read_text()) for run in runs]
     for result in results:
-        assert "a team must be on one machine" in result["refused"]
+        assert "this team is on 2 machines" in result["refused"]
         assert not result["on_one_machine"]
         assert result["beside"] == 2
         assert all(result["counts"])

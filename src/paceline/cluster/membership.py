@@ -1,20 +1,24 @@
-"""How the members of a team find each other on one machine, and how they notice that one has died."""
+"""The members of a team: how they come together, on one machine or on several, and notice that one has died."""
 
 from __future__ import annotations
 
-import datetime
 import os
 import select
 import time
 import weakref
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
-from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
+from paceline.cluster.roster import Roster, call_roll, exchange_ports, machine, open_store
 from paceline.config import Launch, Place, Timeouts
-from paceline.errors import JoinError, TeamTimeout, UsageError
-from paceline.transport import Intent, Meeting, Memory, Steps
+from paceline.errors import JoinError, TeamTimeout
+from paceline.transport import Intent, Meeting, Memory, SpreadMeeting, Steps
+from paceline.transport.wires import Kind, Wires, connect
+
+__all__ = ["Members", "Pulse", "come_together", "current", "machine"]
 
 
 class Pulse:
@@ -57,17 +61,40 @@ def _close(descriptors: list[int]) -> None:
 class Members:
     """This process among the others: a chair at their meetings, and shared memory on demand."""
 
-    def __init__(self, place: Place, meeting: Meeting, pulse: Pulse, store: Store | None) -> None:
-        self.rank, self.size = place.rank, place.world_size
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        meeting: Meeting | SpreadMeeting,
+        pulse: Pulse,
+        store: Store | None,
+        *,
+        roster: Roster | None = None,
+        local: Members | None = None,
+        wires: Wires | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
         self.meeting = meeting
+        self.machines = roster.machines if roster else [list(range(size))]
+        """The ranks on each machine; rank 0's machine is the first."""
+        self.hosts = roster.hosts if roster else ["127.0.0.1"]
+        """Per machine, the address at which the others reach it."""
+        self.machine = roster.machine_of(rank) if roster else 0
+        """The number of this machine."""
+        self.local = local or self
+        """Those of this machine alone, numbered anew; the team itself where all are on one."""
+        self.wires = wires
+        """Of the lead of a machine, to the leads of the others."""
+        self.store = store  # rank 0 may be its host, and goes on being it as long as the team lasts
         self._pulse = pulse
-        self._store = store  # rank 0 may be its host, and goes on being it as long as the team lasts
 
     def share(self, size: int, *, keep: bool = False) -> Memory:
-        """New memory that all members map; all must ask for it, with the same size.
+        """New memory that all members of this machine map; all must ask for it, with the same size.
 
         keep: its descriptor stays open, to hand it on to others.
         """
+        if self.local is not self:
+            return self.local.share(size, keep=keep)
         if self.size == 1:
             return Memory.create(size)
         meeting = self.meeting
@@ -124,17 +151,25 @@ class Members:
         """Tell the others that this member will not come again."""
         global _current
         self.meeting.sign_out()
+        if self.wires is not None:
+            self.wires.send_all(Kind.END)
+            self.wires.settle(1.0)
         if _current is self:
             _current = None
 
     def wait_until_left(self, seconds: float = 10.0) -> None:
         """Until all others have left or died, but not for ever."""
         until = time.monotonic() + seconds
-        for rank in range(self.size):
+        if self.local is not self:
+            self.local.wait_until_left(seconds)
+        for rank in range(self.size) if self.local is self else ():
             while rank != self.rank and time.monotonic() < until:
                 if self.meeting.has_left(rank) or self._pulse.lost(rank):
                     break
                 time.sleep(0.02)
+        if self.wires is not None:
+            while time.monotonic() < until and not all(wire.ended for wire in self.wires.wires.values()):
+                self.wires.move(0.05)
 
 
 _current: Members | None = None
@@ -148,16 +183,32 @@ def current() -> Members | None:
 def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callable[[str], None]) -> Members:
     """Meet the other members of this team; a second time there is nothing left to do."""
     global _current
-    if _current is not None:
-        return _current
-    if place.local_world_size != place.world_size:
-        raise UsageError(
-            f"this team has {place.world_size} workers of which {place.local_world_size} on this machine; "
-            "a team must be on one machine"
-        )
-    memory, store = _control_memory(place, launch, timeouts)
+    if _current is None:
+        if launch.control is not None or place.world_size == 1:
+            size = Meeting.memory_size(place.world_size)
+            memory = Memory.create(size) if launch.control is None else Memory.inherited(launch.control)
+            _current = _meet_here(place.rank, place.world_size, memory, timeouts, say)
+        else:
+            store = open_store(place, timeouts)
+            roster = call_roll(place, store, machine(), timeouts)
+            _current = _meet_everywhere(place, roster, store, timeouts, say)
+    return _current
+
+
+def _meet_here(
+    rank: int,
+    size: int,
+    memory: Memory,
+    timeouts: Timeouts,
+    say: Callable[[str], None],
+    *,
+    store: Store | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Members:
+    """The members of one machine."""
     patience = Timeouts(join=timeouts.join, meeting=timeouts.join, notice=timeouts.notice)
-    meeting = Meeting(memory, place.rank, place.world_size, patience, say)
+    meeting = Meeting(memory, rank, size, patience, say)
+    meeting.ranks = ranks or meeting.ranks
     meeting.sign_in()
     try:
         meeting.meet(Intent.BARRIER)
@@ -168,58 +219,45 @@ def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callabl
     # Nobody goes on before all have taken the pulse of all: a process id must not be reused in between.
     meeting.meet(Intent.BARRIER)
     memory.close_descriptor()
-    _current = Members(place, meeting, pulse, store)
-    return _current
+    return Members(rank, size, meeting, pulse, store)
 
 
-def _control_memory(place: Place, launch: Launch, timeouts: Timeouts) -> tuple[Memory, Store | None]:
-    """The memory in which the team meets, and the store through which it was found."""
-    if launch.control is not None:
-        return Memory.inherited(launch.control), None
-    size = Meeting.memory_size(place.world_size)
-    if place.world_size == 1:
-        return Memory.create(size), None
-    store = _store(place, timeouts)
-    if place.rank == 0:
-        memory = Memory.create(size)
-        store.set("control", f"{os.getpid()} {memory.descriptor} {machine()}")
-        return memory, store
+def _meet_everywhere(
+    place: Place, roster: Roster, store: Store, timeouts: Timeouts, say: Callable[[str], None]
+) -> Members:
+    """First those of this machine; then, if there are several, all."""
+    number = roster.machine_of(place.rank)
+    here = roster.machines[number]
+    memory = _control_memory(place, number, here, store, timeouts)
+    local = _meet_here(here.index(place.rank), len(here), memory, timeouts, say, store=store, ranks=here)
+    if len(roster.machines) == 1:
+        return local
+    wide = local.share(SpreadMeeting.memory_size(place.world_size))
+    assert isinstance(local.meeting, Meeting)
+    local.meeting.place = f" on {roster.hosts[number]}"
+    wires = None
+    if place.rank == here[0]:
+        ways = exchange_ports(store, timeouts)
+        wires = connect(number, roster.hosts, roster.token, *ways, (timeouts.join, timeouts.meeting))
+    meeting = SpreadMeeting(place.rank, roster.machines, roster.hosts, local.meeting, wide, wires, say)
+    # The leads may have to wait for each other as long as it takes to join.
+    meeting.timeouts = msgspec.structs.replace(timeouts, meeting=timeouts.join)
+    meeting.meet(Intent.BARRIER)
+    meeting.timeouts = timeouts
+    return Members(place.rank, place.world_size, meeting, local._pulse, store, roster=roster, local=local, wires=wires)
+
+
+def _control_memory(place: Place, number: int, here: list[int], store: Store, timeouts: Timeouts) -> Memory:
+    """The memory in which the members of this machine meet."""
+    lead = here[0]
+    if place.rank == lead:
+        memory = Memory.create(Meeting.memory_size(len(here)))
+        store.set(f"control/{number}", f"{os.getpid()} {memory.descriptor}")
+        return memory
     try:
-        pid, descriptor, where = store.get("control").decode().split()
-        if where != machine():
-            raise JoinError("this worker is not on rank 0's machine, or not in its pid namespace", [place.rank])
-        return Memory.of(int(pid), int(descriptor)), store
+        pid, descriptor = store.get(f"control/{number}").decode().split()
+        return Memory.of(int(pid), int(descriptor))
     except DistStoreError as error:
-        raise JoinError(f"rank {place.rank} did not hear from rank 0 in {timeouts.join:g} s: {error}") from None
+        raise JoinError(f"rank {place.rank} did not hear from rank {lead} in {timeouts.join:g} s: {error}") from None
     except OSError as error:
-        raise JoinError(f"rank {place.rank} cannot map the memory of rank 0: {error}") from None
-
-
-def _store(place: Place, timeouts: Timeouts) -> Store:
-    """torch's key-value store at MASTER_ADDR and MASTER_PORT, hosted by torchrun's agent or else by rank 0."""
-    try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError):
-        raise UsageError(
-            f"WORLD_SIZE is {place.world_size}, but MASTER_ADDR and MASTER_PORT do not say where rank 0 is; "
-            "start the script with paceline run or torchrun"
-        ) from None
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        host,
-        port,
-        place.world_size,
-        is_master=place.rank == 0 and not hosted,
-        timeout=datetime.timedelta(seconds=timeouts.join),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"paceline/{attempt}", store)
-
-
-def machine() -> str:
-    """Equal in two processes exactly if they can find each other in /proc, and have the same network."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
-        boot = file.read().strip()
-    return "/".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])  # noqa: PTH115
+        raise JoinError(f"rank {place.rank} cannot map the memory of rank {lead}: {error}") from None

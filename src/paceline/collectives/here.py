@@ -61,6 +61,11 @@ def _team_member() -> Member:
         launch = Launch.from_environment()
         members = membership.come_together(Place.from_environment(), launch, launch.timeouts, _say)
         atexit.register(members.leave)
+    if len(members.machines) > 1:
+        raise UsageError(
+            f"this team is on {len(members.machines)} machines, where its collectives need a process group: call "
+            "torch.distributed.init_process_group('paceline') first"
+        )
     if _of_team is None or _of_team[0] is not members:
         group = Group(members.rank, members.size, members.gather, members.meeting.timeouts, _say)
         _of_team = members, Member(group.rank, group.size, MailChannel(group.mailbox), group)

@@ -16,7 +16,7 @@ _INTERVAL = 0.5
 class Recorder:
     """Collects events in memory and appends them to `streams/<rank>.jsonl` of a run's folder twice a second."""
 
-    def __init__(self, folder: Path | None, rank: int) -> None:
+    def __init__(self, folder: Path | None, rank: int | str) -> None:
         self._pending: list[Event] = []
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
@@ -56,3 +56,9 @@ class Recorder:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def folder_of(folder: Path, machine: int) -> Path:
+    """Where the processes of a machine record: away from home beside the run's own streams, even on shared storage,
+    as their clock is another."""
+    return folder if machine == 0 else folder / f"machine-{machine}"

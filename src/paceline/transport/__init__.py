@@ -1,7 +1,8 @@
-"""Moves bytes. Here: memory that several processes of one machine share, and the meetings they hold in it."""
+"""Moves bytes: memory that processes of one machine share, the meetings they hold in it, and wires to other machines."""
 
 from paceline.transport.meeting import Intent, Meeting
 from paceline.transport.memory import Memory
+from paceline.transport.spread import SpreadMeeting
 from paceline.transport.steps import Steps
 
-__all__ = ["Intent", "Meeting", "Memory", "Steps"]
+__all__ = ["Intent", "Meeting", "Memory", "SpreadMeeting", "Steps"]

@@ -67,7 +67,7 @@ class Meeting(Steps):
         ]
         self._payloads = [[slot[_HEADER.size :] for slot in slots] for slots in self._slots]
         self._carried: Intent | None = None
-        self._departed: set[int] = set()
+        self.departed: set[int] = set()
         """Who has left for good while this member had nothing more to do with them."""
         self.spare = False
         """Whether the others can go on when one is lost."""
@@ -95,15 +95,16 @@ class Meeting(Steps):
             carried, self._carried = self._carried, None
             if carried is not intent:
                 raise Mismatch(
-                    f"rank {self.rank} is at {intent.spoken} while the others are at {carried.spoken}: "
+                    f"{self.called([self.rank])} is at {intent.spoken} while the others are at {carried.spoken}: "
                     "all workers must do the same"
                 )
             return intent
-        if self._departed and intent is not Intent.PASSIVE and not self.spare:
-            gone = min(self._departed)
+        if self.departed and intent is not Intent.PASSIVE and not self.spare:
+            gone = min(self.departed)
             raise WorkerLost(
-                f"rank {gone} has left the team: its script has ended; rank {self.rank} needs it at {intent.spoken}",
-                [gone],
+                f"{self.called([gone])} has left the team: its script has ended; "
+                f"rank {self.ranks[self.rank]} needs it at {intent.spoken}",
+                [self.ranks[gone]],
             )
         slots = self._slots[(self._count + 1) & 1]
         _HEADER.pack_into(slots[self.rank], 0, intent, length)
@@ -115,7 +116,7 @@ class Meeting(Steps):
         """An epoch may well end with somebody's script: nothing is asked of it any more."""
         excused = self.gone(peer) is not None if self.spare else topic is Intent.PASSIVE and self.has_left(peer)
         if excused:
-            self._departed.add(peer)
+            self.departed.add(peer)
         return excused
 
     def carry(self, intent: Intent) -> None:
@@ -124,14 +125,14 @@ class Meeting(Steps):
 
     def length(self, rank: int) -> int:
         """The length of `rank`'s note at the last meeting; 0 of somebody who was not there."""
-        if rank in self._departed:
+        if rank in self.departed:
             return 0
         return int(_HEADER.unpack_from(self._slots[self._count & 1][rank])[1])
 
     def _agree(self, intent: Intent, slots: list[memoryview]) -> Intent:
         topic = intent
         for rank, slot in enumerate(slots):
-            other = 0 if rank in self._departed else _HEADER.unpack_from(slot)[0]
+            other = 0 if rank in self.departed else _HEADER.unpack_from(slot)[0]
             self.passive[rank] = other == 0
             if other in (topic, 0):
                 continue
@@ -139,8 +140,8 @@ class Meeting(Steps):
                 topic = Intent(other)
                 continue
             raise Mismatch(
-                f"rank {rank} is at {Intent(other).spoken} while rank {self.rank} is at {topic.spoken}: "
-                "all workers must do the same",
-                [rank],
+                f"{self.called([rank])} is at {Intent(other).spoken} while {self.called([self.rank])} is at "
+                f"{topic.spoken}: all workers must do the same",
+                [self.ranks[rank]],
             )
         return topic

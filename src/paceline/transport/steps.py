@@ -11,7 +11,7 @@ import dataclasses
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.config import Timeouts
@@ -69,6 +69,10 @@ class Steps:
         ]
         self._count = 0
         self.watch: Watch | None = None
+        self.ranks: Sequence[int] = range(size)
+        """What the members are called where people read it: their ranks in the team, of which these may be a part."""
+        self.place = ""
+        """Where they are, if that must be said: ` on 10.0.0.2`."""
         self.closing = False
         """This process is ending: whoever still waits in it gives up."""
         self._crowded = size > len(os.sched_getaffinity(0))
@@ -161,6 +165,10 @@ class Steps:
             self._slowest.remove(self.last)
             self._slowest.insert(0, self.last)
 
+    def called(self, peers: Sequence[int]) -> str:
+        """`rank 3`, or `rank 3 on 10.0.0.2`."""
+        return names([self.ranks[peer] for peer in peers]) + self.place
+
     def missing(self) -> list[int]:
         """Who has not come to the step that this member waits in."""
         before = (self._count - 1) & 0xFFFFFFFF
@@ -179,7 +187,9 @@ class Steps:
                 return
             waited = time.monotonic() - waiting.since
             if self.closing:
-                raise TeamError(f"this process ended while it waited for {names(self.missing())} at {topic.spoken}")
+                raise TeamError(
+                    f"this process ended while it waited for {self.called(self.missing())} at {topic.spoken}"
+                )
             if waited < _SLICE / 2:
                 continue
             if self.excused(peer, topic):
@@ -189,15 +199,16 @@ class Steps:
                 late = self.missing()
                 if late:
                     raise TeamTimeout(
-                        f"rank {self.rank} waited {waited:.1f} s for {names(late)} at {topic.spoken}; "
-                        f"the timeout is {self.timeouts.meeting:g} s",
-                        late,
+                        f"rank {self.ranks[self.rank]} waited {waited:.1f} s for {self.called(late)} at "
+                        f"{topic.spoken}; the timeout is {self.timeouts.meeting:g} s",
+                        [self.ranks[peer] for peer in late],
                     )
             elif waited >= waiting.notice:
                 late = self.missing()
                 if late:
                     self._say(
-                        f"rank {self.rank} waits for {names(late)} at {topic.spoken}: {waited:.0f} s so far, "
+                        f"rank {self.ranks[self.rank]} waits for {self.called(late)} at {topic.spoken}: "
+                        f"{waited:.0f} s so far, "
                         f"the timeout is {self.timeouts.meeting:g} s"
                     )
                 waiting.notice *= 2
@@ -208,4 +219,8 @@ class Steps:
             # It may have come, and only then ended: what it brought counts.
             if reason is not None and peer in self.missing():
                 kind = TeamError if reason.startswith("gave up") else WorkerLost
-                raise kind(f"rank {peer} {reason}; rank {self.rank} was waiting for it at {topic.spoken}", [peer])
+                raise kind(
+                    f"{self.called([peer])} {reason}; rank {self.ranks[self.rank]} was waiting for it at "
+                    f"{topic.spoken}",
+                    [self.ranks[peer]],
+                )

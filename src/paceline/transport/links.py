@@ -1,0 +1,316 @@
+"""Messages between machines, over ZeroMQ: in order, each once, whole, and only from members of the run.
+
+A link goes one way: a sender connects to the other machine's receiver, which acknowledges what it took. What was not
+acknowledged is kept, by reference where it lies, and sent again if a connection broke in between. The sender stops at
+a window of bytes that are not acknowledged, so a slow reader never makes either end's memory grow. There is one link for
+short things and another for bulk, so that the former overtake the latter.
+
+Every frame has a typed head: the run, who sent it, its number in the link, how long it is, and a checksum. With a key, all
+of it is encrypted and authenticated by CURVE; without, nothing but loopback is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.z85 import decode as z85_decode
+
+from paceline.transport.keys import Keys
+
+CHUNK = 1 << 20
+"""Bytes of a large thing that go in one frame."""
+_ROOM = 1 << 18
+"""Bytes that a frame may be longer than a chunk: short things and heads."""
+_QUEUE = 16
+"""Frames that ZeroMQ keeps for a connection, at each end."""
+_HANDSHAKE = 5000
+"""Milliseconds in which whoever connects must have proven that it is a member."""
+_BACKLOG = 64
+
+LINKS = ("control", "bulk")
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Of every frame; numbers begin with 1. Number 0 asks how far the other end is, and its size says who asks how far."""
+
+    run: str
+    machine: int
+    number: int
+    size: int
+    check: int
+
+
+class Taken(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The answer: all up to this number have come."""
+
+    number: int
+    asked: int = -1
+    """The answer to a number 0: how far the asker thought that it had sent."""
+    damaged: bool = False
+    """The next one has come, but damaged."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_head = msgspec.msgpack.Decoder(Head)
+_taken = msgspec.msgpack.Decoder(Taken)
+
+
+def _check(letter: Any, payload: Any) -> int:
+    return zlib.crc32(payload, zlib.crc32(letter)) if payload is not None else zlib.crc32(letter)
+
+
+class Refusals(Counter[str]):
+    """What was refused, by why; and said now and then, not each time."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say, self._next = say, 0.0
+
+    def add(self, why: str, who: str = "somebody") -> None:
+        self[why] += 1
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + 5.0
+            self._say(f"refused what {who} sent ({why}); {self.total()} refused so far")
+
+
+class Sender:
+    """One link to another machine."""
+
+    def __init__(self, context: zmq.Context[Any], link: str, me: int, run: str, keys: Keys | None, window: int) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, f"{me} {link}".encode())
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, _QUEUE)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, 4096)
+        if keys is not None:
+            self.socket.curve_serverkey = keys.server.public
+            self.socket.curve_publickey, self.socket.curve_secretkey = keys.client
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._me, self._run, self._window = me, run, window
+        self._kept: deque[tuple[int, bytes, Any]] = deque()
+        """Number, letter and payload of what is not acknowledged."""
+        self._next = 0
+        """Which of those goes next."""
+        self._number = 0
+        self._bytes = 0
+        self._knock = False
+        self.heard = time.monotonic()
+        """When the other end last gave a sign of life."""
+        self.again = 0
+        """Frames that were sent again."""
+
+    def connect(self, address: str, port: int) -> None:
+        self.socket.connect(f"tcp://{address}:{port}")
+
+    @property
+    def room(self) -> int:
+        """Bytes that may still be sent before the other end must acknowledge some."""
+        return self._window - self._bytes
+
+    @property
+    def idle(self) -> bool:
+        return not self._kept
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is to be sent as soon as ZeroMQ takes it."""
+        return self._knock or self._next < len(self._kept)
+
+    def send(self, letter: bytes, payload: Any = None) -> None:
+        self._number += 1
+        self._kept.append((self._number, letter, payload))
+        self._bytes += len(letter) + (0 if payload is None else len(payload))
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self.waiting:
+                if self._knock:
+                    sent = self._kept[self._next - 1][0] if self._next else self._number - len(self._kept)
+                    self.socket.send_multipart([_encode(Head(self._run, self._me, 0, sent, 0)), b""], zmq.DONTWAIT)
+                    self._knock = False
+                    continue
+                number, letter, payload = self._kept[self._next]
+                parts = [letter] if payload is None else [letter, bytes(payload)]
+                size = sum(map(len, parts))
+                check = _check(letter, None if payload is None else parts[1])
+                head = _encode(Head(self._run, self._me, number, size, check))
+                self.socket.send_multipart([head, *parts], zmq.DONTWAIT)
+                self._next += 1
+        except zmq.Again:
+            pass
+
+    def read(self) -> None:
+        """Take acknowledgements."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                parts = self.socket.recv_multipart(zmq.DONTWAIT)
+                try:
+                    taken = _taken.decode(parts[0])
+                except msgspec.MsgspecError:
+                    continue
+                self.heard = time.monotonic()
+                while self._kept and self._kept[0][0] <= taken.number:
+                    _, letter, payload = self._kept.popleft()
+                    self._bytes -= len(letter) + (0 if payload is None else len(payload))
+                    self._next = max(0, self._next - 1)
+                if taken.damaged or taken.asked > taken.number:
+                    self.again += self._next
+                    self._next = 0
+        self.flush()
+
+    def read_monitor(self) -> None:
+        """A connection was made; after a first one, something may have been lost with it."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                recv_monitor_message(self.monitor, zmq.DONTWAIT)
+                self._knock = True
+        self.flush()
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.socket.close(0)
+
+
+class Receiver:
+    """Where the links of one kind from all other machines end."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        link: str,
+        refusals: Refusals,
+        take: Callable[[int, bytes, Any], None],
+    ) -> None:
+        """take: is given who sent it, the letter, and the payload; raises ValueError for what it refuses."""
+        self._context, self._link, self._take = context, link, take
+        self.refusals = refusals
+        self.heard: dict[int, float] = {}
+        """When each machine was last heard of."""
+        self._taken: dict[int, int] = {}
+        self._run = ""
+
+    def bind(self, address: str, keys: Keys | None) -> int:
+        """Listen; returns the port."""
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, _QUEUE)
+        self.socket.setsockopt(zmq.SNDHWM, 1000)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, CHUNK + _ROOM)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
+        self.socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        if keys is not None:
+            self.socket.setsockopt(zmq.ZAP_DOMAIN, b"paceline")
+            self.socket.curve_server = True
+            self.socket.curve_secretkey = keys.server.secret
+        failed = (
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        self.monitor = self.socket.get_monitor_socket(failed)
+        return int(self.socket.bind_to_random_port(f"tcp://{address}"))
+
+    def open(self, run: str, machines: list[int]) -> None:
+        """From now on these machines are heard, in this run."""
+        self._run = run
+        now = time.monotonic()
+        self._taken = dict.fromkeys(machines, 0)
+        self.heard = dict.fromkeys(machines, now)
+
+    def read(self, most: int = 8) -> None:
+        """Take what has come, but not so much that others wait for long."""
+        for _ in range(most):
+            try:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            self._frame([frame.buffer for frame in frames])
+
+    def _frame(self, parts: list[memoryview]) -> None:
+        who = bytes(parts[0])
+        answer = self._judge(who, parts)
+        if answer is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                self.socket.send_multipart([who, _encode(answer)], zmq.DONTWAIT)
+
+    def _judge(self, who: bytes, parts: list[memoryview]) -> Taken | None:
+        """Take one frame, or refuse it; returns what to answer."""
+        if len(parts) not in (3, 4):
+            self.refusals.add("not a frame")
+            return None
+        try:
+            head = _head.decode(parts[1])
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            self.refusals.add("no head")
+            return None
+        if head.run != self._run:
+            self.refusals.add("of another run")
+            return None
+        if who != f"{head.machine} {self._link}".encode() or head.machine not in self._taken:
+            self.refusals.add("from a machine that is not in the run")
+            return None
+        before = self._taken[head.machine]
+        name = f"machine {head.machine}"
+        if head.number == 0:
+            self.heard[head.machine] = time.monotonic()
+            return Taken(before, head.size)
+        if head.number != before + 1:
+            if head.number <= before:
+                self.refusals.add("seen before", name)
+                return Taken(before)
+            return None  # one before it was lost with its connection; both come again
+        letter, payload = parts[2], parts[3] if len(parts) == 4 else None
+        if head.size != len(letter) + (0 if payload is None else len(payload)):
+            self.refusals.add("not as long as it says", name)
+            return Taken(before, damaged=True)
+        if head.check != _check(letter, payload):
+            self.refusals.add("damaged", name)
+            return Taken(before, damaged=True)
+        self.heard[head.machine] = time.monotonic()
+        self._taken[head.machine] = head.number
+        try:
+            self._take(head.machine, bytes(letter), payload)
+        except (ValueError, KeyError, IndexError) as error:  # msgspec's are ValueErrors, too
+            self.refusals.add(f"{error}" if type(error) is ValueError else "not understood", name)
+        return Taken(head.number)
+
+    def read_monitor(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                recv_monitor_message(self.monitor, zmq.DONTWAIT)
+                self.refusals.add("not a member")
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.socket.close(0)
+
+
+class Doorkeeper:
+    """Says to ZeroMQ whose keys are those of a member."""
+
+    def __init__(self, context: zmq.Context[Any], keys: Keys) -> None:
+        self.socket = context.socket(zmq.REP)
+        self.socket.bind("inproc://zeromq.zap.01")
+        self._allowed = z85_decode(keys.client.public)
+
+    def read(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                version, number, _, _, _, mechanism, *credentials = self.socket.recv_multipart(zmq.DONTWAIT)
+                member = mechanism == b"CURVE" and credentials == [self._allowed]
+                status = [b"200", b"OK", b"member"] if member else [b"400", b"not a member", b""]
+                self.socket.send_multipart([version, number, *status, b""])
+
+    def close(self) -> None:
+        self.socket.close(0)

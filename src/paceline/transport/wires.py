@@ -1,0 +1,294 @@
+"""The wires between machines: one TCP connection between the leads of each two, for small words that must be quick.
+
+A frame is a header (what it is, its length, a checksum) and bytes. A wire that is cut for a while carries what was sent
+once it is whole again: the kernel sees to that. One whose other end has died is closed, and its reader is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import select
+import socket
+import struct
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+
+from paceline.errors import JoinError, TeamError
+
+_HEADER = struct.Struct("!4sIQI")  # mark, kind, length, checksum
+_MARK = b"pl07"
+_HELLO = struct.Struct("!4sI32s")
+_LIMIT = 1 << 32
+"""No frame is that long: whoever says so speaks another language."""
+_SLICE = 0.1
+"""Seconds between looks at the clock while nothing comes."""
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    NOTES = 1
+    """Of one machine's workers, at one meeting."""
+    FAILURE = 2
+    """This machine can not go on."""
+    BYE = 3
+    """The lead's script has ended."""
+    STREAM = 4
+    """Events, for the run's folder."""
+    END = 5
+    """Nothing comes any more."""
+    CLOCK = 6
+
+
+class Wire:
+    """One connection, to the lead of another machine."""
+
+    def __init__(self, connection: socket.socket, host: str, patience: float) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # A host that is gone without a word is noticed by then, also by one who has nothing to send.
+        limit = max(5, int(patience))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(10, limit))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, min(10, limit))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * limit + 2000)
+        self.connection, self.host = connection, host
+        self.open = True
+        self.left = False
+        """Its script has ended."""
+        self.ended = False
+        """Nothing comes any more."""
+        self.frames: deque[tuple[Kind, bytes]] = deque()
+        """What has come and was not taken yet."""
+        self._incoming = bytearray()
+        self._outgoing: deque[memoryview] = deque()
+
+    @property
+    def pending(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._outgoing)
+
+    def send(self, kind: Kind, *parts: bytes | memoryview) -> None:
+        """Begin to send a frame; `push` sends what does not go at once."""
+        if not self.open:
+            return
+        length, checksum = 0, 0
+        for part in parts:
+            length += len(part)
+            checksum = zlib.crc32(part, checksum)
+        header = _HEADER.pack(_MARK, kind, length, checksum)
+        if length <= 1 << 16:
+            self._outgoing.append(memoryview(header + b"".join(parts)))
+        else:
+            self._outgoing.append(memoryview(header))
+            self._outgoing.extend(memoryview(bytes(part)) for part in parts)
+        self.push()
+
+    def push(self) -> None:
+        """Send what the connection takes without waiting."""
+        while self._outgoing and self.open:
+            try:
+                sent = self.connection.send(self._outgoing[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                self._lose()
+                return
+            if sent == len(self._outgoing[0]):
+                self._outgoing.popleft()
+            else:
+                self._outgoing[0] = self._outgoing[0][sent:]
+
+    def pull(self) -> None:
+        """Take what has come."""
+        while self.open:
+            try:
+                data = self.connection.recv(1 << 18)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self._lose()
+                break
+            self._incoming += data
+            if len(data) < 1 << 18:
+                break
+        self._cut()
+
+    def _cut(self) -> None:
+        """Make frames of what has come."""
+        start, size = 0, _HEADER.size
+        while len(self._incoming) - start >= size:
+            mark, kind, length, checksum = _HEADER.unpack_from(self._incoming, start)
+            if mark != _MARK or length > _LIMIT or kind not in Kind._value2member_map_:
+                raise TeamError(f"what came from {self.host} is not a frame of this team")
+            if len(self._incoming) - start < size + length:
+                break
+            payload = bytes(self._incoming[start + size : start + size + length])
+            if zlib.crc32(payload) != checksum:
+                raise TeamError(f"a frame from {self.host} was damaged on its way")
+            start += size + length
+            self._take(Kind(kind), payload)
+        del self._incoming[:start]
+
+    def _take(self, kind: Kind, payload: bytes) -> None:
+        if kind is Kind.BYE:
+            self.left = True
+        elif kind is Kind.END:
+            self.left = self.ended = True
+        else:
+            self.frames.append((kind, payload))
+
+    def _lose(self) -> None:
+        self.open, self.ended = False, True
+        self._outgoing.clear()
+
+    def close(self) -> None:
+        self._lose()
+        with contextlib.suppress(OSError):
+            self.connection.close()
+
+
+class Wires:
+    """All wires of one machine's lead, by the number of the machine."""
+
+    def __init__(self, wires: dict[int, Wire]) -> None:
+        self.wires = wires
+        self.heard: Callable[[int, bytes], None] | None = None
+        """Takes the events that come."""
+
+    def send_all(self, kind: Kind, *parts: bytes | memoryview) -> None:
+        for wire in self.wires.values():
+            wire.send(kind, *parts)
+
+    def move(self, seconds: float = 0.0) -> None:
+        """Send and take what can be, waiting at most so long for anything to happen."""
+        poll = select.poll()
+        by_descriptor = {}
+        for wire in self.wires.values():
+            if wire.open:
+                descriptor = wire.connection.fileno()
+                poll.register(descriptor, select.POLLIN | (select.POLLOUT if wire.pending else 0))
+                by_descriptor[descriptor] = wire
+        if not by_descriptor:
+            time.sleep(min(seconds, 0.01))
+            return
+        for descriptor, event in poll.poll(1000 * seconds):
+            wire = by_descriptor[descriptor]
+            if event & select.POLLOUT:
+                wire.push()
+            if event & ~select.POLLOUT:
+                wire.pull()
+        if self.heard is not None:
+            for machine, wire in self.wires.items():
+                self._hear(machine, wire)
+
+    def _hear(self, machine: int, wire: Wire) -> None:
+        assert self.heard is not None
+        for _ in range(len(wire.frames)):
+            kind, payload = wire.frames.popleft()
+            if kind is Kind.STREAM:
+                self.heard(machine, payload)
+            else:
+                wire.frames.append((kind, payload))
+
+    def settle(self, seconds: float) -> None:
+        """Until all is sent, but not for longer."""
+        until = time.monotonic() + seconds
+        while any(wire.pending for wire in self.wires.values()) and time.monotonic() < until:
+            self.move(_SLICE)
+
+    def close(self) -> None:
+        for wire in self.wires.values():
+            wire.close()
+
+
+def connect(
+    index: int,
+    hosts: list[str],
+    token: bytes,
+    publish: Callable[[int, int], None],
+    find: Callable[[int], int],
+    patience: tuple[float, float],
+) -> Wires:
+    """Wires to all other machines: this one calls those before it and is called by those behind it.
+
+    publish, find: leave the port of this machine's lead for the others; find that of another machine's.
+    patience: how long to wait until all are there, and later for a word.
+    """
+    until = time.monotonic() + patience[0]
+    wires: dict[int, Wire] = {}
+    family = socket.AF_INET6 if ":" in hosts[index] else socket.AF_INET
+    with socket.create_server((hosts[index], 0), family=family, backlog=len(hosts)) as server:
+        publish(index, server.getsockname()[1])
+        for other in range(index):
+            connection = _call(hosts[other], find(other), index, token, until)
+            wires[other] = Wire(connection, hosts[other], patience[1])
+        while len(wires) < len(hosts) - 1:
+            missing = [hosts[other] for other in range(index + 1, len(hosts)) if other not in wires]
+            server.settimeout(max(0.01, until - time.monotonic()))
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                raise JoinError(
+                    f"{', '.join(missing)} did not call {hosts[index]} in {patience[0]:g} s; "
+                    "are all ports open between the machines?"
+                ) from None
+            caller = _answer(connection, token, until)
+            if caller is None or not index < caller < len(hosts) or caller in wires:
+                connection.close()  # a stranger
+                continue
+            wires[caller] = Wire(connection, hosts[caller], patience[1])
+    return Wires(dict(sorted(wires.items())))
+
+
+def _call(host: str, port: int, index: int, token: bytes, until: float) -> socket.socket:
+    error: OSError | None = None
+    while (left := until - time.monotonic()) > 0:
+        try:
+            connection = socket.create_connection((host, port), timeout=left)
+            nonce = _exactly(connection, 16)
+            connection.sendall(_HELLO.pack(_MARK, index, _proof(token, nonce, index)))
+            _exactly(connection, len(_MARK))
+            return connection
+        except OSError as failed:
+            error = failed
+            time.sleep(0.2)
+    raise JoinError(f"cannot reach {host} on port {port}: {error}; are all ports open between the machines?")
+
+
+def _answer(connection: socket.socket, token: bytes, until: float) -> int | None:
+    """Who calls, if it can prove that it belongs to the team."""
+    try:
+        # A stranger that says nothing must not keep the members waiting.
+        connection.settimeout(min(5.0, max(0.01, until - time.monotonic())))
+        nonce = os.urandom(16)
+        connection.sendall(nonce)
+        mark, caller, proof = _HELLO.unpack(_exactly(connection, _HELLO.size))
+        if mark != _MARK or not hmac.compare_digest(proof, _proof(token, nonce, caller)):
+            return None
+        connection.sendall(_MARK)
+        return int(caller)
+    except OSError:
+        return None
+
+
+def _proof(token: bytes, nonce: bytes, index: int) -> bytes:
+    return hmac.new(token, nonce + index.to_bytes(4, "big"), hashlib.sha256).digest()
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
+        if not more:
+            raise ConnectionError("the connection was closed")
+        data += more
+    return data
