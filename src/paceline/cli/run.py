@@ -62,6 +62,14 @@ def run(
         str | None,
         typer.Option(help="What is pushed: none, bf16, fp16, int8, topk:0.01 (error feedback). [default: none]"),
     ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="Go on without a worker that is lost, under any strategy; all-reduce then re-forms from the last "
+            "version. --restarts implies it.",
+        ),
+    ] = False,
     restarts: Annotated[
         int,
         typer.Option(
@@ -112,6 +120,8 @@ def run(
     if not script.is_file():
         raise UsageError(f"there is no script at {script}")
     chosen = None if strategy is None else str(_check(strategy, workers))
+    if restarts and chosen is not None and chosen.startswith("all-reduce"):
+        raise UsageError("--restarts needs a parameter server; under all-reduce the others go on with --elastic")
     for one in correct or []:
         parse_correction(one)
     parse_servers(servers or "1")
@@ -128,7 +138,7 @@ def run(
         servers=servers,
         corrections=correct or [],
         compress=compress,
-        elastic=restarts > 0,
+        elastic=elastic or restarts > 0,
     )
     config = {
         "script": str(script),
@@ -138,6 +148,7 @@ def run(
         "servers": servers,
         "correct": correct or [],
         "compress": compress,
+        "elastic": elastic,
         "restarts": restarts,
         "slow": slow or [],
         "seed": seed,

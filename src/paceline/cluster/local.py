@@ -244,6 +244,8 @@ class LocalEngine:
         """The lead has asked for servers."""
         self._spare = start.spare
         self._server = start.address
+        if not start.address:  # there is nothing to join
+            return
         launch = msgspec.structs.replace(self._launch, joins=start.address)
         self._joining = launch.to_environment()
         environment = {**self._environment, "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1")}
