@@ -28,9 +28,11 @@ from paceline.events.summary import merge
 from paceline.parameters.variables import Mirrored, PerReplica
 from paceline.policies import POLICIES, make_policy
 from paceline.strategies import TRAINERS, Options, Surroundings, Trainer
+from paceline.strategies.all_reduce import AllReduceTrainer
 from paceline.strategies.alone import AloneTrainer
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
+from paceline.strategies.elastic import ElasticAllReduceTrainer
 from paceline.strategies.stopwatch import Stopwatch, Turns
 from paceline.transport import Intent
 
@@ -87,10 +89,11 @@ class Team:
         name: str | None,
         timeouts: Timeouts | None,
     ) -> None:
-        self.rank, self.local_rank, self.world_size = place.rank, place.local_rank, place.world_size
+        self.rank, self.local_rank, self._started_with = place.rank, place.local_rank, place.world_size
         self.strategy = parse_strategy(launch.strategy or strategy or AllReduce())
         if type(self.strategy) in POLICIES:
-            make_policy(self.strategy, range(self.world_size))  # to refuse here what can not be
+            if launch.joins is None:
+                make_policy(self.strategy, range(self._started_with))  # to refuse here what can not be
         elif launch.servers or launch.corrections or launch.compress:
             raise UsageError(
                 f"--servers, --correct and --compress are for a parameter server, which '{self.strategy}' does not have"
@@ -100,14 +103,15 @@ class Team:
         self._folder = _folder(launch, name)
         self._writes_summary = launch.folder is None and self._folder is not None
         self._members: Members = come_together(place, launch, timeouts or launch.timeouts, self._say)
-        if self.world_size > 1:
+        if self._started_with > 1:
             keep_freed_memory()
+        self._trainer: Trainer | None = None
         self._recorder = Recorder(self._streams_folder() if launch.record else None, self.rank)
         self._stopwatch = Stopwatch(self._recorder, self.rank, launch.slow.get(self.rank), launch.seed)
-        self._trainer: Trainer | None = None
         self._turns: Turns | None = None
         self._round: tuple[TeamLoader, int] | None = None
         self._step, self._accumulating_step = _Step(self, False), _Step(self, True)
+        self._loaders: list[TeamLoader] = []
         self._closed = False
         self._process = os.getpid()
         where = (socket.gethostname(), str(self.device), str(self.strategy))
@@ -121,9 +125,19 @@ class Team:
         return folder_of(self._folder, self._members.machine)
 
     @property
+    def world_size(self) -> int:
+        """How many workers there are; with a parameter server they may come and go."""
+        now = self._trainer.present if self._trainer is not None else None
+        return self._started_with if now is None else now
+
+    @property
     def is_lead(self) -> bool:
-        """Whether this is rank 0, who prints and saves."""
-        return self.rank == 0
+        """Whether this is the one who prints and saves: rank 0, or in an elastic all-reduce the lowest that is left."""
+        return self.rank == self.lead
+
+    @property
+    def lead(self) -> int:
+        return 0 if self._trainer is None else self._trainer.lead
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -185,13 +199,22 @@ class Team:
             device=self.device,
             say=self._say_once,
         )
-        kind = TRAINERS[type(self.strategy)] if self.world_size > 1 else AloneTrainer
+        kind = self._kind()
         self._model, self._optimizer = model, optimizer
         self._trainer = kind(model, optimizer, options, around)
         self._trainer.updated = self._after_update
+        if isinstance(self._trainer, ElasticAllReduceTrainer):
+            self._trainer.lost = self._lose
         self._turns = Turns(self._stopwatch)
         shared = [self._share(loader, global_batch, balance) for loader in loaders]
         return (model, optimizer, *shared)
+
+    def _kind(self) -> type[Trainer]:
+        elastic = self._launch.elastic or self._launch.joins is not None
+        if self._started_with == 1 and not (elastic and type(self.strategy) in POLICIES):
+            return AloneTrainer
+        kind = TRAINERS[type(self.strategy)]
+        return ElasticAllReduceTrainer if elastic and kind is AllReduceTrainer else kind
 
     def loader(self, loader: DataLoader[Any], *, global_batch: int | None = None) -> TeamLoader | LeasedLoader:
         """This worker's share of one more loader."""
@@ -230,15 +253,19 @@ class Team:
 
     def barrier(self) -> None:
         """Wait until all workers are here."""
-        self._members.meeting.meet(Intent.BARRIER)
+        self._gather(b"", Intent.BARRIER)
 
     def mirrored(self, tensor: torch.Tensor, aggregation: str = "mean") -> Mirrored:
         """A value kept equal on all workers, the lead's to begin with; `assign` combines what they bring."""
-        return Mirrored(tensor, self._members.gather, aggregation)
+        return Mirrored(tensor, self._gather, aggregation)
 
     def per_replica(self, value: Any) -> PerReplica:
         """Each worker's own value, all of them known to all."""
-        return PerReplica(value, self.rank, self._members.gather)
+        return PerReplica(value, self.rank, self._gather)
+
+    def _gather(self, payload: bytes, intent: Intent = Intent.GATHER) -> list[bytes]:
+        brought = self._trainer.gather(payload, intent) if self._trainer is not None else None
+        return self._members.gather(payload, intent) if brought is None else brought
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -314,7 +341,7 @@ class Team:
             self._trainer.settle()
         if self._writes_summary and self.is_lead and self._folder is not None:
             self._members.wait_until_left()
-            merge(self._folder, self.world_size)
+            merge(self._folder, self._started_with)
         if _joined is self:
             _joined = None
 
@@ -333,10 +360,10 @@ class Team:
 
     @property
     def size(self) -> int:
-        return self.world_size
+        return self._started_with
 
     def from_lead(self, payload: bytes) -> bytes:
-        return self._members.gather(payload, Intent.EPOCH)[0]
+        return self._members.gather(payload, Intent.EPOCH)[self.lead]
 
     def ask_batch(self) -> None:
         if torch.is_grad_enabled():
@@ -353,6 +380,12 @@ class Team:
             self._trainer.finish_epoch()
             self._recorder.flush()
 
+    def _lose(self, ranks: set[int], counted: bool, takers: list[int]) -> None:
+        """These are gone: their part of what is not trained on yet is for the others."""
+        for loader in self._loaders:
+            number = self._round[1] if self._round is not None and self._round[0] is loader else -1
+            loader.lose(ranks, number, counted, takers)
+
     def _after_update(self) -> None:
         if self._round is not None and self._trainer is not None:
             loader, number = self._round
@@ -362,7 +395,9 @@ class Team:
         leased: LeasedLoader | None = self._trainer.share_loader(loader, global_batch) if self._trainer else None
         if leased is not None:
             return leased
-        return TeamLoader(loader, self, global_batch=global_batch, balance=balance, changed=self._rebalanced)
+        shared = TeamLoader(loader, self, global_batch=global_batch, balance=balance, changed=self._rebalanced)
+        self._loaders.append(shared)
+        return shared
 
     def _rebalanced(self, start: int, shares: list[int]) -> None:
         self._recorder.add(Balance(self.rank, time.perf_counter(), start, shares))

@@ -20,6 +20,7 @@ from paceline.config import (
     Launch,
     Strategy,
     Timeouts,
+    capacity,
     parse_compression,
     parse_correction,
     parse_servers,
@@ -61,6 +62,22 @@ def run(
         str | None,
         typer.Option(help="What is pushed: none, bf16, fp16, int8, topk:0.01 (error feedback). [default: none]"),
     ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="Go on without a worker that is lost, under any strategy; all-reduce then re-forms from the last "
+            "version. --restarts implies it.",
+        ),
+    ] = False,
+    restarts: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Start a killed worker again, at most so many times; it joins the run where that is. "
+            "With a parameter server.",
+        ),
+    ] = 0,
     name: Annotated[
         str | None,
         typer.Option(help="The run's folder under runs/. [default: the script's name and the time]"),
@@ -98,14 +115,18 @@ def run(
         raise UsageError(f"--workers is {workers}; it must be at least 1")
     if not timeout > 0:
         raise UsageError(f"--timeout is {timeout:g}; it must be above 0 seconds")
+    if restarts < 0:
+        raise UsageError(f"--restarts is {restarts}; it must be 0 or more")
     if not script.is_file():
         raise UsageError(f"there is no script at {script}")
     chosen = None if strategy is None else str(_check(strategy, workers))
+    if restarts and chosen is not None and chosen.startswith("all-reduce"):
+        raise UsageError("--restarts needs a parameter server; under all-reduce the others go on with --elastic")
     for one in correct or []:
         parse_correction(one)
     parse_servers(servers or "1")
     parse_compression(compress or "none")
-    slowness = parse_slowness(slow or [], workers)
+    slowness = parse_slowness(slow or [], capacity(workers))
     folder = _make_folder(script, name)
     launch = Launch(
         strategy=chosen,
@@ -117,6 +138,7 @@ def run(
         servers=servers,
         corrections=correct or [],
         compress=compress,
+        elastic=elastic or restarts > 0,
     )
     config = {
         "script": str(script),
@@ -126,6 +148,8 @@ def run(
         "servers": servers,
         "correct": correct or [],
         "compress": compress,
+        "elastic": elastic,
+        "restarts": restarts,
         "slow": slow or [],
         "seed": seed,
         "timeout": timeout,
@@ -133,7 +157,16 @@ def run(
     }
     _write_config(folder, config)
     progress = Progress(folder, workers, all_output=all_output, quiet=quiet)
-    engine = LocalEngine(script, arguments or [], workers, launch, relay=progress.relay, tick=progress.tick)
+    engine = LocalEngine(
+        script,
+        arguments or [],
+        workers,
+        launch,
+        relay=progress.relay,
+        tick=progress.tick,
+        note=progress.note,
+        restarts=restarts,
+    )
     code = 0
     page = LivePage(folder)
     try:
@@ -187,9 +220,11 @@ def _tell(endings: list[Ending], progress: Progress) -> int:
     """Say once what went wrong, and decide the exit code."""
     lost = [ending for ending in endings if ending.spared]
     failed = [ending for ending in endings if ending.failed]
-    if lost and len(lost) == sum(ending.rank >= 0 for ending in endings):
+    if lost and len(lost) == sum(ending.rank >= 0 and not ending.replaced for ending in endings):
         failed, lost = lost, []  # nobody was left to go on
     for ending in lost:
+        if ending.replaced or ending.farewell is not None:
+            continue  # said when it happened, or it came too late to join
         progress.note(f"warning: {ending.spoken}; the others went on without it")
     if not failed:
         return 0

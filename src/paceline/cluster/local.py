@@ -21,10 +21,13 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.cluster.servers import Start, command
-from paceline.config import Launch
+from paceline.cluster.control import Scale, Told, announce, withdraw
+from paceline.cluster.servers import Dismiss, Start, command
+from paceline.config import Launch, capacity
+from paceline.errors import JoinError, names
 from paceline.transport.meeting import Meeting
 from paceline.transport.memory import Memory
+from paceline.transport.wire import Closed, Listener, connect, new_address
 
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _HINT = "; a machine that announces AMX but cannot run it needs ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
@@ -53,6 +56,8 @@ class Ending:
     farewell: Farewell | None
     spared: bool = False
     """It was lost, and the others could go on without it."""
+    replaced: bool = False
+    """It was started again."""
 
     @property
     def failed(self) -> bool:
@@ -100,15 +105,25 @@ class LocalEngine:
         *,
         relay: Relay,
         tick: Callable[[], None] = lambda: None,
+        note: Callable[[str], None] = lambda _sentence: None,
+        restarts: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._script, self._arguments, self._workers = script, list(arguments), workers
         self._launch = launch
-        self._relay, self._tick = relay, tick
+        self._relay, self._tick, self._note = relay, tick, note
+        self._restarts = restarts
+        """How many killed workers may still be started again."""
+        self._control: Listener | None = None
+        self._joining: dict[str, str] = {}
+        """The environment of workers who join, once there is something to join."""
+        self._leaving: set[int] = set()
+        """Who was told to leave."""
         self._environment = dict(environment if environment is not None else os.environ)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._selector = selectors.DefaultSelector()
-        self._folder = Path(launch.folder or ".") / "farewells"
+        self._home = Path(launch.folder or ".")
+        self._folder = self._home / "farewells"
         self._holder: socket.socket | None = None
         self._deadlines: list[tuple[float, int]] = []
         self._starter, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -132,8 +147,12 @@ class LocalEngine:
                         self._pump(key.data, key.fd)
                     elif key.fd == self._asked.fileno():
                         self._hear_lead()
+                    elif self._control is not None and key.fd == self._control.descriptor:
+                        self._hear_request(self._control)
                     else:
-                        endings.append(self._bury(key.data, key.fd))
+                        ending = self._bury(key.data, key.fd)
+                        endings.append(ending)
+                        self._replace(ending)
                         self._schedule(endings)
                 self._enforce()
                 self._tick()
@@ -147,11 +166,11 @@ class LocalEngine:
 
     def _all_ended(self, endings: list[Ending]) -> bool:
         """Whether all workers have, and their servers have had time to do so as well."""
-        if sum(ending.rank >= 0 for ending in endings) < self._workers:
+        if any(rank >= 0 for rank in self._processes):
             return False
         if self._grace is None:
             self._grace = time.monotonic() + self._launch.timeouts.stop
-        return len(endings) == len(self._processes) or time.monotonic() >= self._grace
+        return not self._processes or time.monotonic() >= self._grace
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -175,23 +194,27 @@ class LocalEngine:
             "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1"),
             **launch.to_environment(),
         }
+        self._shared = {**self._environment, **shared}
         for rank in range(self._workers):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._spawn(
-                rank,
-                [
-                    sys.executable,
-                    str(_BOOTSTRAP),
-                    str(os.getpid()),
-                    str(self._folder / f"{rank}.json"),
-                    str(self._script),
-                    *self._arguments,
-                ],
-                {**self._environment, **shared, **own},
-                (control.descriptor, self._starter.fileno()),
-            )
+            self._spawn(rank, self._words(rank), {**self._shared, **own}, (control.descriptor, self._starter.fileno()))
         self._starter.close()
         control.close_descriptor()
+        if self._launch.folder is not None:
+            self._control = Listener(address := new_address())
+            announce(self._home, address)
+            self._selector.register(self._control.descriptor, selectors.EVENT_READ, None)
+
+    def _words(self, rank: int) -> list[str]:
+        """How a worker is started."""
+        farewell = str(self._folder / f"{rank}.json")
+        return [sys.executable, str(_BOOTSTRAP), str(os.getpid()), farewell, str(self._script), *self._arguments]
+
+    def _add(self, rank: int) -> None:
+        """Start a worker that joins the run."""
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(max(self._workers, rank + 1))}
+        own["LOCAL_WORLD_SIZE"] = own["WORLD_SIZE"]
+        self._spawn(rank, self._words(rank), {**self._shared, **self._joining, **own}, ())
 
     def _spawn(self, rank: int, words: list[str], environment: dict[str, str], inherited: tuple[int, ...]) -> None:
         process = subprocess.Popen(
@@ -220,11 +243,71 @@ class LocalEngine:
     def _start_servers(self, start: Start) -> None:
         """The lead has asked for servers."""
         self._spare = start.spare
+        self._server = start.address
+        if not start.address:  # there is nothing to join
+            return
+        launch = msgspec.structs.replace(self._launch, joins=start.address)
+        self._joining = launch.to_environment()
         environment = {**self._environment, "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1")}
         for index in range(start.servers):
             rank = -1 - index
             farewell = self._folder / f"{rank}.json"
             self._spawn(rank, command(start, index, os.getpid(), farewell), environment, ())
+
+    # -- more workers, or fewer --------------------------------------------------------------------------------------
+
+    def _replace(self, ending: Ending) -> None:
+        """Start a worker again that was killed, if that is wanted."""
+        if ending.rank >= 0 and ending.spared and self._restarts > 0 and self._joining:
+            self._restarts -= 1
+            ending.replaced = True
+            self._note(f"{ending.spoken}; it is started again ({self._restarts} restarts left)")
+            self._add(ending.rank)
+
+    def _hear_request(self, control: Listener) -> None:
+        wire = control.accept(Scale, 0)
+        if wire is None:
+            return
+        try:
+            request = wire.receive_within(1.0)
+            if request is not None:
+                wire.send(self._scale(request.workers))
+        except (Closed, msgspec.DecodeError):
+            pass  # whoever it was is gone, or is none of us
+        finally:
+            wire.close()
+
+    def _scale(self, wanted: int) -> Told:
+        """Have so many workers from here on."""
+        here = sorted(rank for rank in self._processes if rank >= 0 and rank not in self._leaving)
+        room = capacity(self._workers)
+        if not self._joining:
+            return Told("only a run with a parameter server, once its training has begun, can have more workers", True)
+        if self._deadlines or not here:
+            return Told("the run is about to end", True)
+        if not 1 <= wanted <= room:
+            return Told(f"{wanted} workers are asked for; this run has room for 1 to {room}", True)
+        free = [rank for rank in range(room) if rank not in self._processes]
+        if len(here) + len(free) < wanted:
+            return Told("workers who were told to leave have not left yet; try again", True)
+        for rank in free[: max(0, wanted - len(here))]:
+            self._add(rank)
+        for rank in here[wanted:]:
+            self._dismiss(rank)
+        sentence = f"from {len(here)} to {wanted} workers"
+        if wanted > len(here):
+            sentence += f": {names(free[: wanted - len(here)])} will join"
+        elif wanted < len(here):
+            sentence += f": {names(here[wanted:])} will leave"
+        self._note(sentence)
+        return Told(sentence, False)
+
+    def _dismiss(self, rank: int) -> None:
+        self._leaving.add(rank)
+        with contextlib.suppress(JoinError, Closed):  # the server has ended: so will the worker
+            wire = connect(self._server, Told, 0.0)
+            wire.send(Dismiss(rank))
+            wire.close()
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
@@ -244,7 +327,8 @@ class LocalEngine:
 
     def _bury(self, rank: int, descriptor: int) -> Ending:
         """A worker has ended: take its last words."""
-        process = self._processes[rank]
+        process = self._processes.pop(rank)
+        self._leaving.discard(rank)
         # What it started ends with it. Nobody else can have its id yet: it has not been waited for.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -261,10 +345,13 @@ class LocalEngine:
                     self._relay(rank, key.data.name, key.data.partial)
                 if key.fd in self._selector.get_map():  # a process that it started still holds the other end
                     self._selector.unregister(key.fd)
+            stream.close()
         path = self._folder / f"{rank}.json"
         farewell = msgspec.json.decode(path.read_bytes(), type=Farewell) if path.exists() else None
-        # A worker that was killed, not one whose script is wrong.
-        spared = self._spare and rank >= 0 and code < 0 and not self._deadlines
+        path.unlink(missing_ok=True)
+        # A worker that was killed, not one whose script is wrong; or one that came too late to join.
+        late = farewell is not None and farewell.kind == "JoinError" and bool(self._joining)
+        spared = rank >= 0 and not self._deadlines and ((self._spare and code < 0) or late)
         return Ending(rank, code, farewell, spared)
 
     def _schedule(self, endings: list[Ending]) -> None:
@@ -299,6 +386,9 @@ class LocalEngine:
             for stream in (process.stdout, process.stderr):
                 assert stream is not None
                 stream.close()
+        if self._control is not None:
+            self._control.close()
+            withdraw(self._home)
         self._selector.close()
         self._asked.close()
         self._starter.close()

@@ -184,7 +184,9 @@ def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callabl
     """Meet the other members of this team; a second time there is nothing left to do."""
     global _current
     if _current is None:
-        if launch.control is not None or place.world_size == 1:
+        if launch.joins is not None:
+            _current = _on_its_own(place, timeouts, say)
+        elif launch.control is not None or place.world_size == 1:
             size = Meeting.memory_size(place.world_size)
             memory = Memory.create(size) if launch.control is None else Memory.inherited(launch.control)
             _current = _meet_here(place.rank, place.world_size, memory, timeouts, say)
@@ -220,6 +222,13 @@ def _meet_here(
     meeting.meet(Intent.BARRIER)
     memory.close_descriptor()
     return Members(rank, size, meeting, pulse, store)
+
+
+def _on_its_own(place: Place, timeouts: Timeouts, say: Callable[[str], None]) -> Members:
+    """Of one who joins a run that goes on: it meets nobody here, and hears of the others from the server."""
+    meeting = Meeting(Memory.create(Meeting.memory_size(1)), 0, 1, timeouts, say)
+    meeting.sign_in()
+    return Members(place.rank, 1, meeting, Pulse(meeting), None)
 
 
 def _meet_everywhere(

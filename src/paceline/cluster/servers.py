@@ -32,6 +32,12 @@ class Start(msgspec.Struct, frozen=True):
     """The number of the first of them."""
 
 
+class Dismiss(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What a server is told by an engine that wants a worker to leave; it first pushes what it computes."""
+
+    rank: int
+
+
 def command(start: Start, index: int, parent: int, farewell: Path) -> list[str]:
     """How a server is started that dies with `parent`."""
     arguments = [start.address, str(index), str(start.patience), *start.paths]

@@ -53,6 +53,10 @@ class Hyperparameters:
             slot[8 : 8 + len(text)] = text
         return self.version
 
+    def forget(self, rank: int) -> None:
+        """Another worker has this rank now, and counts its states anew."""
+        self._versions[rank] = 0
+
     def read(self, rank: int, version: int) -> list[dict[str, Any]]:
         """The values of `rank` in that state."""
         if self._versions[rank] != version:
@@ -103,6 +107,10 @@ class RateScaling:
         one_of("scale_lr", self.rule, (None, "linear", "sqrt"))
         if self.warmup < 0:
             raise UsageError(f"warmup is {self.warmup}; it must be a number of updates, 0 or more")
+
+    def of(self, workers: int) -> RateScaling:
+        """The same rule for another number of workers."""
+        return dataclasses.replace(self, workers=workers)
 
     def scaled(self, groups: list[dict[str, Any]], update: int) -> list[dict[str, Any]]:
         """These groups with their learning rates scaled; the very same where there is nothing to scale."""

@@ -415,6 +415,19 @@ class ShardedOptimizer:
         self._unsettled -= 1
         self._placed[piece.number] = _OWN
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where in the memory of the state this worker's part of it lies: offsets and sizes in bytes."""
+        starts, scalars, marks = self._addresses()
+        found = []
+        for number, flat in enumerate(self._layout.flats):
+            start, stop = flat.shards[self._rank]
+            for name, dtype in self._full(flat.dtype).items():
+                found.append((starts[number, name] + start * dtype.itemsize, (stop - start) * dtype.itemsize))
+        if self._own:
+            first, count, width = self._own[0].number, len(self._own), 8 * len(self._names)
+            found += [(scalars + first * width, count * width), (marks + first, count)]
+        return [(start, size) for start, size in found if size]
+
     def state(self) -> list[torch.Tensor]:
         """The state of all workers together, one flat tensor per name and dtype."""
         return list(self._state.values())

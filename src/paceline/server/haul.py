@@ -59,7 +59,7 @@ class Haul:
     def __init__(
         self, charter: Charter, memories: list[Memory], control: dict[int, Sender], bulk: dict[int, Sender]
     ) -> None:
-        gradients, versions, _, _, state = memories
+        gradients, versions, *_, state = memories
         self._charter, self._control, self._bulk = charter, control, bulk
         self._gradients, self._versions = gradients.bytes(0, gradients.size), versions.bytes(0, versions.size)
         self._state = state.bytes(0, state.size)
@@ -172,7 +172,7 @@ class Haul:
         if want.buffer < 0:
             spans, memory, what = self._kept.get(me, []), self._state, "state"
         else:
-            if not 0 <= want.buffer < self._charter.workers + 2:
+            if not 0 <= want.buffer < self._charter.room + 2:
                 raise ValueError("there is no such buffer")
             spans, what = self._written.get(me, []), "version"
             memory = self._versions[want.buffer * size : (want.buffer + 1) * size]
@@ -217,7 +217,7 @@ class Haul:
             raise ValueError("a chunk of nothing known")
         _demand(dict(spans.get(owner, [])).get(place), place, payload)
         if chunk.what in ("version", "loaded"):
-            if not 0 <= buffer < charter.workers + 2:
+            if not 0 <= buffer < charter.room + 2:
                 raise ValueError("there is no such buffer")
             start = buffer * charter.buffer + place
             self._versions[start : start + len(payload)] = payload

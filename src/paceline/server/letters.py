@@ -45,7 +45,8 @@ class Charter(msgspec.Struct, frozen=True, kw_only=True):
     """By machine, its workers; the first machine is the home of the coordinator."""
     servers: list[int]
     """By server, its machine."""
-    workers: int
+    room: int
+    """How many workers the run has room for."""
     timeouts: Timeouts
     coordinator: str
     """Its address, on its own machine."""
@@ -119,6 +120,8 @@ class Beat(_Letter, frozen=True, gc=False):
     """I live; at this time of my clock."""
 
     sent: float
+    present: int = 0
+    """From home: how many workers there are."""
 
 
 class Beaten(_Letter, frozen=True, gc=False):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from paceline.cluster.servers import Dismiss
 from paceline.config import Timeouts
 from paceline.data.ledger import Lease
 
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
     from paceline.transport.wire import Wire
 
 
-MEMORIES = 5
-"""Descriptors that travel with the plan: gradients, versions, the table, floors, and the optimizer's state."""
+MEMORIES = 6
+"""Descriptors that travel with the plan: of gradients, versions, the table, words, the rest of the model, and the
+optimizer's state."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -36,6 +38,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a server must know of a run."""
 
     workers: int
+    """With how many it begins."""
+    capacity: int
+    """For how many there is room."""
+    elastic: bool
+    """Whether it goes on when a worker is lost, whatever the policy."""
+    rest: int
+    """Bytes of what a model has besides trained parameters."""
     servers: int
     strategy: str
     timeouts: Timeouts
@@ -61,6 +70,15 @@ class Hello(_Message, frozen=True, gc=False):
     plan: int = 0
     remote: bool = False
     """It is on another machine than the coordinator."""
+    joins: bool = False
+    """The run goes on already."""
+
+
+class Seated(_Message, frozen=True, gc=False):
+    """To one who joins: begin with this version. All memory comes with this message, and the plan follows in parts."""
+
+    version: int
+    buffer: int
 
 
 class ShardHello(_Message, frozen=True, gc=False):
@@ -175,6 +193,16 @@ class Done(_Message, frozen=True, gc=False):
     leases: list[int]
 
 
+class Meet(_Message, frozen=True, gc=False):
+    """I bring something that all shall know, in parts; what for is the number of an intent."""
+
+    intent: int
+
+
+class Copied(_Message, frozen=True, gc=False):
+    """I have done as you said."""
+
+
 class Quit(_Message, frozen=True, gc=False):
     """I leave this epoch before its end. Needs no answer."""
 
@@ -244,6 +272,14 @@ class Over(_Message, frozen=True, gc=False):
 
     version: int
     buffer: int
+
+
+class Copy(_Message, frozen=True, gc=False):
+    """Somebody joins: write what your model has besides trained parameters where it can read them."""
+
+
+class Met(_Message, frozen=True, gc=False):
+    """What all have brought follows in parts, by rank."""
 
 
 class Reduce(_Message, frozen=True, gc=False):
@@ -330,13 +366,16 @@ FromWorker = (
     | Ask
     | Done
     | Quit
+    | Meet
+    | Copied
     | Freeze
     | Thaw
     | Reduced
     | Bye
+    | Dismiss
     | Answer
     | Failed
     | Unreachable
 )
-ToWorker = Ready | Go | Cancel | Draw | Leased | Over | Reduce | Frozen | Failed
+ToWorker = Ready | Seated | Part | Go | Cancel | Draw | Leased | Over | Copy | Met | Reduce | Frozen | Failed
 ToShard = Part | Ready | Apply | Add | Distance | Reload

@@ -62,8 +62,8 @@ from paceline.server.messages import (
     receive_parts,
 )
 from paceline.server.streams import Streams
+from paceline.server.words import SharedWords
 from paceline.transport import Memory
-from paceline.transport.futex import Words
 from paceline.transport.keys import Keys
 from paceline.transport.links import LINKS, Doorkeeper, Receiver, Refusals, Sender
 from paceline.transport.wire import Closed, Listener, Wire, connect
@@ -144,12 +144,11 @@ class Office:
         self._control = self._senders["control"]
         self._haul = Haul(charter, memories, self._control, self._senders["bulk"])
         self._streams = Streams(charter, self._me == HOME)
-        floors = memories[3]
-        self._floors = Words(floors.bytes(0, Words.STRIDE * charter.workers), charter.workers)
+        self._words = SharedWords(memories[3], charter.room)
         table = memories[2]
-        self._slots = [table.bytes(rank * charter.table, charter.table) for rank in range(charter.workers)]
-        after = charter.workers * charter.table
-        self._used = [table.bytes(after + rank * charter.flags, charter.flags) for rank in range(charter.workers)]
+        self._slots = [table.bytes(rank * charter.table, charter.table) for rank in range(charter.room)]
+        after = charter.room * charter.table
+        self._used = [table.bytes(after + rank * charter.flags, charter.flags) for rank in range(charter.room)]
         self._patience = charter.timeouts.join
         self._next_beat = 0.0
         for receiver in self._receivers.values():
@@ -225,7 +224,7 @@ class Office:
         for machine, sender in self._control.items():
             if machine not in self._over:
                 if sender.idle:
-                    sender.send(_encode(Beat(time.perf_counter())))
+                    sender.send(_encode(Beat(time.perf_counter(), self._words.present)))
                 self._look_after(machine, now)
         self._pass_on_streams()
         self._count_refusals()
@@ -352,8 +351,8 @@ class Office:
             return
         message = _to_worker.decode(data)
         if isinstance(message, Cancel):
-            self._floors.stamp(who, time.perf_counter())
-            self._floors.write(who, message.version & 0xFFFFFFFF)
+            self._words.floors.stamp(who, time.perf_counter())
+            self._words.floors.write(who, message.version & 0xFFFFFFFF)
         elif isinstance(message, Failed):
             self._try(near, lambda: near.wire.send(message))
         else:
@@ -478,6 +477,8 @@ class Office:
             case Gone():
                 self._take_gone(machine, letter.who)
             case Beat():
+                if machine == HOME:
+                    self._words.present = letter.present
                 self._control[machine].send(_encode(Beaten(letter.sent, time.perf_counter())))
             case Beaten():
                 now = time.perf_counter()

@@ -50,6 +50,9 @@ def on_host(parameters: Iterable[torch.nn.Parameter]) -> bool:
 class AllReduceTrainer(Trainer):
     """One worker's part in training a model by all-reduce."""
 
+    shards_each = 1
+    """Into how many shards per worker the parameters are cut."""
+
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
         self._members = members = around.members
@@ -85,7 +88,7 @@ class AllReduceTrainer(Trainer):
 
         # Shards are divided among the workers of each machine.
         self._place, self._neighbours = members.local.rank, members.local.size
-        self._layout = layout = Layout(named, self._neighbours)
+        self._layout = layout = Layout(named, self._neighbours * self.shards_each)
         self._table = Table(members, optimizer, len(layout.slots))
         self._reduction: Reduction
         self._spread: SpreadReduction | None = None
@@ -243,7 +246,7 @@ class AllReduceTrainer(Trainer):
         pace = self._pace() if final else (0.0, 0)
         # Once the mean is made it lies in the shared buffer, where this worker's own gradient must not go again.
         used = self._gradients.settle() if self._clipped is None else self._gradients.used()
-        return self._table.bring(self._weight * unscale, skip, used, pace)
+        return self._table.bring(self._weight, unscale, skip, used, pace)
 
     def _pace(self) -> tuple[float, int]:
         """Seconds and samples of this worker's step, the exchange of visible gradients taken out."""
@@ -366,7 +369,7 @@ class AllReduceTrainer(Trainer):
         seconds, samples = self._paced or (0.0, 0)
         pace = self._stopwatch.stop(self.version, again=self._paced is not None)
         self._paced = seconds + pace[0], samples + pace[1]
-        length = self._table.bring(self._weight, False, self._gradients.settle(), (0.0, 0))
+        length = self._table.bring(self._weight, 1.0, False, self._gradients.settle(), (0.0, 0))
         self._meet(Intent.REDUCE, length)
         self._exchange()
         self._stopwatch.restart(time.perf_counter())

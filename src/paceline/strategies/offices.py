@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.cluster.membership import Members
 from paceline.cluster.servers import start_office
-from paceline.config import Timeouts
+from paceline.config import Timeouts, capacity
 from paceline.errors import JoinError
 from paceline.parameters.hyperparameters import SLOT
 from paceline.parameters.layout import Layout
@@ -101,7 +101,7 @@ def _charter(
         peers=peers,
         ranks=members.machines,
         servers=servers,
-        workers=members.size,
+        room=capacity(members.size),
         timeouts=timeouts,
         coordinator=run,
         folder=None if folder is None else str(folder),

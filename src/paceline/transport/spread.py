@@ -85,7 +85,7 @@ class SpreadMeeting:
         self._payloads = [[slot[_SLOT.size :] for slot in slots] for slots in self._slots]
         self._count = 0
         self._carried: Intent | None = None
-        self._departed: set[int] = set()
+        self.departed: set[int] = set()
         self._spare = False
         self.notes = self._payloads[0]
         """Everybody's note of the last meeting."""
@@ -142,7 +142,7 @@ class SpreadMeeting:
 
     def length(self, rank: int) -> int:
         """The length of `rank`'s note at the last meeting; 0 of somebody who was not there."""
-        if rank in self._departed:
+        if rank in self.departed:
             return 0
         return int(_SLOT.unpack_from(self._slots[self._count & 1][rank])[1])
 
@@ -171,7 +171,7 @@ class SpreadMeeting:
     def has_left(self, rank: int) -> bool:
         if rank in self._here:
             return self._local.has_left(self._here.index(rank))
-        return rank in self._departed or (self._wires is not None and self._wires.wires[self._machine_of[rank]].left)
+        return rank in self.departed or (self._wires is not None and self._wires.wires[self._machine_of[rank]].left)
 
     def failed(self, rank: int) -> bool:
         return rank in self._here and self._local.failed(self._here.index(rank))
@@ -217,8 +217,8 @@ class SpreadMeeting:
             self._local.come(intent)
         except TeamError as error:
             raise self._told(error, trouble) from None
-        self._departed.update(self._here[index] for index in self._local.departed)
-        if self._here[0] in self._departed and self.rank != self._here[0]:
+        self.departed.update(self._here[index] for index in self._local.departed)
+        if self._here[0] in self.departed and self.rank != self._here[0]:
             return self._without_lead(intent)
         self.last = self._here[self._local.last]
         if self._wires is not None:
@@ -234,8 +234,8 @@ class SpreadMeeting:
         return self._agree(intent, slots)
 
     def _refuse_departed(self, intent: Intent) -> None:
-        if self._departed and intent is not Intent.PASSIVE and not self._spare:
-            gone = min(self._departed)
+        if self.departed and intent is not Intent.PASSIVE and not self._spare:
+            gone = min(self.departed)
             raise self._told(
                 WorkerLost(
                     f"{self.where(gone)} has left the team: its script has ended; "
@@ -273,13 +273,13 @@ class SpreadMeeting:
 
     def _without_lead(self, intent: Intent) -> Intent:
         """The lead's script has ended, and this one's epoch: nothing is asked of anybody any more."""
-        self._departed.update(rank for rank in range(self.size) if rank != self.rank)
+        self.departed.update(rank for rank in range(self.size) if rank != self.rank)
         self.passive = [True] * self.size
         return intent
 
     def _topic(self, slots: list[memoryview]) -> Intent:
         """What the members of this machine came for."""
-        found = [_SLOT.unpack_from(slots[rank])[0] for rank in self._here if rank not in self._departed]
+        found = [_SLOT.unpack_from(slots[rank])[0] for rank in self._here if rank not in self.departed]
         return Intent(max([intent for intent in found if intent > 0], default=0))
 
     def _agree(self, intent: Intent, slots: list[memoryview]) -> Intent:
@@ -287,8 +287,8 @@ class SpreadMeeting:
         troubles = []
         for rank, slot in enumerate(slots):
             other, length, departed = _SLOT.unpack_from(slot)
-            if departed or rank in self._departed:
-                self._departed.add(rank)
+            if departed or rank in self.departed:
+                self.departed.add(rank)
                 other = 0
             self.passive[rank] = other == 0
             if other == _TROUBLE:
@@ -334,7 +334,7 @@ class SpreadMeeting:
     def _bundle(self) -> list[bytes | memoryview]:
         parts: list[bytes | memoryview] = [_FRAME.pack(self._count, self.last, len(self._here))]
         for rank in self._here:
-            departed = rank in self._departed
+            departed = rank in self.departed
             slot = self._slots[self._count & 1][rank]
             intent, length = (0, 0) if departed else _SLOT.unpack_from(slot)[:2]
             parts += [_RANK.pack(rank, intent, length, departed), slot[_SLOT.size : _SLOT.size + length]]
@@ -343,7 +343,7 @@ class SpreadMeeting:
     def _collect(self, topic: Intent) -> int:
         """Wait for the notes of all other machines; returns who came last, or -1 if that was somebody here."""
         assert self._wires is not None
-        waiting = {number for number in self._wires.wires if self._machines[number][0] not in self._departed}
+        waiting = {number for number in self._wires.wires if self._machines[number][0] not in self.departed}
         last, waited_for = -1, False
         start = time.monotonic()
         notice = self._timeouts.notice
@@ -389,7 +389,7 @@ class SpreadMeeting:
         lead = self._machines[number][0]
         if wire.left or not wire.open:
             if self._spare or (wire.left and topic is Intent.PASSIVE):
-                self._departed.update(self._machines[number])
+                self.departed.update(self._machines[number])
                 for rank in self._machines[number]:
                     _SLOT.pack_into(self._slots[self._count & 1][rank], 0, 0, 0, 1)
                 return lead
