@@ -55,8 +55,8 @@ class Room:
 class Cluster:
     """A connection to a Ray cluster, and places for workers there."""
 
-    def __init__(self, address: str | None, folder: Path, room: Room) -> None:
-        """Connect, and see whether so much could be had at all. `folder` is what travels to the nodes."""
+    def __init__(self, address: str | None, folder: Path | None, room: Room) -> None:
+        """Connect, and see whether so much could be had at all. `folder` travels to the nodes."""
         self.room = room
         self._group: Any = None
         self._ray = ray = _import()
@@ -66,7 +66,7 @@ class Cluster:
         try:
             ray.init(
                 address=where,
-                runtime_env={"working_dir": str(folder), "excludes": _IGNORED},
+                runtime_env={"working_dir": str(folder), "excludes": _IGNORED} if folder else None,
                 log_to_driver=False,
                 logging_level="ERROR",
             )
