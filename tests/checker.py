@@ -31,7 +31,7 @@ from support import PACELINE, Outcome, Run, environment, shared_files
 import paceline.cli
 import paceline.server.host
 import paceline.team
-from paceline.events import Cancel, Epoch, Event, Join, Lease, Leave, Push, Return, Seen, Update, decode
+from paceline.events import Cancel, Epoch, Event, Join, Lease, Leave, Push, Return, Roster, Seen, Update, decode
 
 # -- what a policy promises ------------------------------------------------------------------------------------------
 
@@ -81,19 +81,32 @@ def violations(events: Iterable[Event], spec: str | None = None) -> list[str]:
     ordered = list(events)
     spec = spec or next(event.strategy for event in ordered if isinstance(event, Join))
     # A worker that was killed may not have written down anything itself.
-    return _Replay(spec, 1 + max(event.rank for event in ordered)).over(ordered)
+    workers = 1 + max(event.rank for event in ordered)
+    began = next((len(event.workers) for event in ordered if isinstance(event, Roster)), workers)
+    return _Replay(spec, workers, began).over(ordered)
 
 
 class _Replay:
     """One run, event by event."""
 
-    def __init__(self, spec: str, workers: int) -> None:
-        self.promise, self.workers = Promise.of(spec, workers), workers
-        self.lockstep = self.promise.lockstep(workers)
+    def __init__(self, spec: str, workers: int, began: int) -> None:
+        """workers: how many ranks there ever were; began: how many of them from the start."""
+        self.promise, self.workers = Promise.of(spec, began), workers
+        self.lockstep = self.promise.lockstep(began)
         self.found: list[str] = []
         self.version = 0
         self.k = self.promise.k
-        self.here = set(range(workers))
+        self.most = self.k
+        """The largest K since the last update, where K follows the workers."""
+        self.here = set(range(began))
+        self.late: set[int] = set()
+        """Who has joined while the run went on."""
+        self.fresh: set[int] = set()
+        """Of those, who has trained on nothing yet: nobody waits for them."""
+        self.changed = False
+        """Whether workers have come or gone."""
+        self.unit = {rank: rank // self.promise.size for rank in range(began)}
+        """Which group each worker is in, or the worker itself."""
         self.gone_since_update = False
         self.pushes: dict[int, Push] = {}
         self.ended: dict[int, str] = {}
@@ -113,8 +126,8 @@ class _Replay:
         """Leases of steps that were cancelled, by who says so."""
         self.given_back: set[int] = set()
         self.last_version = dict.fromkeys(range(workers), 0)
-        units = workers // self.promise.size
-        self.at_least, self.at_most = [0] * units, [0] * units
+        units = range(max(workers, began) // self.promise.size)
+        self.at_least, self.at_most = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
         """Bounds of the steps that each has finished: who had nothing to compute is not waited for, and need not
         catch up."""
         self.starved: set[int] = set()
@@ -148,6 +161,8 @@ class _Replay:
                     self._finish(event.leases, f"Seen by rank {event.rank}", "out")
                 case Epoch():
                     self._epoch(event)
+                case Roster():
+                    self._roster(event)
                 case Cancel():
                     self.cancelled |= dict.fromkeys(event.leases, event.rank)
             self._note_who_starves()
@@ -156,6 +171,32 @@ class _Replay:
 
     def _say(self, sentence: str) -> None:
         self.found.append(sentence)
+
+    def _roster(self, roster: Roster) -> None:
+        """Somebody has come, or gone. Who comes is in the smallest group."""
+        now = set(roster.workers)
+        if now == self.here:
+            return
+        if roster.version != self.version:
+            self._say(f"the workers changed at version {self.version}, not {roster.version}")
+        self.changed = True
+        self.gone_since_update = self.gone_since_update or bool(self.here - now)
+        for rank in sorted(now - self.here):
+            sizes = Counter(dict.fromkeys(range(self.workers // self.promise.size), 0))
+            sizes.update(self.unit[other] for other in self.here)
+            groups = range(len(set(self.unit.values())))
+            self.unit[rank] = rank if self.promise.size == 1 else min(groups, key=lambda unit: (sizes[unit], unit))
+            if self.promise.size == 1:
+                self.at_least[rank] = self.at_most[rank] = 0
+            self.late.add(rank)
+            self.fresh.add(rank)
+            self.starved.add(rank)
+            self.here.add(rank)
+        self.here = now
+        self.fresh &= now
+        if self.promise.family == "sync":
+            self.k = len({self.unit[rank] for rank in now}) or 1
+            self.most = max(self.most, self.k)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -169,6 +210,7 @@ class _Replay:
             self._say(f"{who} is {self.version - push.version} versions stale, not {push.staleness}")
         if not self.last_version[push.rank] <= push.version <= self.version:
             self._say(f"{who} is of version {push.version}, after {self.last_version[push.rank]}")
+        self.fresh.discard(push.rank)
         self.last_version[push.rank] = max(push.version, self.last_version[push.rank])
         for number in push.leases:
             if self.state.get(number) != "out" or self.leases[number].rank != push.rank:
@@ -213,26 +255,28 @@ class _Replay:
             self._finish(push.leases, f"push {push.ticket}", "pushed")
         self.version = update.version
         self.gone_since_update = False
+        self.most = self.k
 
     def _check_count(self, what: str, used: list[Push]) -> None:
         """As many as the policy promises; fewer only if no more could have come."""
         promise = self.promise
-        units = [push.rank // promise.size for push in used]
-        if promise.family not in _BATCHES and len(set(units)) * promise.size < len(used):
+        units = [self.unit[push.rank] for push in used]
+        again = any(push.rank in self.late for push in used)  # a rank may have been another worker's before
+        if promise.family not in _BATCHES and len(set(units)) * promise.size < len(used) and not again:
             self._say(f"{what} uses several gradients of one worker")
         count = len(used) if promise.size == 1 else len(set(units))
         if promise.grows:
-            self.k = max(self.k, count)
-        if count > (self.workers if promise.grows else self.k):
+            self.k = self.most = max(self.k, count)
+        if count > (self.workers if promise.grows else self.most):
             self._say(f"{what} is of {count}, and {self.k} are enough")
         if count >= self.k:
             return
-        present = len({rank // promise.size for rank in self.here})
+        present = len({self.unit[rank] for rank in self.here - self.fresh})
         if promise.family not in _BATCHES and count >= present:
             return
         if self.gone_since_update or (promise.family in _BATCHES and not self.here):
             return
-        if self.lockstep and not self._last_of_epoch(used):
+        if self.lockstep and not self.changed and not self._last_of_epoch(used):
             self._say(f"{what} is of {count} of {self.k}, and is not the last of its epoch")
         if not self.lockstep and self._free():
             self._say(f"{what} is of {count} of {self.k}, though there are samples left to train on")
@@ -242,8 +286,8 @@ class _Replay:
     def _check_groups(self, what: str, used: list[Push]) -> None:
         size = self.promise.size
         present = {push.rank for push in used}
-        for group in {rank // size for rank in present}:
-            members = set(range(group * size, (group + 1) * size)) & self.here
+        for group in {self.unit[rank] for rank in present} if size > 1 else ():
+            members = {rank for rank in self.here - self.late if self.unit[rank] == group}
             for rank in members - present:
                 computes = rank in self._holders() and not self.carries
                 if computes or not (self._free() == 0 or self.gone_since_update):
@@ -252,10 +296,9 @@ class _Replay:
     def _check_bound(self, what: str, used: list[Push]) -> None:
         if self.promise.bound is None:
             return
-        size = self.promise.size
         holders = self._holders() - {push.rank for push in used}
-        active = {rank // size for rank in holders}
-        for unit in {push.rank // size for push in used}:
+        active = {self.unit[rank] for rank in holders}
+        for unit in {self.unit[push.rank] for push in used}:
             slowest = min((self.at_most[other] for other in active if other != unit), default=self.at_least[unit])
             if self.at_least[unit] - slowest > self.promise.bound:
                 ahead = self.at_least[unit] - slowest
@@ -287,12 +330,13 @@ class _Replay:
                 break
         if lease.rank in self.starved:
             self.starved.discard(lease.rank)
-            self._wake(lease.rank // self.promise.size)
+            self._wake(self.unit[lease.rank])
+        self.fresh.discard(lease.rank)
         self.leases[lease.number], self.state[lease.number] = lease, "out"
 
     def _wake(self, unit: int) -> None:
-        active = [self.at_most[rank // self.promise.size] for rank in self._holders()]
-        self.at_most[unit] = max(self.at_most[unit], min(active) if active else max(self.at_most))
+        active = [self.at_most[self.unit[rank]] for rank in self._holders()]
+        self.at_most[unit] = max(self.at_most[unit], min(active) if active else max(self.at_most.values()))
 
     def _finish(self, numbers: Iterable[int], who: str, before: str) -> None:
         """These have been trained on, or looked at."""
@@ -371,7 +415,7 @@ class _Replay:
 
     def _note_who_starves(self) -> None:
         if not self._free():
-            self.starved |= set(range(self.workers)) - self._holders()
+            self.starved |= self.here - self._holders()
 
     def _end(self) -> None:
         forgotten = [ticket for ticket in self.pushes if ticket not in self.ended]

@@ -366,6 +366,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Where the parameters are held: how many processes, or `lead`, or `all`."""
     corrections: list[str] = []
     compress: str | None = None
+    elastic: bool = False
+    """Whether the run goes on, under any strategy, when a worker is lost."""
+    joins: str | None = None
+    """This worker joins a run that goes on already: the address of its server."""
 
     def to_environment(self) -> dict[str, str]:
         return {self.VARIABLE: msgspec.json.encode(self).decode()}
@@ -374,6 +378,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     def from_environment(cls) -> Launch:
         text = os.environ.get(cls.VARIABLE)
         return msgspec.json.decode(text, type=cls) if text else cls()
+
+
+def capacity(workers: int) -> int:
+    """How many workers a run has room for that begins with so many. Memory is taken when it is used, not before."""
+    return max(2 * workers, workers + 4)
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

@@ -87,10 +87,11 @@ class Team:
         name: str | None,
         timeouts: Timeouts | None,
     ) -> None:
-        self.rank, self.local_rank, self.world_size = place.rank, place.local_rank, place.world_size
+        self.rank, self.local_rank, self._started_with = place.rank, place.local_rank, place.world_size
         self.strategy = parse_strategy(launch.strategy or strategy or AllReduce())
         if type(self.strategy) in POLICIES:
-            make_policy(self.strategy, range(self.world_size))  # to refuse here what can not be
+            if launch.joins is None:
+                make_policy(self.strategy, range(self._started_with))  # to refuse here what can not be
         elif launch.servers or launch.corrections or launch.compress:
             raise UsageError(
                 f"--servers, --correct and --compress are for a parameter server, which '{self.strategy}' does not have"
@@ -100,11 +101,11 @@ class Team:
         self._folder = _folder(launch, name)
         self._writes_summary = launch.folder is None and self._folder is not None
         self._members: Members = come_together(place, launch, timeouts or launch.timeouts, self._say)
-        if self.world_size > 1:
+        if self._started_with > 1:
             keep_freed_memory()
+        self._trainer: Trainer | None = None
         self._recorder = Recorder(self._folder if launch.record else None, self.rank)
         self._stopwatch = Stopwatch(self._recorder, self.rank, launch.slow.get(self.rank), launch.seed)
-        self._trainer: Trainer | None = None
         self._turns: Turns | None = None
         self._round: tuple[TeamLoader, int] | None = None
         self._step, self._accumulating_step = _Step(self, False), _Step(self, True)
@@ -113,6 +114,12 @@ class Team:
         where = (socket.gethostname(), str(self.device), str(self.strategy))
         self._recorder.add(Join(self.rank, time.perf_counter(), os.getpid(), *where, time.time()))
         atexit.register(self._leave)
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are; with a parameter server they may come and go."""
+        now = self._trainer.present if self._trainer is not None else None
+        return self._started_with if now is None else now
 
     @property
     def is_lead(self) -> bool:
@@ -179,7 +186,8 @@ class Team:
             device=self.device,
             say=self._say_once,
         )
-        kind = TRAINERS[type(self.strategy)] if self.world_size > 1 else AloneTrainer
+        elastic = self._launch.elastic or self._launch.joins is not None
+        kind = TRAINERS[type(self.strategy)] if self._started_with > 1 or elastic else AloneTrainer
         self._model, self._optimizer = model, optimizer
         self._trainer = kind(model, optimizer, options, around)
         self._trainer.updated = self._after_update
@@ -224,15 +232,19 @@ class Team:
 
     def barrier(self) -> None:
         """Wait until all workers are here."""
-        self._members.meeting.meet(Intent.BARRIER)
+        self._gather(b"", Intent.BARRIER)
 
     def mirrored(self, tensor: torch.Tensor, aggregation: str = "mean") -> Mirrored:
         """A value kept equal on all workers, the lead's to begin with; `assign` combines what they bring."""
-        return Mirrored(tensor, self._members.gather, aggregation)
+        return Mirrored(tensor, self._gather, aggregation)
 
     def per_replica(self, value: Any) -> PerReplica:
         """Each worker's own value, all of them known to all."""
-        return PerReplica(value, self.rank, self._members.gather)
+        return PerReplica(value, self.rank, self._gather)
+
+    def _gather(self, payload: bytes, intent: Intent = Intent.GATHER) -> list[bytes]:
+        brought = self._trainer.gather(payload, intent) if self._trainer is not None else None
+        return self._members.gather(payload, intent) if brought is None else brought
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -312,7 +324,7 @@ class Team:
         self._members.leave()
         if self._writes_summary and self.is_lead and self._folder is not None:
             self._members.wait_until_left()
-            merge(self._folder, self.world_size)
+            merge(self._folder, self._started_with)
         if _joined is self:
             _joined = None
 
@@ -331,7 +343,7 @@ class Team:
 
     @property
     def size(self) -> int:
-        return self.world_size
+        return self._started_with
 
     def from_lead(self, payload: bytes) -> bytes:
         return self._members.gather(payload, Intent.EPOCH)[0]

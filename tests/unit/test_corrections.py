@@ -162,6 +162,9 @@ class OneShard:
         self.gradients = Gradients.shared(self.layout, gradients, 0, sizes.sources)
         plan = Plan(
             workers=2,
+            capacity=2,
+            elastic=False,
+            rest=0,
             servers=1,
             strategy="async",
             timeouts=Timeouts(),

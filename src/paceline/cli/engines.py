@@ -38,17 +38,22 @@ def prepare(
     place: str,
     each: str | None,
     env: Sequence[str],
-    restarts: int | None,
+    restarts: int,
 ) -> Make:
     """See whether the engine that was asked for is there and has room, before the run leaves anything behind."""
     one_of("--place", place, PLACES)
-    if restarts is not None and restarts < 0:
-        raise UsageError(f"--restarts is {restarts}; it must be 0 or more")
     if on == "local":
-        if each is not None or env or restarts is not None:
-            raise UsageError("--each, --env and --restarts are for --on ray; this run is on this machine")
+        if each is not None or env:
+            raise UsageError("--each and --env are for --on ray; this run is on this machine")
         return lambda launch, progress: LocalEngine(
-            script, arguments, workers, launch, relay=progress.relay, tick=progress.tick
+            script,
+            arguments,
+            workers,
+            launch,
+            relay=progress.relay,
+            tick=progress.tick,
+            note=progress.note,
+            restarts=restarts,
         )
     if on != "ray" and not on.startswith("ray://"):
         raise UsageError(f"--on is '{on}'; it must be 'local', 'ray' or 'ray://HOST:PORT'")
@@ -66,9 +71,9 @@ def prepare(
         launch,
         relay=progress.relay,
         tick=progress.tick,
-        say=progress.note,
+        note=progress.note,
         environment=environment,
-        restarts=1 if restarts is None else restarts,
+        restarts=restarts,
     )
 
 

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import bench, doctor, live, plan, report, run, simulate
+from paceline.cli import bench, doctor, live, plan, report, run, scale, simulate
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", context_settings={"ignore_unknown_options": False})(run.run)
+app.command("scale")(scale.scale)
 app.command("report")(report.report)
 app.command("live")(live.live)
 app.command("simulate")(simulate.simulate_command)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from paceline.events import Compute, Event, Metric, Update, decode
+from paceline.events import Compute, Event, Leave, Metric, Update, decode
 
 _TAIL = 48 * 1024
 """Bytes at the end of a worker's stream that tell how it does now."""
@@ -83,6 +83,11 @@ class Progress:
         stream.buffer.write(line + b"\n")  # type: ignore[attr-defined]
         stream.flush()
 
+    def _ranks(self) -> list[int]:
+        """Of all who have come so far."""
+        known = {int(path.stem) for path in (self._folder / "streams").glob("*.jsonl")}
+        return sorted({*range(self._workers), *(rank for rank in known if rank >= 0)})
+
     # -- the line ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
@@ -106,8 +111,10 @@ class Progress:
         for event in _tail(self._folder / "streams" / "-1.jsonl"):
             if isinstance(event, Update):
                 update = max(update, event.version)
-        for rank in range(self._workers):
+        for rank in self._ranks():
             events = _tail(self._folder / "streams" / f"{rank}.jsonl")
+            if events and isinstance(events[-1], Leave):
+                continue
             computed = [event for event in events if isinstance(event, Compute)]
             for event in events:
                 if isinstance(event, Update):

@@ -21,6 +21,7 @@ from paceline.config import (
     Launch,
     Strategy,
     Timeouts,
+    capacity,
     parse_compression,
     parse_correction,
     parse_servers,
@@ -62,6 +63,14 @@ def run(
         str | None,
         typer.Option(help="What is pushed: none, bf16, fp16, int8, topk:0.01 (error feedback). [default: none]"),
     ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Start a killed worker again, at most so many times; with a parameter server it joins the run where "
+            "that is, otherwise (on Ray) the team starts from its newest checkpoint. [default: 0; on Ray 1]",
+        ),
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(help="The run's folder under runs/. [default: the script's name and the time]"),
@@ -96,10 +105,6 @@ def run(
         list[str] | None,
         typer.Option(metavar="NAME[=VALUE]", help="On Ray: an environment variable that travels. Repeatable."),
     ] = None,
-    restarts: Annotated[
-        int | None,
-        typer.Option(help="On Ray: how often a team may be started again after a process died. [default: 1]"),
-    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a worker before giving up.")] = 300.0,
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Record events, for reports and the summary.")
@@ -120,6 +125,9 @@ def run(
         raise UsageError(f"--workers is {workers}; it must be at least 1")
     if not timeout > 0:
         raise UsageError(f"--timeout is {timeout:g}; it must be above 0 seconds")
+    restarts = (0 if on == "local" else 1) if restarts is None else restarts
+    if restarts < 0:
+        raise UsageError(f"--restarts is {restarts}; it must be 0 or more")
     if not script.is_file():
         raise UsageError(f"there is no script at {script}")
     chosen = None if strategy is None else str(_check(strategy, workers))
@@ -127,7 +135,7 @@ def run(
         parse_correction(one)
     parse_servers(servers or "1")
     parse_compression(compress or "none")
-    slowness = parse_slowness(slow or [], workers)
+    slowness = parse_slowness(slow or [], capacity(workers))
     make_engine = prepare(
         on,
         script,
@@ -151,6 +159,7 @@ def run(
         servers=servers,
         corrections=correct or [],
         compress=compress,
+        elastic=restarts > 0,
     )
     config = {
         "script": str(script),
@@ -160,6 +169,7 @@ def run(
         "servers": servers,
         "correct": correct or [],
         "compress": compress,
+        "restarts": restarts,
         "slow": slow or [],
         "seed": seed,
         "timeout": timeout,
@@ -222,9 +232,11 @@ def _tell(endings: list[Ending], progress: Progress) -> int:
     """Say once what went wrong, and decide the exit code."""
     lost = [ending for ending in endings if ending.spared]
     failed = [ending for ending in endings if ending.failed]
-    if lost and len(lost) == sum(ending.rank >= 0 for ending in endings):
+    if lost and len(lost) == sum(ending.rank >= 0 and not ending.replaced for ending in endings):
         failed, lost = lost, []  # nobody was left to go on
     for ending in lost:
+        if ending.replaced or ending.farewell is not None:
+            continue  # said when it happened, or it came too late to join
         progress.note(f"warning: {ending.spoken}; the others went on without it")
     if not failed:
         return 0

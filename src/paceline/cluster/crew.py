@@ -92,9 +92,9 @@ class Crew:
         return gone
 
     @property
-    def size(self) -> int:
-        """How many have been started."""
-        return len(self._processes)
+    def ranks(self) -> set[int]:
+        """Of those who run."""
+        return set(self._processes)
 
     def signal(self, number: int) -> None:
         for process in self._processes.values():
@@ -135,7 +135,7 @@ class Crew:
 
     def _bury(self, rank: int, descriptor: int) -> Gone:
         """A process has ended: take its last words."""
-        process = self._processes[rank]
+        process = self._processes.pop(rank)
         # What it started ends with it. Nobody else can have its id yet: it has not been waited for.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -6,6 +6,7 @@ has no name, and the port is only held, not listened on. So even `kill -9` of th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -15,12 +16,15 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.cluster.control import Scale, Told, announce, withdraw
 from paceline.cluster.crew import Crew
-from paceline.cluster.servers import Start, command
+from paceline.cluster.servers import Dismiss, Start, command
 from paceline.cluster.supervision import Ending, Interrupted, Relay, Supervision, interruptible
-from paceline.config import Launch
+from paceline.config import Launch, capacity
+from paceline.errors import JoinError, names
 from paceline.transport.meeting import Meeting
 from paceline.transport.memory import Memory
+from paceline.transport.wire import Closed, Listener, connect, new_address
 
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _TICK = 0.2
@@ -39,15 +43,25 @@ class LocalEngine:
         *,
         relay: Relay,
         tick: Callable[[], None] = lambda: None,
+        note: Callable[[str], None] = lambda _sentence: None,
+        restarts: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._script, self._arguments, self._workers = script, list(arguments), workers
         self._launch = launch
-        self._tick = tick
+        self._tick, self._note = tick, note
+        self._restarts = restarts
+        """How many killed workers may still be started again."""
+        self._control: Listener | None = None
+        self._joining: dict[str, str] = {}
+        """The environment of workers who join, once there is something to join."""
+        self._leaving: set[int] = set()
+        """Who was told to leave."""
         self._environment = dict(environment if environment is not None else os.environ)
-        self._folder = Path(launch.folder or ".") / "farewells"
+        self._home = Path(launch.folder or ".")
+        self._folder = self._home / "farewells"
         self._crew = Crew(self._folder, relay)
-        self._supervision = Supervision(workers, launch.timeouts)
+        self._supervision = Supervision(launch.timeouts)
         self._holder: socket.socket | None = None
         self._starter, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -58,9 +72,10 @@ class LocalEngine:
         with interruptible(_interrupt) as deaf:
             try:
                 self._start()
-                while not supervision.over(crew.size):
+                while not supervision.over(crew.ranks):
                     for gone in crew.turn(_TICK):
-                        supervision.record(gone)
+                        self._leaving.discard(gone.rank)
+                        self._replace(supervision.record(gone))
                     for number in supervision.due:
                         crew.signal(number)
                     self._tick()
@@ -68,6 +83,8 @@ class LocalEngine:
                 deaf()
                 self._stop()
         return supervision.endings
+
+    # -- starting ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         control = Memory.create(Meeting.memory_size(self._workers))
@@ -89,14 +106,28 @@ class LocalEngine:
             "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1"),
             **launch.to_environment(),
         }
+        self._shared = {**self._environment, **shared}
+        inherited = (control.descriptor, self._starter.fileno())
         for rank in range(self._workers):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            farewell = str(self._crew.farewell_of(rank))
-            words = [sys.executable, str(_BOOTSTRAP), str(os.getpid()), farewell, str(self._script), *self._arguments]
-            environment = {**self._environment, **shared, **own}
-            self._crew.spawn(rank, words, environment, (control.descriptor, self._starter.fileno()))
+            self._crew.spawn(rank, self._words(rank), {**self._shared, **own}, inherited)
         self._starter.close()
         control.close_descriptor()
+        if self._launch.folder is not None:
+            self._control = listener = Listener(address := new_address())
+            announce(self._home, address)
+            self._crew.listen(listener.descriptor, lambda: self._hear_request(listener))
+
+    def _words(self, rank: int) -> list[str]:
+        """How a worker is started."""
+        farewell = str(self._crew.farewell_of(rank))
+        return [sys.executable, str(_BOOTSTRAP), str(os.getpid()), farewell, str(self._script), *self._arguments]
+
+    def _add(self, rank: int) -> None:
+        """Start a worker that joins the run."""
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(max(self._workers, rank + 1))}
+        own["LOCAL_WORLD_SIZE"] = own["WORLD_SIZE"]
+        self._crew.spawn(rank, self._words(rank), {**self._shared, **self._joining, **own})
 
     def _hear_lead(self) -> None:
         request = self._asked.recv(1 << 17)
@@ -107,15 +138,76 @@ class LocalEngine:
 
     def _start_servers(self, start: Start) -> None:
         """The lead has asked for servers."""
-        self._supervision.spare = start.spare
+        self._supervision.spare, self._supervision.joining = start.spare, True
+        self._server = start.address
+        launch = msgspec.structs.replace(self._launch, joins=start.address)
+        self._joining = launch.to_environment()
         environment = {**self._environment, "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1")}
         for index in range(start.servers):
             rank = -1 - index
             self._crew.spawn(rank, command(start, index, os.getpid(), self._crew.farewell_of(rank)), environment)
 
+    # -- more workers, or fewer --------------------------------------------------------------------------------------
+
+    def _replace(self, ending: Ending) -> None:
+        """Start a worker again that was killed, if that is wanted."""
+        if ending.rank >= 0 and ending.spared and self._restarts > 0 and self._joining:
+            self._restarts -= 1
+            ending.replaced = True
+            self._note(f"{ending.spoken}; it is started again ({self._restarts} restarts left)")
+            self._add(ending.rank)
+
+    def _hear_request(self, control: Listener) -> None:
+        wire = control.accept(Scale, 0)
+        if wire is None:
+            return
+        try:
+            request = wire.receive_within(1.0)
+            if request is not None:
+                wire.send(self._scale(request.workers))
+        except (Closed, msgspec.DecodeError):
+            pass  # whoever it was is gone, or is none of us
+        finally:
+            wire.close()
+
+    def _scale(self, wanted: int) -> Told:
+        """Have so many workers from here on."""
+        here = sorted(rank for rank in self._crew.ranks if rank >= 0 and rank not in self._leaving)
+        room = capacity(self._workers)
+        if not self._joining:
+            return Told("only a run with a parameter server, once its training has begun, can have more workers", True)
+        if self._supervision.ending or not here:
+            return Told("the run is about to end", True)
+        if not 1 <= wanted <= room:
+            return Told(f"{wanted} workers are asked for; this run has room for 1 to {room}", True)
+        free = [rank for rank in range(room) if rank not in self._crew.ranks]
+        if len(here) + len(free) < wanted:
+            return Told("workers who were told to leave have not left yet; try again", True)
+        for rank in free[: max(0, wanted - len(here))]:
+            self._add(rank)
+        for rank in here[wanted:]:
+            self._dismiss(rank)
+        sentence = f"from {len(here)} to {wanted} workers"
+        if wanted > len(here):
+            sentence += f": {names(free[: wanted - len(here)])} will join"
+        elif wanted < len(here):
+            sentence += f": {names(here[wanted:])} will leave"
+        self._note(sentence)
+        return Told(sentence, False)
+
+    def _dismiss(self, rank: int) -> None:
+        self._leaving.add(rank)
+        with contextlib.suppress(JoinError, Closed):  # the server has ended: so will the worker
+            wire = connect(self._server, Told, 0.0)
+            wire.send(Dismiss(rank))
+            wire.close()
+
     def _stop(self) -> None:
         """End whatever still runs."""
         self._crew.stop()
+        if self._control is not None:
+            self._control.close()
+            withdraw(self._home)
         self._asked.close()
         self._starter.close()
         if self._holder is not None:

@@ -150,6 +150,9 @@ def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callabl
     global _current
     if _current is not None:
         return _current
+    if launch.joins is not None:
+        _current = _on_its_own(place, timeouts, say)
+        return _current
     if place.local_world_size != place.world_size:
         raise UsageError(
             f"this team has {place.world_size} workers of which {place.local_world_size} on this machine; "
@@ -170,6 +173,14 @@ def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callabl
     memory.close_descriptor()
     _current = Members(place, meeting, pulse, store)
     return _current
+
+
+def _on_its_own(place: Place, timeouts: Timeouts, say: Callable[[str], None]) -> Members:
+    """Of one who joins a run that goes on: it meets nobody here, and hears of the others from the server."""
+    meeting = Meeting(Memory.create(Meeting.memory_size(1)), 0, 1, timeouts, say)
+    meeting.sign_in()
+    alone = Place(rank=place.rank, local_rank=place.local_rank, world_size=1, local_world_size=1)
+    return Members(alone, meeting, Pulse(meeting), None)
 
 
 def _control_memory(place: Place, launch: Launch, timeouts: Timeouts) -> tuple[Memory, Store | None]:

@@ -36,10 +36,10 @@ _TRAVELS = ("OMP_", "MKL_", "ONEDNN_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "
 class Member:
     """One place in the cluster, and what the driver knows about it."""
 
-    def __init__(self, bundle: int, agent: Any, facts: Mapping[str, str]) -> None:
-        self.bundle, self.agent = bundle, agent
+    def __init__(self, bundle: int, agent: Any, facts: Mapping[str, str], rank: int = 0) -> None:
+        self.bundle, self.agent, self.rank = bundle, agent, rank
         self.host, self.machine = facts["host"], facts["machine"]
-        self.rank = self.local_rank = self.local_size = self.group = 0
+        self.local_rank, self.local_size, self.group = rank, 1, 0
         self.running: set[int] = set()
         """Ranks of the processes there, servers among them."""
         self.lost = False
@@ -58,20 +58,24 @@ class RayEngine:
         *,
         relay: Relay,
         tick: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = lambda sentence: None,
+        note: Callable[[str], None] = lambda _sentence: None,
         environment: Mapping[str, str] | None = None,
         restarts: int = 1,
     ) -> None:
         self._cluster, self._script, self._arguments = cluster, str(script), list(arguments)
         self._workers, self._launch = workers, launch
-        self._relay, self._tick, self._say = relay, tick, say
+        self._relay, self._tick, self._note = relay, tick, note
         self._environment = dict(environment or {})
-        self._restarts = restarts
+        self._restarts = self._left = restarts
+        """How often something may be started again, and how often it still may."""
+        self._joins: str | None = None
+        """The address of the server that workers can join, once there is one."""
+        self._hiring: dict[Any, Member] = {}
+        """Places whose agent was lost and is being replaced, by the answer that is awaited."""
         self._folder = Path(launch.folder or ".")
         self._run = secrets.token_hex(6)
         self._members: list[Member] = []
-        self._supervision = Supervision(workers, launch.timeouts)
-        self._started = 0
+        self._supervision = Supervision(launch.timeouts)
         self._bases: dict[tuple[Any, str], int] = {}
         """Where in the driver's file a stream of an agent begins: what came before is of an earlier start."""
         self._told: int | None = None
@@ -87,10 +91,11 @@ class RayEngine:
                     self._assemble()
                     self._start(attempt)
                     self._follow()
-                    if attempt == self._restarts or not self._worth_another():
+                    if self._left == 0 or not self._worth_another():
                         break
                     attempt += 1
-                    self._announce(attempt)
+                    self._left -= 1
+                    self._announce()
                 return self._supervision.endings
             finally:
                 deaf()
@@ -141,8 +146,8 @@ class RayEngine:
             member.group = list(machines).index(member.machine)
 
     def _start(self, attempt: int) -> None:
-        self._supervision = Supervision(self._workers, self._launch.timeouts)
-        self._started = 0
+        self._supervision = Supervision(self._launch.timeouts)
+        self._joins = None
         if attempt:
             self._send_checkpoint()
         lead = self._members[0]
@@ -163,7 +168,7 @@ class RayEngine:
         self._all([self._start_worker(member) for member in self._members], "starting the workers")
 
     def _start_worker(self, member: Member) -> Any:
-        """Start this member's worker, for the first time or again."""
+        """Start this member's worker, for the first time; or again, and then it joins the run where that is."""
         own = {
             "RANK": str(member.rank),
             "LOCAL_RANK": str(member.local_rank),
@@ -171,18 +176,17 @@ class RayEngine:
             "GROUP_RANK": str(member.group),
         }
         member.running.add(member.rank)
-        self._started += 1
-        launch = msgspec.json.encode(self._launch).decode()
+        launch = msgspec.json.encode(msgspec.structs.replace(self._launch, joins=self._joins)).decode()
         environment = {**self._common, **self._shared, **own}
         return member.agent.start.remote(member.rank, self._script, self._arguments, environment, launch)
 
     def _start_servers(self, start: Start) -> None:
         """The lead has asked for servers: they share memory with the workers of its machine, so there they run."""
         lead = self._members[0]
-        self._supervision.spare = start.spare
+        self._supervision.spare, self._supervision.joining = start.spare, True
+        self._joins = start.address
         for index in range(start.servers):
             lead.running.add(-1 - index)
-            self._started += 1
             lead.agent.serve.remote(index, arguments_of(start, index), self._common)
 
     def _send_checkpoint(self) -> None:
@@ -207,13 +211,19 @@ class RayEngine:
         """Until all have ended: relay, fetch, and end the others when one has failed."""
         supervision = self._supervision
         asked = {self._ask(member): member for member in self._members}
-        over = False
-        while asked and (any(member.running for member in self._members) or not over):
-            for reference in self._wait(list(asked), _TICK):
-                member = asked.pop(reference)
-                if self._hear(member, reference):
+        while True:
+            for reference in self._wait([*asked, *self._hiring], _TICK):
+                if reference in self._hiring:
+                    member = self._welcome(reference)
+                else:
+                    member = asked.pop(reference)
+                    self._hear(member, reference)
+                if member is not None and not member.lost:
                     asked[self._ask(member)] = member
-            over = supervision.over(self._started)
+            running = {rank for member in self._members for rank in member.running}
+            over = supervision.over(running)
+            if over and not running:
+                break
             for number in [*supervision.due, *([signal.SIGKILL] if over else [])]:
                 for member in self._members:
                     if member.running and not member.lost:
@@ -224,16 +234,16 @@ class RayEngine:
     def _ask(self, member: Member) -> Any:
         return member.agent.listen.remote(_LISTEN, member.rank == 0)
 
-    def _hear(self, member: Member, reference: Any) -> bool:
-        """Take what an agent has told; False if there is no more agent."""
+    def _hear(self, member: Member, reference: Any) -> None:
+        """Take what an agent has told."""
         try:
             news = self._cluster.get(reference)
         except self._cluster.Lost:
             member.lost = True
-            for rank in sorted(member.running, reverse=True):
-                self._supervision.record(Gone(rank, -signal.SIGKILL, None), member.host)
-            member.running.clear()
-            return False
+            ranks, member.running = sorted(member.running, reverse=True), set()
+            for rank in ranks:
+                self._replace(member, self._supervision.record(Gone(rank, -signal.SIGKILL, None), member.host))
+            return
         for kind, *facts in news:
             match kind:
                 case "line":
@@ -241,12 +251,11 @@ class RayEngine:
                 case "gone":
                     gone = Gone(*facts)
                     member.running.discard(gone.rank)
-                    self._supervision.record(gone)
+                    self._replace(member, self._supervision.record(gone))
                 case "asked":
                     self._start_servers(msgspec.msgpack.decode(facts[0], type=Start))
                 case _:
                     self._keep(member, kind, *facts)
-        return True
 
     def _fetch_rest(self) -> None:
         """What the run's folder on the lead's machine still has."""
@@ -283,20 +292,49 @@ class RayEngine:
 
     # -- starting again ----------------------------------------------------------------------------------------------
 
+    def _replace(self, member: Member, ending: Ending) -> None:
+        """Start a worker again that was lost, if the others go on without it and it can join them."""
+        if not (ending.rank >= 0 and ending.spared and ending.died and self._left and self._joins):
+            return
+        self._left -= 1
+        ending.replaced = True
+        self._note(f"{ending.spoken}; it is started again ({self._left} restarts left)")
+        if member.lost:  # Ray finds another place for it, when there is room
+            agent = self._cluster.hire(member.bundle, self._run)
+            self._hiring[agent.facts.remote()] = Member(member.bundle, agent, {"host": "", "machine": ""}, member.rank)
+        else:
+            self._start_worker(member)
+
+    def _welcome(self, reference: Any) -> Member | None:
+        """An agent that was hired anew is there: it starts its worker, if that can join from where it is."""
+        member = self._hiring.pop(reference)
+        try:
+            facts = self._cluster.get(reference)
+            self._cluster.check(facts)
+        except (*self._cluster.Lost, JoinError) as error:
+            self._note(f"rank {member.rank} could not be started again: {error}")
+            return None
+        member.host, member.machine = facts["host"], facts["machine"]
+        self._members[member.rank] = member
+        self._start_worker(member)
+        return member
+
     def _worth_another(self) -> bool:
         """Whether somebody died, rather than a script being wrong, and the others could not go on without."""
         failed = [ending for ending in self._supervision.endings if ending.failed]
-        return bool(failed) and all(e.died or (e.farewell is not None and e.farewell.consequence) for e in failed)
+        wrong = [e for e in failed if not e.died and not (e.farewell is not None and e.farewell.consequence)]
+        return not wrong and any(ending.died for ending in failed)
 
-    def _announce(self, attempt: int) -> None:
+    def _announce(self) -> None:
         first = next(ending for ending in self._supervision.endings if ending.failed and ending.died)
         checkpoint = newest_checkpoint(self._folder)
-        origin = f"with checkpoint {checkpoint.name}" if checkpoint else "without a checkpoint, as it saved none"
-        self._say(f"{first.spoken}; the team is started again {origin} (restart {attempt} of {self._restarts})")
+        origin = f"with checkpoint {checkpoint.name}" if checkpoint else "from the beginning, as it saved no checkpoint"
+        self._note(f"{first.spoken}; the team is started again {origin} ({self._left} restarts left)")
 
     def _stop(self) -> None:
         """End whatever still runs, and give the places back."""
-        self._cluster.release([member.agent for member in self._members if not member.lost])
+        hired = [*self._members, *self._hiring.values()]
+        self._cluster.release([member.agent for member in hired if not member.lost])
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -28,6 +28,12 @@ class Start(msgspec.Struct, frozen=True):
     """Whether the run can go on when a worker is lost."""
 
 
+class Dismiss(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What a server is told by an engine that wants a worker to leave; it first pushes what it computes."""
+
+    rank: int
+
+
 def command(start: Start, index: int, parent: int, farewell: Path) -> list[str]:
     """How a server is started that dies with `parent`."""
     return [sys.executable, str(_BOOTSTRAP), str(parent), str(farewell), str(_MAIN), *arguments_of(start, index)]

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
@@ -40,6 +40,8 @@ class Ending:
     farewell: Farewell | None
     spared: bool = False
     """It was lost, and the others could go on without it."""
+    replaced: bool = False
+    """It was started again."""
     host: str = ""
     """Where, if it is the machine that was lost."""
 
@@ -66,20 +68,23 @@ class Ending:
 class Supervision:
     """Collects endings; after the first failure the others get time to say whom they miss, then the order to stop."""
 
-    def __init__(self, workers: int, timeouts: Timeouts) -> None:
-        self._workers, self._patience = workers, timeouts.stop
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._patience = timeouts.stop
         self.endings: list[Ending] = []
         self.spare = False
         """Whether a worker may be lost."""
+        self.joining = False
+        """Whether there is something that workers can join."""
         self._deadlines: list[tuple[float, int]] = []
         self._grace: float | None = None
         """Until when servers may end by themselves, once all workers have."""
 
     def record(self, gone: Gone, host: str = "") -> Ending:
         farewell = msgspec.json.decode(gone.farewell, type=Farewell) if gone.farewell else None
-        # A worker that was killed, not one whose script is wrong.
-        spared = self.spare and gone.rank >= 0 and gone.code < 0 and not self._deadlines
-        ending = Ending(gone.rank, gone.code, farewell, spared, host)
+        # A worker that was killed, not one whose script is wrong; or one that came too late to join.
+        late = farewell is not None and farewell.kind == "JoinError" and self.joining
+        spared = gone.rank >= 0 and not self._deadlines and ((self.spare and gone.code < 0) or late)
+        ending = Ending(gone.rank, gone.code, farewell, spared, host=host)
         self.endings.append(ending)
         if not self._deadlines and ending.failed:
             now = time.monotonic()
@@ -91,13 +96,18 @@ class Supervision:
         """Signals for whom it is time."""
         return [number for deadline, number in self._deadlines if time.monotonic() >= deadline]
 
-    def over(self, started: int) -> bool:
-        """Whether all workers have ended, and their servers, of `started` processes, have had time to do so as well."""
-        if sum(ending.rank >= 0 for ending in self.endings) < self._workers:
+    @property
+    def ending(self) -> bool:
+        """Whether the others have been given time to end."""
+        return bool(self._deadlines)
+
+    def over(self, running: Collection[int]) -> bool:
+        """Whether no worker is among those who run, and their servers have had time to end as well."""
+        if any(rank >= 0 for rank in running):
             return False
         if self._grace is None:
             self._grace = time.monotonic() + self._patience
-        return len(self.endings) == started or time.monotonic() >= self._grace
+        return not running or time.monotonic() >= self._grace
 
 
 class Interrupted(Exception):

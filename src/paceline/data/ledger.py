@@ -215,6 +215,18 @@ class Ledger:
         self.give_back([lease.number for lease in mine])
         return mine
 
+    def join(self, worker: int) -> None:
+        """A worker has come. Where workers take turns, what is left of the epochs is dealt out anew."""
+        if worker in self._workers:
+            return
+        self._workers.add(worker)
+        for epoch in self._epochs.values():
+            if not epoch.own:
+                continue
+            left = sorted((part for queue in epoch.own.values() for part in queue), key=lambda part: part[0])
+            ranks = sorted({*epoch.own, worker})
+            epoch.own = {rank: deque(left[turn :: len(ranks)]) for turn, rank in enumerate(ranks)}
+
     def _share(self, epoch: _Epoch, worker: int) -> None:
         """What was one worker's turn is anybody's now."""
         epoch.common.extend(epoch.own.pop(worker, ()))

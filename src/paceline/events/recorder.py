@@ -25,7 +25,11 @@ class Recorder:
         if folder is not None:
             streams = folder / "streams"
             streams.mkdir(parents=True, exist_ok=True)
-            self._file = (streams / f"{rank}.jsonl").open("ab", buffering=0)
+            path = streams / f"{rank}.jsonl"
+            cut_off = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+            self._file = path.open("ab", buffering=0)
+            if cut_off:  # whoever had this rank before was killed while it wrote
+                self._file.write(b"\n")
 
     @property
     def on(self) -> bool:

@@ -38,6 +38,14 @@ class Lost(_Event, frozen=True, gc=False):
     """A worker died."""
 
 
+class Roster(_Event, frozen=True, gc=False):
+    """Who takes part from here on: somebody has joined a run that goes on, or is gone."""
+
+    workers: list[int]
+    version: int
+    """Of the parameters at that moment."""
+
+
 class Load(_Event, frozen=True, gc=False):
     """A worker got its next batch: from when its script asked for it until it had it."""
 
@@ -202,6 +210,7 @@ Event = (
     Join
     | Leave
     | Lost
+    | Roster
     | Load
     | Compute
     | Wait

@@ -53,6 +53,10 @@ class Hyperparameters:
             slot[8 : 8 + len(text)] = text
         return self.version
 
+    def forget(self, rank: int) -> None:
+        """Another worker has this rank now, and counts its states anew."""
+        self._versions[rank] = 0
+
     def read(self, rank: int, version: int) -> list[dict[str, Any]]:
         """The values of `rank` in that state."""
         if self._versions[rank] != version:

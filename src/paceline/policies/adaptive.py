@@ -49,5 +49,5 @@ class Adaptive(Around):
             return
         if self._first is None:
             self._first = loss
-        wanted = best_k(type(self.inner), self.start, self._started_with, self._first, loss)
-        self.k = self.inner.k = max(self.inner.k, min(self._started_with, math.floor(wanted)))
+        wanted = best_k(type(self.inner), self.start, self.size, self._first, loss)
+        self.k = self.inner.k = max(self.inner.k, min(self.size, math.floor(wanted)))

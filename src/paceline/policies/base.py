@@ -107,12 +107,16 @@ class Policy(ABC):
         """A gradient has come."""
 
     def join(self, worker: int) -> Decision:
-        """A worker has come."""
+        """A worker has come. K stays what it was; it may be that only now so many can push."""
         self.workers.add(worker)
         return Decision(f"worker {worker} has come", orders={worker: Order.RENEW})
 
     def leave(self, worker: int) -> Decision:
-        """A worker has gone; what it has pushed still counts. Those who waited for it may go on."""
+        """A worker has gone; what it has pushed still counts. Those who waited for it may go on.
+
+        K stays: with fewer than K workers left, an update is made of what they all bring, and of K again once enough
+        have come.
+        """
         for known in (self.workers, self.waiting, self.resting):
             known.discard(worker)
         return self.reconsider(f"worker {worker} has gone")

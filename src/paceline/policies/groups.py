@@ -49,7 +49,7 @@ class Groups(Policy):
 
     @property
     def lockstep(self) -> bool:
-        return self.between.lockstep or len(self.of) == len(self.members[0])
+        return self.between.lockstep or len(self.members) == 1
 
     def observe(self, loss: float) -> None:
         self.between.observe(loss)
@@ -83,7 +83,14 @@ class Groups(Policy):
         self.between.wake(self.of[worker])
 
     def join(self, worker: int) -> Decision:
-        raise UsageError("a worker can not join a run with groups")
+        """It comes into the smallest group; there are never more groups than at the start."""
+        group = min(self.members, key=lambda group: (len(self.members[group]), group))
+        was_empty = not self.members[group]
+        self.of[worker] = group
+        self.members[group].add(worker)
+        if was_empty:
+            self.between.join(group)
+        return super().join(worker)
 
     def _missing(self, group: int) -> int:
         """How many of a group compute."""

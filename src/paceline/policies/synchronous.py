@@ -49,6 +49,23 @@ class Sync(KSync):
         known = set(workers)
         super().__init__(known, len(known))
 
+    @property
+    def spare(self) -> bool:
+        return False
+
+    @property
+    def lockstep(self) -> bool:
+        return True
+
+    def join(self, worker: int) -> Decision:
+        decision = super().join(worker)
+        self.k = self.size
+        return decision
+
+    def leave(self, worker: int) -> Decision:
+        self.k = max(1, self.size - (worker in self.workers))
+        return super().leave(worker)
+
 
 class KBatchSync(_OfThisVersion):
     """The server waits for K minibatches, from whomever; who has pushed goes on with the next minibatch meanwhile."""

@@ -19,6 +19,8 @@ from paceline.events import Recorder
 from paceline.parameters.hyperparameters import Hyperparameters
 from paceline.policies import Decision, Groups, Order, Policy, make_policy
 from paceline.policies import Push as Arrival
+from paceline.server.door import Door
+from paceline.server.meetings import Meetings
 from paceline.server.messages import (
     Ask,
     Bye,
@@ -29,6 +31,7 @@ from paceline.server.messages import (
     Freeze,
     Frozen,
     Go,
+    Meet,
     Plan,
     Push,
     Quit,
@@ -40,8 +43,9 @@ from paceline.server.seats import Seat, Seats, State
 from paceline.server.shards import Shards
 from paceline.server.tuner import Tuner
 from paceline.server.updates import Pushed, Updates
-from paceline.transport.futex import Words
-from paceline.transport.wire import Closed
+from paceline.server.words import SharedWords
+from paceline.transport import Memory
+from paceline.transport.wire import Closed, Listener
 
 _TICK = 0.5
 """Seconds between looks at who has waited too long."""
@@ -59,18 +63,24 @@ class Coordinator:
         shards: Shards,
         hyperparameters: Hyperparameters,
         used: list[memoryview],
-        floors: Words,
+        words: SharedWords,
         say: Callable[[str], None],
     ) -> None:
         self._plan, self._shards = plan, shards
-        self._hyperparameters, self._used, self._floors, self._say = hyperparameters, used, floors, say
+        self._hyperparameters, self._used, self._words, self._say = hyperparameters, used, words, say
         self._policy: Policy = make_policy(parse_strategy(plan.strategy), range(plan.workers))
         self._recorder = Recorder(None if plan.folder is None else Path(plan.folder), -1)
-        self._seats = Seats(seats)
+        self._seats = Seats(seats, plan.capacity)
         self._updates = Updates(plan, self._seats, shards, self._recorder, self._policy.k)
         self._samples = Samples(
             self._seats, self._policy, self._updates, self._recorder, plan.timeouts.meeting, self._execute
         )
+        self._meetings = Meetings(self._seats, plan.timeouts.meeting)
+        self._door: Door | None = None
+        self._began_with: list[dict[str, Any]] | None = None
+        """The newest hyperparameters of one who was here from the start."""
+        self._until: float | None = None
+        """When to give up waiting for somebody to join, if all workers were lost."""
         self._tuner = Tuner(self._policy, parse_strategy(plan.strategy))
         self._tickets = 0
         self._loss: float | None = None
@@ -79,6 +89,7 @@ class Coordinator:
         for descriptor in self._by_descriptor:
             self._epoll.register(descriptor, select.EPOLLIN)
         self._next_look = time.monotonic() + _TICK
+        self._note_who_is_here()
         self._notices: dict[int, float] = {}
         """When next to say for whom a worker waits."""
         self._handlers: dict[type, Callable[[Seat, Any], None]] = {
@@ -89,17 +100,29 @@ class Coordinator:
             Ask: self._samples.ask,
             Done: self._samples.seen,
             Quit: self._samples.quit,
+            Meet: self._meetings.come,
             Freeze: self._freeze,
             Bye: self._bye,
         }
 
+    def let_in(self, listener: Listener, text: bytes, memories: list[Memory]) -> None:
+        """From here on, others may join.
+
+        text: the plan, as it is handed to them, with these memories.
+        """
+        self._door = Door(listener, self._plan, text, memories, self._seats)
+        self._door.seat, self._door.dismiss = self._seat, self._words.dismiss
+        self._door.open(self._epoll)
+
     def run(self) -> None:
         """Serve until all workers have left."""
         try:
-            while self._seats:
+            while self._seats or self._expects_others():
                 for descriptor, _ in self._epoll.poll(_TICK):
                     if descriptor in self._by_descriptor:
                         self._hear(self._by_descriptor[descriptor])
+                    elif self._door is not None:
+                        self._door.hear(descriptor)
                 if time.monotonic() >= self._next_look:
                     self._look()
         except TeamError as error:
@@ -109,7 +132,13 @@ class Coordinator:
             raise
         finally:
             self._recorder.close()
+            if self._door is not None:
+                self._door.close()
             self._epoll.close()
+
+    def _expects_others(self) -> bool:
+        """Whether all workers were lost and others may yet come for them."""
+        return self._until is not None and time.monotonic() < self._until
 
     # -- hearing -----------------------------------------------------------------------------------------------------
 
@@ -122,6 +151,8 @@ class Coordinator:
         handle = self._handlers.get(type(message))
         if handle is None:
             raise Mismatch(f"rank {seat.rank} sent a {type(message).__name__}, which was not expected", [seat.rank])
+        if self._door is not None:
+            self._door.passing(seat, message)
         handle(seat, message)
 
     def _look(self) -> None:
@@ -160,7 +191,7 @@ class Coordinator:
         if self._tuner.watching:
             self._tune(seat, now)
         seat.into(State.PUSHED)
-        seat.request, seat.outcome = message, "used"
+        seat.request, seat.outcome, seat.fresh = message, "used", False
         self._policy.wake(seat.rank)
         self._tickets += 1
         ticket, staleness = self._tickets, self._policy.version - message.version
@@ -212,6 +243,10 @@ class Coordinator:
             self._samples.settle()
             return "dropped", f"older than the {bound} updates that are allowed"
         groups = self._hyperparameters.read(rank, message.hyperparameters)
+        if not seat.joined:
+            self._began_with = groups
+        elif self._began_with is not None and any(not other.joined for other in self._seats.values()):
+            groups = self._began_with  # the schedulers of one who joined began later
         used = None if message.complete else bytes(self._used[rank])
         self._updates.hold(Pushed(ticket, rank, message, groups, used, seat.buffer, rank), staleness)
         decision = self._policy.arrive(Arrival(ticket, rank, message.version))
@@ -243,8 +278,8 @@ class Coordinator:
                 self._updates.collect(rank)
                 self._go(seat, renew=order is not Order.STAY, by=by)
             elif order is Order.CANCEL and seat.state is State.COMPUTING:
-                self._floors.stamp(rank, time.perf_counter())
-                self._floors.write(rank, self._policy.version & 0xFFFFFFFF)
+                self._words.floors.stamp(rank, time.perf_counter())
+                self._words.floors.write(rank, self._policy.version & 0xFFFFFFFF)
         if decision.use or decision.drop:
             self._samples.settle()
 
@@ -280,7 +315,28 @@ class Coordinator:
         if answer.reload:
             self._shards.reload()
 
-    # -- leaving -----------------------------------------------------------------------------------------------------
+    # -- coming and leaving ------------------------------------------------------------------------------------------
+
+    def _seat(self, seat: Seat) -> None:
+        """One who joins takes its place. Nobody waits for it before it has got samples, or has pushed."""
+        rank = seat.rank
+        self._updates.collect(rank)  # of whoever had this rank before: its buffer is about to be another's
+        self._hyperparameters.forget(rank)
+        self._seats.add(seat)
+        self._by_descriptor[seat.wire.descriptor] = seat
+        self._epoll.register(seat.wire.descriptor, select.EPOLLIN)
+        self._until = None
+        self._note_who_is_here()
+        self._execute(self._policy.join(rank), rank)
+        self._execute(self._policy.rest(rank), rank)
+        self._updates.expect(self._policy.k)
+        assert self._door is not None
+        self._door.hand_over(seat)
+        self._say(f"rank {rank} has joined; there are {len(self._seats)} workers now")
+
+    def _note_who_is_here(self) -> None:
+        self._words.present = len(self._seats)
+        self._recorder.add(events.Roster(-1, time.perf_counter(), sorted(self._seats), self._policy.version))
 
     def _bye(self, seat: Seat, _: Bye) -> None:
         self._remove(seat, "abandoned")
@@ -290,13 +346,16 @@ class Coordinator:
         state = seat.state
         self._recorder.add(events.Lost(seat.rank, time.perf_counter()))
         leases = self._remove(seat, "lost")
-        if not self._policy.spare:
+        if not (self._policy.spare or self._plan.elastic):
             if self._seats:
                 raise WorkerLost(
                     f"rank {seat.rank} died; under {self._plan.strategy} every update needs all workers", [seat.rank]
                 )
             return
         if not self._seats:
+            self._until = time.monotonic() + self._plan.timeouts.join if self._plan.elastic else None
+            if self._door is not None:
+                self._door.settle()
             return
         again = f"; what it trained on ({leases} minibatches) goes to the others" if leases else ""
         doing = "" if state is State.COMPUTING else f" while it waited for {state.value}"
@@ -309,10 +368,15 @@ class Coordinator:
         del self._by_descriptor[seat.wire.descriptor]
         seat.wire.close()
         del self._seats[rank]
+        self._words.stay(rank)
+        self._note_who_is_here()
         leases = self._samples.leave(rank, why)
-        if self._seats and (why == "abandoned" or self._policy.spare):
+        elastic = self._plan.elastic
+        if elastic or (self._seats and (why == "abandoned" or self._policy.spare)):
             self._execute(self._policy.leave(rank), rank)
             self._samples.settle()
+            self._meetings.settle()
+            self._updates.expect(self._policy.k)
         # Not before: an update may still have needed the version that its last gradient was computed on.
         self._seats.shelf.release(seat.buffer)
         return leases

@@ -13,12 +13,29 @@ import msgspec
 from paceline import errors
 from paceline.config import Timeouts
 from paceline.errors import JoinError, ServerLost, TeamError, TeamTimeout
-from paceline.server.messages import Bye, Failed, Hello, Ready, Reduce, Reduced, ToWorker, send_parts
-from paceline.transport.futex import Words
+from paceline.server.messages import (
+    MEMORIES,
+    Bye,
+    Copied,
+    Copy,
+    Failed,
+    Hello,
+    Meet,
+    Ready,
+    Reduce,
+    Reduced,
+    Seated,
+    ToWorker,
+    receive_parts,
+    send_parts,
+)
+from paceline.server.words import SharedWords
 from paceline.transport.wire import Closed, Wire, connect
 
 _MARGIN = 5.0
 """Seconds by which a worker is more patient than the server, who knows better who is late."""
+_SOON = 2.0
+"""Seconds in which a server answers that was there before."""
 _LINGER = 0.0005
 """Seconds to look for an answer before sleeping until it comes."""
 _LOOK = 0.5
@@ -28,14 +45,53 @@ _LOOK = 0.5
 class Desk:
     """Asks, and waits for the answer."""
 
-    def __init__(self, address: str, rank: int, floors: Words, timeouts: Timeouts) -> None:
-        self._rank, self._floors, self._timeouts = rank, floors, timeouts
-        self._wire: Wire[Any] = connect(address, ToWorker, timeouts.join)
+    def __init__(self, address: str, rank: int, timeouts: Timeouts, *, late: bool = False) -> None:
+        """late: the server should have been there for long."""
+        self._rank, self._timeouts = rank, timeouts
+        try:
+            self._wire: Wire[Any] = connect(address, ToWorker, _SOON if late else timeouts.join)
+        except JoinError:
+            if late:
+                raise JoinError(f"rank {rank} cannot join: the run has ended, or its server has") from None
+            raise
         self._wire.patience(timeouts.meeting + _MARGIN)
-        self._place = rank * floors.step
         self.reduce: Callable[[Reduce], None] = lambda _message: None
         """Sums this worker's part of its group's gradient, when it is asked to."""
+        self.copy: Callable[[], None] = lambda: None
+        """Shows what this worker's model has besides trained parameters, when it is asked to."""
         self._closed = False
+
+    def watch(self, words: SharedWords) -> None:
+        """Here the server says what must overtake its messages."""
+        self._words, self._floors = words, words.floors
+        self._place = self._rank * words.floors.step
+
+    @property
+    def present(self) -> int:
+        """How many workers there are."""
+        return self._words.present
+
+    @property
+    def dismissed(self) -> bool:
+        """Whether this worker shall leave."""
+        return self._words.dismissed(self._rank)
+
+    def ask_in(self) -> tuple[Seated, bytes, list[int]]:
+        """Join a run that goes on: its newest version, its plan, and its memory."""
+        late = JoinError(f"rank {self._rank} was not let in within {self._timeouts.join:g} s", [self._rank])
+        try:
+            self._wire.patience(self._timeouts.join)
+            self._wire.send(Hello(self._rank, os.getpid(), joins=True))
+            answer, descriptors = self._wire.receive_with_descriptors(MEMORIES)
+            if isinstance(answer, Failed):
+                raise _error(answer)
+            text = receive_parts(self._wire, self._timeouts.join)
+            self._wire.patience(self._timeouts.meeting + _MARGIN)
+        except (Closed, TimeoutError, BlockingIOError):
+            raise late from None
+        if not isinstance(answer, Seated) or text is None:
+            raise late
+        return answer, text, descriptors
 
     def introduce(self, plan: int, descriptors: list[int]) -> Wire[Any]:
         self._wire.send(Hello(self._rank, os.getpid(), plan), descriptors)
@@ -74,6 +130,16 @@ class Desk:
         except Closed:
             raise self._lost() from None
 
+    def meet(self, intent: int, data: bytes) -> dict[int, bytes]:
+        """Bring something, and wait for what all others bring; by rank."""
+        self.tell(Meet(intent))
+        self.call_in_parts(data)
+        try:
+            text = receive_parts(self._wire, self._timeouts.meeting)
+        except Closed:
+            raise self._lost() from None
+        return msgspec.msgpack.decode(text or b"", type=dict[int, bytes])
+
     def _answer(self) -> Any:
         while True:
             self._wire.linger(_LINGER)
@@ -85,6 +151,9 @@ class Desk:
             if isinstance(answer, Reduce):
                 self.reduce(answer)
                 self._wire.send(Reduced())
+            elif isinstance(answer, Copy):
+                self.copy()
+                self._wire.send(Copied())
             elif isinstance(answer, Failed):
                 raise _error(answer)
             else:

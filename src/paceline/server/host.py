@@ -16,6 +16,7 @@ from paceline.errors import JoinError, TeamError
 from paceline.parameters.hyperparameters import SLOT, Hyperparameters
 from paceline.server.coordinator import Coordinator
 from paceline.server.messages import (
+    MEMORIES,
     Add,
     Answer,
     Apply,
@@ -34,12 +35,9 @@ from paceline.server.messages import (
 from paceline.server.seats import Seat
 from paceline.server.shard import Shard
 from paceline.server.shards import Shards
+from paceline.server.words import SharedWords
 from paceline.transport import Memory
-from paceline.transport.futex import Words
 from paceline.transport.wire import Closed, Listener, Wire, connect
-
-MEMORIES = 5
-"""Descriptors that travel with the plan: gradients, versions, the table, floors, and the optimizer's state."""
 
 
 def group_count(plan_strategy: str, workers: int) -> int:
@@ -62,7 +60,7 @@ def serve(address: str, index: int, patience: float, say: Callable[[str], None])
 
 
 def _shard(plan: Plan, index: int, memories: list[Memory]) -> Shard:
-    gradients, versions, _, _, state = memories
+    gradients, versions, _, _, _, state = memories
     groups = group_count(plan.strategy, plan.workers)
     return Shard(plan, index, groups, gradients, versions, state)
 
@@ -103,7 +101,6 @@ def _gather(listener: Listener, patience: float) -> _Company:
                 company.welcome(wire, patience)
         elif time.monotonic() >= until:
             raise JoinError(f"not all workers and servers came together within {patience:g} s")
-    listener.close()
     return company
 
 
@@ -126,18 +123,21 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
         for seat in seats.values():
             seat.wire.send(Failed("JoinError", f"the server could not start: {type(error).__name__}: {error}", []))
         raise
-    table, floors = memories[2], memories[3]
+    table = memories[2]
     parameters = len(plan.parameters)
-    slots = [table.bytes(rank * SLOT, SLOT) for rank in range(plan.workers)]
-    start = plan.workers * SLOT
-    used = [table.bytes(start + rank * parameters, parameters) for rank in range(plan.workers)]
-    for memory in memories:
-        memory.close_descriptor()
-    words = Words(floors.bytes(0, Words.STRIDE * plan.workers), plan.workers)
+    slots = [table.bytes(rank * SLOT, SLOT) for rank in range(plan.capacity)]
+    start = plan.capacity * SLOT
+    used = [table.bytes(start + rank * parameters, parameters) for rank in range(plan.capacity)]
+    words = SharedWords(memories[3], plan.capacity)
     coordinator = Coordinator(plan, seats, shards, Hyperparameters(None, slots), used, words, say)
+    coordinator.let_in(listener, company.text, memories)
     for seat in seats.values():
         seat.wire.send(Ready())
-    coordinator.run()
+    try:
+        coordinator.run()
+    finally:
+        for memory in memories:
+            memory.close_descriptor()
 
 
 def _serve_further(wire: Wire[Any], index: int, patience: float) -> None:

@@ -6,11 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from paceline.cluster.servers import Dismiss
 from paceline.config import Timeouts
 from paceline.data.ledger import Lease
 
 if TYPE_CHECKING:
     from paceline.transport.wire import Wire
+
+
+MEMORIES = 6
+"""Descriptors that travel with the plan: of gradients, versions, the table, words, the rest of the model, and the
+optimizer's state."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -32,6 +38,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a server must know of a run."""
 
     workers: int
+    """With how many it begins."""
+    capacity: int
+    """For how many there is room."""
+    elastic: bool
+    """Whether it goes on when a worker is lost, whatever the policy."""
+    rest: int
+    """Bytes of what a model has besides trained parameters."""
     servers: int
     strategy: str
     timeouts: Timeouts
@@ -55,6 +68,15 @@ class Hello(_Message, frozen=True, gc=False):
     rank: int
     pid: int
     plan: int = 0
+    joins: bool = False
+    """The run goes on already."""
+
+
+class Seated(_Message, frozen=True, gc=False):
+    """To one who joins: begin with this version. All memory comes with this message, and the plan follows in parts."""
+
+    version: int
+    buffer: int
 
 
 class ShardHello(_Message, frozen=True, gc=False):
@@ -163,6 +185,16 @@ class Done(_Message, frozen=True, gc=False):
     leases: list[int]
 
 
+class Meet(_Message, frozen=True, gc=False):
+    """I bring something that all shall know, in parts; what for is the number of an intent."""
+
+    intent: int
+
+
+class Copied(_Message, frozen=True, gc=False):
+    """I have done as you said."""
+
+
 class Quit(_Message, frozen=True, gc=False):
     """I leave this epoch before its end. Needs no answer."""
 
@@ -220,6 +252,14 @@ class Over(_Message, frozen=True, gc=False):
 
     version: int
     buffer: int
+
+
+class Copy(_Message, frozen=True, gc=False):
+    """Somebody joins: write what your model has besides trained parameters where it can read them."""
+
+
+class Met(_Message, frozen=True, gc=False):
+    """What all have brought follows in parts, by rank."""
 
 
 class Reduce(_Message, frozen=True, gc=False):
@@ -305,12 +345,15 @@ FromWorker = (
     | Ask
     | Done
     | Quit
+    | Meet
+    | Copied
     | Freeze
     | Thaw
     | Reduced
     | Bye
+    | Dismiss
     | Answer
     | Failed
 )
-ToWorker = Ready | Go | Draw | Leased | Over | Reduce | Frozen | Failed
+ToWorker = Ready | Seated | Part | Go | Draw | Leased | Over | Copy | Met | Reduce | Frozen | Failed
 ToShard = Part | Ready | Apply | Add | Distance | Reload

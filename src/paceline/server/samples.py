@@ -53,7 +53,7 @@ class Samples:
         samples = self._ledger.open(loader, epoch, order, message.sizes, drop_last=message.drop_last, turns=training)
         self._recorder.add(events.Epoch(-1, now, loader, epoch, samples))
         if training:
-            for rank in self._seats:
+            for rank in self._seats.trained:
                 self._policy.wake(rank)  # also whoever has not got there yet: it will
         seat.into(State.ENTERING)
         self.settle()
@@ -95,6 +95,7 @@ class Samples:
         """The next samples for a worker, if there are some for it now."""
         lease = self._ledger.lease(seat.rank, loader, ahead=ahead)
         if lease is not None:
+            seat.fresh = False
             self._policy.wake(seat.rank)
             now, samples = time.perf_counter(), len(lease.keys)
             self._recorder.add(events.Lease(seat.rank, now, lease.number, loader, lease.epoch, lease.first, samples))
@@ -149,7 +150,7 @@ class Samples:
         self._seats.answer(seat, Over(seat.version, seat.buffer))
         if is_open and self._training[request.loader] and self._somebody_is_ahead():
             self._execute(self._policy.rest(seat.rank), seat.rank)
-        else:
+        elif not seat.fresh:
             self._policy.wake(seat.rank)
 
     def _somebody_is_ahead(self) -> bool:
@@ -161,11 +162,13 @@ class Samples:
         is_open = self._ledger.is_open(loader, epoch)
         if is_open or self._ledger.is_past(loader, epoch):  # it will be told that it is over when it asks
             if is_open:
+                self._ledger.join(seat.rank)
                 self._ledger.enter(seat.rank, loader)
-            self._policy.wake(seat.rank)
+            if not seat.fresh:
+                self._policy.wake(seat.rank)
             if request.renew:
                 self._seats.renew(seat)
             self._seats.answer(seat, Go(seat.version, seat.buffer))
-        elif self._ledger.may_open(loader, epoch) and seat.rank == min(self._seats):
+        elif self._ledger.may_open(loader, epoch) and seat.rank == min(self._seats.trained or self._seats):
             seat.into(State.DRAWING)
             self._seats.tell(seat, Draw())

@@ -22,6 +22,7 @@ class State(Enum):
     ASKING = "the end of an epoch"
     ENTERING = "the start of an epoch"
     DRAWING = "drawing the order of an epoch"
+    MEETING = "a barrier or an exchange of values"
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,6 +41,12 @@ class Seat:
     """What it waits for an answer to."""
     outcome: str = ""
     """Of its last push."""
+    joined: bool = False
+    """It has come while the run went on."""
+    fresh: bool = False
+    """It has, and has not trained on anything yet: nobody waits for it."""
+    brought: tuple[int, bytes] | None = None
+    """What it came to meet the others for, and with."""
 
     def into(self, state: State) -> None:
         self.state, self.since = state, time.monotonic()
@@ -89,12 +96,24 @@ class Shelf:
 class Seats(dict[int, Seat]):
     """All workers who are here, by rank, and the versions that they hold."""
 
-    def __init__(self, seats: dict[int, Seat]) -> None:
+    def __init__(self, seats: dict[int, Seat], capacity: int) -> None:
         super().__init__(seats)
-        self.shelf = Shelf(len(seats) + 2)
+        self.shelf = Shelf(capacity + 2)
         for seat in seats.values():
             self.shelf.hold(seat.buffer)
             seat.into(State.COMPUTING)
+
+    def add(self, seat: Seat) -> None:
+        """A worker has come; it begins with the newest version."""
+        seat.buffer, seat.version = self.shelf.newest, self.shelf.version
+        self.shelf.hold(seat.buffer)
+        seat.into(State.COMPUTING)
+        self[seat.rank] = seat
+
+    @property
+    def trained(self) -> list[int]:
+        """Who has trained on something, or began with the run: whom others may wait for."""
+        return [rank for rank, seat in self.items() if not seat.fresh]
 
     def tell(self, seat: Seat, message: msgspec.Struct) -> None:
         with contextlib.suppress(Closed):  # its end will be heard

@@ -77,7 +77,7 @@ class Shard:
     def __init__(self, plan: Plan, index: int, groups: int, gradients: Memory, versions: Memory, state: Memory) -> None:
         named, optimizer = rebuild(plan)
         self._layout = layout = Layout(named, plan.servers, whole=type(optimizer) not in ELEMENTWISE)
-        sizes = Sizes(layout, plan.workers, groups, plan.compress)
+        sizes = Sizes(layout, plan.capacity, groups, plan.compress)
         self.size = layout.size
         """Bytes of all parameters."""
         self._versions = Versions(layout, versions, sizes.buffers)
@@ -87,7 +87,7 @@ class Shard:
         if kind is None:
             sources = Gradients.shared(layout, gradients, 0, sizes.sources).flats
         else:
-            self._codec = kind(layout, gradients, plan.workers)
+            self._codec = kind(layout, gradients, plan.capacity)
         # Memory is taken when it is first written, so only this shard's part of it ever is.
         self._sum = [torch.empty(flat.count, dtype=flat.dtype) for flat in layout.flats]
         """What has been summed before an update, as one more source after all others."""

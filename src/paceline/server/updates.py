@@ -130,7 +130,7 @@ class Updates:
             place = pushed.place
             if place == self._shards.collected:
                 sources[place] = Source(place, 1.0 / total)
-            elif place >= self._plan.workers:  # a group's mean
+            elif place >= self._plan.capacity:  # a group's mean
                 mass = sum(other.mass for other in pushes if other.place == place)
                 sources[place] = Source(place, mass / total)
             else:
@@ -180,4 +180,4 @@ class Updates:
             if not isinstance(answer, Reduced):
                 raise Mismatch(f"rank {seat.rank} sent a {type(answer).__name__} instead of a sum", [seat.rank])
         for pushed in pushes if whole else ():
-            pushed.place = self._plan.workers + group
+            pushed.place = self._plan.capacity + group

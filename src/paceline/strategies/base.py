@@ -18,6 +18,7 @@ from paceline.config import Launch, Strategy
 from paceline.errors import UsageError
 from paceline.events import Recorder
 from paceline.strategies.stopwatch import Stopwatch
+from paceline.transport import Intent
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class Trainer(ABC):
         self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings
     ) -> None: ...
 
+    @property
+    def present(self) -> int | None:
+        """How many workers there are now, where that may change."""
+        return None
+
     @abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """What `optimizer.step()` does now."""
@@ -101,6 +107,10 @@ class Trainer(ABC):
 
     def report_loss(self, loss: float) -> None:
         """The script has reported a loss."""
+
+    def gather(self, payload: bytes, intent: Intent) -> list[bytes] | None:
+        """Everybody's payload, by rank, where the strategy knows better than the team who takes part; else None."""
+        return None
 
     def still(self) -> contextlib.AbstractContextManager[None]:
         """While in there, nothing changes the parameters and the optimizer's state."""

@@ -37,6 +37,8 @@ class Leases:
         self._trained: set[int] = set()
         """Loaders in whose epochs this worker is, and not only to evaluate."""
         self._loaders = 0
+        self.leave: Callable[[], None] = lambda: None
+        """Called where this worker may leave, if it shall."""
 
     def share(self, loader: DataLoader[Any], global_batch: int | None) -> LeasedLoader:
         self._loaders += 1
@@ -88,6 +90,8 @@ class Leases:
         if riding is not None and (riding.loader, riding.epoch) == (loader, epoch):
             self._riding = None
             return riding
+        if not self._open and not ahead:
+            self.leave()
         training = torch.is_grad_enabled()
         passed = [number for number, of in self._open.items() if of == loader]
         if passed and training and not ahead and not self._gradients.any:

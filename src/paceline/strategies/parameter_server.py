@@ -8,8 +8,10 @@ change of pointers. Samples are leased from the server, too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,15 +22,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.cluster.servers import Start, start_servers
-from paceline.config import parse_compression, parse_correction, parse_servers
+from paceline.config import capacity, parse_compression, parse_correction, parse_servers
 from paceline.data.leased import LeasedLoader
-from paceline.errors import TeamError, UsageError
+from paceline.errors import Mismatch, TeamError, UsageError
 from paceline.events import Pull, Reduce, Wait
 from paceline.parameters.compression import Feedback, codec_class
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import SLOT, Hyperparameters, RateScaling, plain
 from paceline.parameters.layout import Layout
 from paceline.parameters.reduction import CHUNK, weighted_sum
+from paceline.parameters.rest import Rest
 from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.parameters.whole import WholeOptimizer
@@ -47,12 +50,12 @@ from paceline.server.messages import (
 )
 from paceline.server.messages import Reduce as ReduceOrder
 from paceline.server.shard import Sizes, describe
+from paceline.server.words import SharedWords
 from paceline.strategies.base import Options, Surroundings, Trainer
 from paceline.strategies.cancellation import Boundaries, Cancelled, Snapshot
 from paceline.strategies.leasing import Leases
 from paceline.strategies.takeover import Takeover, own_parameters, own_state, zero_grad
 from paceline.transport import Intent, Memory
-from paceline.transport.futex import Words
 from paceline.transport.wire import new_address
 
 
@@ -63,25 +66,31 @@ class ParameterServerTrainer(Trainer):
         _refuse(optimizer, options)
         self._members, self._recorder, self._stopwatch = around.members, around.recorder, around.stopwatch
         self._rank, self.size = around.members.rank, around.members.size
+        self._thread: threading.Thread | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._joins = around.launch.joins
+        """Of a run that goes on already, the address of its server."""
         self._model, self._optimizer, self._launch = model, optimizer, around.launch
         self._timeouts = around.members.meeting.timeouts
         RateScaling(options.scale_lr, 1, options.warmup)
-        policy = make_policy(around.strategy, range(self.size))
-        self.cancels = policy.cancels
         self._at = self._buffer = 0
         """The server's version, and the buffer that it lies in."""
         self._before = 0
         """Updates that the parameters had had before this run."""
-        self.paces = [(0.0, 0)] * self.size
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held]
         rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
-        around.members.mirror([*rest, *model.buffers()])
-        self._set_up(named, options, around, policy.spare)
-        if policy.spare:
+        around.members.mirror([*rest, *model.buffers()] if self._joins is None else [])
+        self._rest = Rest([*rest, *model.buffers()])
+        self._set_up(named, options, around)
+        self.paces = [(0.0, 0)] * self.size
+        policy = make_policy(around.strategy, range(self.size))
+        self.cancels = policy.cancels
+        if policy.spare or self._launch.elastic:
             around.members.meeting.spare = True
 
         self._leases = Leases(self._desk, self._stopwatch, self._gradients, self.size, self._follow)
+        self._leases.leave = self._leave_if_told
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
         self._accumulating = self._inside = self._frozen = False
@@ -117,51 +126,26 @@ class ParameterServerTrainer(Trainer):
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
-    def _set_up(
-        self, named: list[tuple[str, torch.nn.Parameter]], options: Options, around: Surroundings, spare: bool
-    ) -> None:
-        members, optimizer, launch = self._members, self._optimizer, self._launch
-        where = parse_servers(launch.servers or options.servers)
+    def _set_up(self, named: list[tuple[str, torch.nn.Parameter]], options: Options, around: Surroundings) -> None:
+        where = parse_servers(self._launch.servers or options.servers)
         count = self.size if where == "all" else 1 if where == "lead" else int(where)
-        compress = launch.compress or options.compress
-        whole = type(optimizer) not in ELEMENTWISE
-        self._layout = layout = Layout(named, count, whole=whole)
-        sizes = Sizes(layout, self.size, group_count(str(around.strategy), self.size), compress)
-
-        gradients = members.share(sizes.gradients, keep=True)
-        versions = members.share(sizes.versions, keep=True)
-        table = members.share(table_size(self.size, len(layout.slots)), keep=True)
-        floors = members.share(Words.STRIDE * self.size, keep=True)
-        self._versions = Versions(layout, versions, sizes.buffers)
-        self._take_gradients(gradients, sizes.sources, compress)
-        slots = [table.bytes(rank * SLOT, SLOT) for rank in range(self.size)]
-        self._hyperparameters = Hyperparameters(optimizer, slots, self._rank)
-        start = self.size * SLOT + self._rank * len(layout.slots)
-        self._used = table.bytes(start, len(layout.slots))
-        state = self._share_state(WholeOptimizer if whole else ShardedOptimizer, count)
-
-        address = members.gather(new_address().encode(), Intent.ALLOCATE)[0].decode()
-        self._start(address, where, count, spare, around.say)
-        words = Words(floors.bytes(0, Words.STRIDE * self.size), self.size)
-        self._desk = Desk(address, self._rank, words, self._timeouts)
-        self._desk.reduce = self._sum_part
-        memories = [gradients, versions, table, floors, state]
+        plan = self._plan(named, options, around, count)
+        if self._joins is not None:
+            self._join(plan, self._joins)
+            return
+        share = functools.partial(self._members.share, keep=True)
+        memories = self._lay_out(plan, share)
         if self._rank == 0:
-            plan = Plan(
-                workers=self.size,
-                servers=count,
-                strategy=str(around.strategy),
-                timeouts=self._timeouts,
-                folder=str(around.folder) if around.recorder.on else None,
-                optimizer=(type(optimizer).__module__, type(optimizer).__qualname__),
-                groups=[plain(group) for group in optimizer.param_groups],
-                defaults=plain(optimizer.defaults),
-                parameters=describe(named, optimizer),
-                corrections=launch.corrections or list(options.corrections),
-                compress=compress,
-                scale_lr=options.scale_lr,
-                warmup=options.warmup,
-            )
+            self._versions.fill(0)
+            self._import_state()
+            self._rest.write(memories[4])
+        self._optimizer.state.clear()
+
+        address = self._members.gather(new_address().encode(), Intent.ALLOCATE)[0].decode()
+        spare = plan.elastic or make_policy(around.strategy, range(self.size)).spare
+        self._start(address, where, count, spare, around.say)
+        self._sit_down(Desk(address, self._rank, self._timeouts), memories)
+        if self._rank == 0:
             wire = self._desk.introduce(1, [memory.descriptor for memory in memories])
             send_parts(wire, msgspec.msgpack.encode(plan))
         else:
@@ -170,6 +154,84 @@ class ParameterServerTrainer(Trainer):
         for memory in memories:
             memory.close_descriptor()
         self._versions.pull(0)
+
+    def _plan(
+        self, named: list[tuple[str, torch.nn.Parameter]], options: Options, around: Surroundings, count: int
+    ) -> Plan:
+        self._named, optimizer, launch = named, self._optimizer, self._launch
+        return Plan(
+            workers=self.size,
+            capacity=capacity(self.size),
+            elastic=launch.elastic,
+            rest=self._rest.size,
+            servers=count,
+            strategy=str(around.strategy),
+            timeouts=self._timeouts,
+            folder=str(around.folder) if around.recorder.on else None,
+            optimizer=(type(optimizer).__module__, type(optimizer).__qualname__),
+            groups=[plain(group) for group in optimizer.param_groups],
+            defaults=plain(optimizer.defaults),
+            parameters=describe(named, optimizer),
+            corrections=launch.corrections or list(options.corrections),
+            compress=launch.compress or options.compress,
+            scale_lr=options.scale_lr,
+            warmup=options.warmup,
+        )
+
+    def _join(self, own: Plan, address: str) -> None:
+        """Take part in a run that goes on: its plan counts, and its memory comes from the server."""
+        desk = Desk(address, self._rank, self._timeouts, late=True)
+        seated, text, descriptors = desk.ask_in()
+        plan = msgspec.msgpack.decode(text, type=Plan)
+        if (plan.parameters, plan.optimizer, plan.rest) != (own.parameters, own.optimizer, own.rest):
+            raise Mismatch(
+                f"rank {self._rank} cannot join: its model or optimizer is not the one that the run trains",
+                [self._rank],
+            )
+        self.size = plan.workers
+        memories = [Memory.inherited(descriptor) for descriptor in descriptors]
+        coming = iter(memories)
+        self._lay_out(plan, lambda _size: next(coming))
+        self._optimizer.state.clear()
+        self._rest.read(memories[4])
+        self._sit_down(desk, memories)
+        for memory in memories:
+            memory.close_descriptor()
+        self._versions.pull(seated.buffer)
+        self._at, self._buffer = seated.version, seated.buffer
+
+    def _lay_out(self, plan: Plan, share: Callable[[int], Memory]) -> list[Memory]:
+        """Find everything's place in shared memory; `share` gives a memory of some size, always in the same order."""
+        room, optimizer = plan.capacity, self._optimizer
+        whole = type(optimizer) not in ELEMENTWISE
+        self._layout = layout = Layout(self._named, plan.servers, whole=whole)
+        sizes = Sizes(layout, room, group_count(plan.strategy, plan.workers), plan.compress)
+        gradients, versions = share(sizes.gradients), share(sizes.versions)
+        table = share(table_size(room, len(layout.slots)))
+        words, rest = share(SharedWords.memory_size(room)), share(plan.rest)
+        self._room = room
+        self._versions = Versions(layout, versions, sizes.buffers)
+        self._take_gradients(gradients, sizes.sources, plan.compress)
+        slots = [table.bytes(rank * SLOT, SLOT) for rank in range(room)]
+        self._hyperparameters = Hyperparameters(optimizer, slots, self._rank)
+        start = room * SLOT + self._rank * len(layout.slots)
+        self._used = table.bytes(start, len(layout.slots))
+        kind = WholeOptimizer if whole else ShardedOptimizer
+        # The state of the optimizer lives there, too: the servers work on it, any worker can read it.
+        self._shards = [
+            kind(optimizer, layout, self._versions, self._gradients, index, plan.servers)
+            for index in range(plan.servers)
+        ]
+        state = share(self._shards[0].memory_size())
+        for shard in self._shards:
+            shard.place(state)
+        return [gradients, versions, table, words, rest, state]
+
+    def _sit_down(self, desk: Desk, memories: list[Memory]) -> None:
+        self._desk = desk
+        desk.watch(SharedWords(memories[3], self._room))
+        desk.reduce = self._sum_part
+        desk.copy = functools.partial(self._rest.write, memories[4])
 
     def _take_gradients(self, memory: Memory, sources: int, compress: str) -> None:
         """Where this worker's gradients lie: where the server reads them, or to be compressed first."""
@@ -183,34 +245,20 @@ class ParameterServerTrainer(Trainer):
         for flat in layout.flats:
             if flat.dtype not in (torch.float32, torch.float64):
                 raise UsageError(f"compress is '{compress}', which needs parameters of float32; some are {flat.dtype}")
-        codec = kind(layout, memory, self.size)
+        codec = kind(layout, memory, self._room)
         self._gradients = Gradients.private(layout, torch.device("cpu"))
         self._feedback = Feedback(codec, self._rank, self._gradients.own)
         self._bytes = codec.bytes
 
-    def _share_state(self, kind: type[ShardedOptimizer | WholeOptimizer], count: int) -> Memory:
-        """The state of the optimizer lives in shared memory: the servers work on it, any worker can read it."""
-        self._shards = [
-            kind(self._optimizer, self._layout, self._versions, self._gradients, index, count) for index in range(count)
-        ]
-        state = self._members.share(self._shards[0].memory_size(), keep=True)
-        for shard in self._shards:
-            shard.place(state)
-        if self._rank == 0:
-            self._versions.fill(0)
-            self._import_state()
-        self._optimizer.state.clear()
-        return state
-
     def _start(self, address: str, where: int | str, count: int, spare: bool, say: Callable[[str], None]) -> None:
         """Have the servers started, as processes or beside the workers."""
         patience = self._timeouts.join
-        self._thread = None
-        self._processes: list[subprocess.Popen[bytes]] = []
         if where in ("lead", "all"):
             # A worker that holds a shard can not be spared.
             if self._rank == 0 or where == "all":
                 self._thread = serve_in_thread(address, self._rank, patience, say)
+            if self._rank == 0:
+                start_servers(self._launch, Start(0, address, patience, [], False))
             return
         kind = type(self._optimizer)
         if kind.__module__ == "__main__":
@@ -326,6 +374,7 @@ class ParameterServerTrainer(Trainer):
             self._recorder.add(Pull(self._rank, start, end - start, self._at))
         self._stopwatch.restart(end)
         self.updated()
+        self._leave_if_told()
         if answer.outcome == "dropped" and self.cancels and self._inside:
             self._gone_back = True
             raise Cancelled
@@ -341,6 +390,20 @@ class ParameterServerTrainer(Trainer):
         if isinstance(answer, Go) and answer.lease is not None:
             self._leases.ride(answer.lease)
 
+    def _leave_if_told(self) -> None:
+        """End this script, as its launcher wants it: between two gradients, and with a farewell."""
+        if self._desk.dismissed:
+            raise SystemExit(0)
+
+    @property
+    def present(self) -> int:
+        return self._desk.present
+
+    def gather(self, payload: bytes, intent: Intent) -> list[bytes]:
+        """Over the server, since who takes part may change."""
+        brought = self._desk.meet(intent, payload)
+        return [brought.get(rank, b"") for rank in range(max(self.size, *(rank + 1 for rank in brought)))]
+
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         """The mean is clipped where it is made, on the server; what is known here is this worker's own norm."""
         self._clip = (limit, norm)
@@ -354,7 +417,7 @@ class ParameterServerTrainer(Trainer):
         weights = list(zip(order.ranks, order.weights, strict=True))
         read = 0
         for number, flat in enumerate(self._layout.flats):
-            target = self._gradients.flats[self.size + order.group][number]
+            target = self._gradients.flats[self._room + order.group][number]
             first, last = flat.count * place // members, flat.count * (place + 1) // members
             step = max(1, CHUNK // flat.dtype.itemsize)
             for begin in range(first, last, step):
@@ -410,14 +473,14 @@ class ParameterServerTrainer(Trainer):
         self._optimizer.state.clear()
 
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        self._members.meeting.meet(Intent.BARRIER)
+        here = [rank for rank, said in enumerate(self.gather(b"here", Intent.BARRIER)) if said]
         # One after the other: the lead writes what all share, the others then find it, and their own buffers.
-        for rank in range(self.size):
+        for rank in here:
             if rank == self._rank:
                 with self.still():
                     self._model.load_state_dict(model)
                 self._optimizer.load_state_dict(optimizer)
-            self._members.meeting.meet(Intent.BARRIER)
+            self.gather(b"", Intent.BARRIER)
 
     def part(self) -> None:
         self._desk.close()

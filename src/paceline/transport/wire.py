@@ -88,6 +88,12 @@ class Wire(Generic[In]):
         limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
+    def patience_to_send(self, seconds: float) -> None:
+        """Let `send` raise Closed after so long if the other end takes nothing."""
+        whole = int(seconds)
+        limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
     def receive_within(self, seconds: float) -> In | None:
         """The next message, or None if there is none in time."""
         return self.receive() if self._poll.poll(max(0, int(seconds * 1e3))) else None
