@@ -269,6 +269,12 @@ class Team:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint that this run has left: not None if the team was started again. `load` takes it."""
+        found = list((self._folder / "checkpoints").glob("*.pt")) if self._folder is not None else []
+        return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name)) if found else None
+
     def save(self, path: str | Path | None = None, **extra: Any) -> Path:
         """Write a checkpoint that plain `torch.load` reads: `model`, `optimizer`, `version` and what else is given.
 

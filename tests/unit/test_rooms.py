@@ -24,6 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "strategies": LEAVES | {"transport", "cluster", "parameters", "data", "collectives", "server"},
     "team": LEAVES | {"transport", "cluster", "parameters", "data", "strategies"},
     "bench": {"team", "cluster", "collectives", "transport", "config", "errors", "events"},
+    "doctor": {"cluster", "transport", "config", "errors"},
     "simulate": LEAVES,
     "plan": LEAVES | {"simulate"},
     "report": LEAVES | {"simulate", "plan"},

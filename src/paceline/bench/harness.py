@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,29 +16,20 @@ import msgspec
 
 from paceline.bench.tasks import Heat, Laps, Race, Times, Weighing, Weight
 from paceline.cluster.local import LocalEngine
+from paceline.cluster.process import WITHOUT_AMX, bfloat16_dies
 from paceline.config import Launch
 from paceline.errors import PacelineError, UsageError
 
 Result = TypeVar("Result")
 
 
-_PROBE = """
-import torch
-with torch.autocast("cpu", dtype=torch.bfloat16):
-    torch.nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()
-"""
-_WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
-
-
 @functools.cache
 def _environment(precision: str) -> dict[str, str]:
-    """What workers run in. Some virtual machines announce AMX and then cannot run it: torch dies of that in bf16."""
+    """What workers run in."""
     environment = dict(os.environ)
-    if precision != "fp32" and not _WITHOUT_AMX.keys() & environment.keys():
-        died = subprocess.run([sys.executable, "-c", _PROBE], check=False, capture_output=True).returncode
-        if died == -signal.SIGILL:
-            print("paceline: this machine cannot run the AMX that it announces; measuring without", file=sys.stderr)
-            environment |= _WITHOUT_AMX
+    if precision != "fp32" and bfloat16_dies():
+        print("paceline: this machine cannot run the AMX that it announces; measuring without", file=sys.stderr)
+        environment |= WITHOUT_AMX
     return environment
 
 

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import bench, live, plan, report, run, scale, simulate
+from paceline.cli import bench, doctor, live, plan, report, run, scale, simulate
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command("report")(report.report)
 app.command("live")(live.live)
 app.command("simulate")(simulate.simulate_command)
 app.command("plan")(plan.plan)
+app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 
 

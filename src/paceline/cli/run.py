@@ -1,4 +1,4 @@
-"""`paceline run`: train a script on several workers of this machine."""
+"""`paceline run`: train a script on several workers, of this machine or of a cluster."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Annotated
 import msgspec
 import typer
 
+from paceline.cli.engines import prepare
 from paceline.cli.live import LivePage
 from paceline.cli.progress import Progress, shown
-from paceline.cluster.local import Ending, Interrupted, LocalEngine
+from paceline.cluster.supervision import Ending, Interrupted
 from paceline.config import (
     Launch,
     Strategy,
@@ -71,13 +72,13 @@ def run(
         ),
     ] = False,
     restarts: Annotated[
-        int,
+        int | None,
         typer.Option(
             metavar="N",
-            help="Start a killed worker again, at most so many times; it joins the run where that is. "
-            "With a parameter server.",
+            help="Start a killed worker again, at most so many times; with a parameter server it joins the run where "
+            "that is, otherwise (on Ray) the team starts from its newest checkpoint. [default: 0; on Ray 1]",
         ),
-    ] = 0,
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(help="The run's folder under runs/. [default: the script's name and the time]"),
@@ -95,6 +96,23 @@ def run(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seeds the slowness that is drawn.")] = 0,
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="local|ray|ray://HOST:PORT",
+            help="Where to start the workers: on this machine, or in a Ray cluster (RAY_ADDRESS, or this machine's).",
+        ),
+    ] = "local",
+    place: Annotated[
+        str, typer.Option(metavar="spread|pack", help="On Ray: over many nodes, or on as few as possible.")
+    ] = "spread",
+    each: Annotated[
+        str | None, typer.Option(metavar="cpu=1,gpu=1", help="On Ray: what each worker takes. [default: cpu=1]")
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=VALUE]", help="On Ray: an environment variable that travels. Repeatable."),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a worker before giving up.")] = 300.0,
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Record events, for reports and the summary.")
@@ -104,7 +122,7 @@ def run(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line and no closing table.")] = False,
 ) -> None:
-    """Train a script on several workers of this machine.
+    """Train a script on several workers, of this machine or of a Ray cluster.
 
     The script is an ordinary PyTorch script that calls `paceline.join()`; it sees RANK, WORLD_SIZE, MASTER_ADDR and so
     on as under torchrun. The run leaves `runs/NAME/` with its events, summary, output and checkpoints.
@@ -115,6 +133,7 @@ def run(
         raise UsageError(f"--workers is {workers}; it must be at least 1")
     if not timeout > 0:
         raise UsageError(f"--timeout is {timeout:g}; it must be above 0 seconds")
+    restarts = (0 if on == "local" else 1) if restarts is None else restarts
     if restarts < 0:
         raise UsageError(f"--restarts is {restarts}; it must be 0 or more")
     if not script.is_file():
@@ -127,6 +146,18 @@ def run(
     parse_servers(servers or "1")
     parse_compression(compress or "none")
     slowness = parse_slowness(slow or [], capacity(workers))
+    make_engine = prepare(
+        on,
+        script,
+        arguments or [],
+        workers,
+        strategy=chosen,
+        servers=servers,
+        place=place,
+        each=each,
+        env=env or [],
+        restarts=restarts,
+    )
     folder = _make_folder(script, name)
     launch = Launch(
         strategy=chosen,
@@ -153,20 +184,12 @@ def run(
         "slow": slow or [],
         "seed": seed,
         "timeout": timeout,
+        "on": on,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     _write_config(folder, config)
     progress = Progress(folder, workers, all_output=all_output, quiet=quiet)
-    engine = LocalEngine(
-        script,
-        arguments or [],
-        workers,
-        launch,
-        relay=progress.relay,
-        tick=progress.tick,
-        note=progress.note,
-        restarts=restarts,
-    )
+    engine = make_engine(launch, progress)
     code = 0
     page = LivePage(folder)
     try:

@@ -7,22 +7,19 @@ has no name, and the port is only held, not listened on. So even `kill -9` of th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import selectors
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from paceline.cluster.control import Scale, Told, announce, withdraw
+from paceline.cluster.crew import Crew
 from paceline.cluster.servers import Dismiss, Start, command
+from paceline.cluster.supervision import Ending, Interrupted, Relay, Supervision, interruptible
 from paceline.config import Launch, capacity
 from paceline.errors import JoinError, names
 from paceline.transport.meeting import Meeting
@@ -30,67 +27,8 @@ from paceline.transport.memory import Memory
 from paceline.transport.wire import Closed, Listener, connect, new_address
 
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
-_HINT = "; a machine that announces AMX but cannot run it needs ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
 _TICK = 0.2
 """Seconds between looks at the clock while nothing happens."""
-
-
-class Farewell(msgspec.Struct):
-    """What a worker's bootstrap leaves behind when its script fails."""
-
-    kind: str
-    message: str
-    usage: bool
-    consequence: bool
-    """It failed because another worker did."""
-    traceback: str
-
-
-@dataclasses.dataclass(slots=True)
-class Ending:
-    """How one worker ended."""
-
-    rank: int
-    """Below 0 for a server."""
-    code: int
-    farewell: Farewell | None
-    spared: bool = False
-    """It was lost, and the others could go on without it."""
-    replaced: bool = False
-    """It was started again."""
-
-    @property
-    def failed(self) -> bool:
-        return self.code != 0 and not self.spared
-
-    @property
-    def spoken(self) -> str:
-        who = f"rank {self.rank}" if self.rank >= 0 else f"server {-1 - self.rank}"
-        if self.code < 0:
-            hint = _HINT if -self.code == signal.SIGILL else ""
-            return f"{who} was killed by signal {-self.code} ({signal.Signals(-self.code).name}){hint}"
-        return f"{who} ended with exit code {self.code}"
-
-
-@dataclasses.dataclass(slots=True)
-class _Pipe:
-    """A worker's stdout or stderr, and the beginning of a line that it has not finished yet."""
-
-    rank: int
-    name: str
-    partial: bytes = b""
-
-
-class Interrupted(Exception):
-    """The launcher was told to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
-Relay = Callable[[int, str, bytes], None]
-"""Takes a line that a worker wrote: rank, "stdout" or "stderr", and the line."""
 
 
 class LocalEngine:
@@ -111,7 +49,7 @@ class LocalEngine:
     ) -> None:
         self._script, self._arguments, self._workers = script, list(arguments), workers
         self._launch = launch
-        self._relay, self._tick, self._note = relay, tick, note
+        self._tick, self._note = tick, note
         self._restarts = restarts
         """How many killed workers may still be started again."""
         self._control: Listener | None = None
@@ -120,64 +58,38 @@ class LocalEngine:
         self._leaving: set[int] = set()
         """Who was told to leave."""
         self._environment = dict(environment if environment is not None else os.environ)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._selector = selectors.DefaultSelector()
         self._home = Path(launch.folder or ".")
         self._folder = self._home / "farewells"
+        self._crew = Crew(self._folder, relay)
+        self._supervision = Supervision(launch.timeouts)
         self._holder: socket.socket | None = None
-        self._deadlines: list[tuple[float, int]] = []
         self._starter, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._spare = False
-        """Whether a worker may be lost."""
-        self._grace: float | None = None
-        """Until when servers may end by themselves, once all workers have."""
 
     def run(self) -> list[Ending]:
         """Start all, wait for all; returns how they ended, in that order. Raises Interrupted when told to stop."""
-        endings: list[Ending] = []
+        supervision, crew = self._supervision, self._crew
         self._folder.mkdir(parents=True, exist_ok=True)
-        handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            self._start()
-            while not self._all_ended(endings):
-                for key, _ in self._selector.select(_TICK):
-                    if key.fd not in self._selector.get_map():
-                        continue  # its worker was buried a moment ago
-                    if isinstance(key.data, _Pipe):
-                        self._pump(key.data, key.fd)
-                    elif key.fd == self._asked.fileno():
-                        self._hear_lead()
-                    elif self._control is not None and key.fd == self._control.descriptor:
-                        self._hear_request(self._control)
-                    else:
-                        ending = self._bury(key.data, key.fd)
-                        endings.append(ending)
-                        self._replace(ending)
-                        self._schedule(endings)
-                self._enforce()
-                self._tick()
-        finally:
-            for number in handlers:
-                signal.signal(number, signal.SIG_IGN)
-            self._stop()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        return endings
-
-    def _all_ended(self, endings: list[Ending]) -> bool:
-        """Whether all workers have, and their servers have had time to do so as well."""
-        if any(rank >= 0 for rank in self._processes):
-            return False
-        if self._grace is None:
-            self._grace = time.monotonic() + self._launch.timeouts.stop
-        return not self._processes or time.monotonic() >= self._grace
+        with interruptible(_interrupt) as deaf:
+            try:
+                self._start()
+                while not supervision.over(crew.ranks):
+                    for gone in crew.turn(_TICK):
+                        self._leaving.discard(gone.rank)
+                        self._replace(supervision.record(gone))
+                    for number in supervision.due:
+                        crew.signal(number)
+                    self._tick()
+            finally:
+                deaf()
+                self._stop()
+        return supervision.endings
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         control = Memory.create(Meeting.memory_size(self._workers))
         launch = msgspec.structs.replace(self._launch, control=control.descriptor, starter=self._starter.fileno())
-        self._selector.register(self._asked.fileno(), selectors.EVENT_READ, None)
+        self._crew.listen(self._asked.fileno(), self._hear_lead)
         # Bound but not listening: nobody else is given this port, yet rank 0 may still listen on it.
         with socket.socket() as holder:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -195,54 +107,38 @@ class LocalEngine:
             **launch.to_environment(),
         }
         self._shared = {**self._environment, **shared}
+        inherited = (control.descriptor, self._starter.fileno())
         for rank in range(self._workers):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._spawn(rank, self._words(rank), {**self._shared, **own}, (control.descriptor, self._starter.fileno()))
+            self._crew.spawn(rank, self._words(rank), {**self._shared, **own}, inherited)
         self._starter.close()
         control.close_descriptor()
         if self._launch.folder is not None:
-            self._control = Listener(address := new_address())
+            self._control = listener = Listener(address := new_address())
             announce(self._home, address)
-            self._selector.register(self._control.descriptor, selectors.EVENT_READ, None)
+            self._crew.listen(listener.descriptor, lambda: self._hear_request(listener))
 
     def _words(self, rank: int) -> list[str]:
         """How a worker is started."""
-        farewell = str(self._folder / f"{rank}.json")
+        farewell = str(self._crew.farewell_of(rank))
         return [sys.executable, str(_BOOTSTRAP), str(os.getpid()), farewell, str(self._script), *self._arguments]
 
     def _add(self, rank: int) -> None:
         """Start a worker that joins the run."""
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(max(self._workers, rank + 1))}
         own["LOCAL_WORLD_SIZE"] = own["WORLD_SIZE"]
-        self._spawn(rank, self._words(rank), {**self._shared, **self._joining, **own}, ())
-
-    def _spawn(self, rank: int, words: list[str], environment: dict[str, str], inherited: tuple[int, ...]) -> None:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            pass_fds=inherited,
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, who ends the others in order
-        )
-        self._processes[rank] = process
-        assert process.stdout is not None and process.stderr is not None
-        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
-            os.set_blocking(stream.fileno(), False)
-            self._selector.register(stream.fileno(), selectors.EVENT_READ, _Pipe(rank, name))
-        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
+        self._crew.spawn(rank, self._words(rank), {**self._shared, **self._joining, **own})
 
     def _hear_lead(self) -> None:
         request = self._asked.recv(1 << 17)
         if request:
             self._start_servers(msgspec.msgpack.decode(request, type=Start))
         else:  # all workers have ended
-            self._selector.unregister(self._asked.fileno())
+            self._crew.unlisten(self._asked.fileno())
 
     def _start_servers(self, start: Start) -> None:
         """The lead has asked for servers."""
-        self._spare = start.spare
+        self._supervision.spare, self._supervision.joining = start.spare, True
         self._server = start.address
         if not start.address:  # there is nothing to join
             return
@@ -251,8 +147,7 @@ class LocalEngine:
         environment = {**self._environment, "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1")}
         for index in range(start.servers):
             rank = -1 - index
-            farewell = self._folder / f"{rank}.json"
-            self._spawn(rank, command(start, index, os.getpid(), farewell), environment, ())
+            self._crew.spawn(rank, command(start, index, os.getpid(), self._crew.farewell_of(rank)), environment)
 
     # -- more workers, or fewer --------------------------------------------------------------------------------------
 
@@ -279,15 +174,15 @@ class LocalEngine:
 
     def _scale(self, wanted: int) -> Told:
         """Have so many workers from here on."""
-        here = sorted(rank for rank in self._processes if rank >= 0 and rank not in self._leaving)
+        here = sorted(rank for rank in self._crew.ranks if rank >= 0 and rank not in self._leaving)
         room = capacity(self._workers)
         if not self._joining:
             return Told("only a run with a parameter server, once its training has begun, can have more workers", True)
-        if self._deadlines or not here:
+        if self._supervision.ending or not here:
             return Told("the run is about to end", True)
         if not 1 <= wanted <= room:
             return Told(f"{wanted} workers are asked for; this run has room for 1 to {room}", True)
-        free = [rank for rank in range(room) if rank not in self._processes]
+        free = [rank for rank in range(room) if rank not in self._crew.ranks]
         if len(here) + len(free) < wanted:
             return Told("workers who were told to leave have not left yet; try again", True)
         for rank in free[: max(0, wanted - len(here))]:
@@ -309,87 +204,12 @@ class LocalEngine:
             wire.send(Dismiss(rank))
             wire.close()
 
-    # -- while it runs -----------------------------------------------------------------------------------------------
-
-    def _pump(self, pipe: _Pipe, descriptor: int) -> bool:
-        """Relay what a worker has written; False once there is nothing more to read."""
-        try:
-            data = os.read(descriptor, 1 << 16)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._selector.unregister(descriptor)
-            return False
-        *lines, pipe.partial = (pipe.partial + data).split(b"\n")
-        for line in lines:
-            self._relay(pipe.rank, pipe.name, line)
-        return True
-
-    def _bury(self, rank: int, descriptor: int) -> Ending:
-        """A worker has ended: take its last words."""
-        process = self._processes.pop(rank)
-        self._leaving.discard(rank)
-        # What it started ends with it. Nobody else can have its id yet: it has not been waited for.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-        self._selector.unregister(descriptor)
-        os.close(descriptor)
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            key = self._selector.get_map().get(stream.fileno())
-            if key is not None:
-                while self._pump(key.data, key.fd):
-                    pass
-                if key.data.partial:
-                    self._relay(rank, key.data.name, key.data.partial)
-                if key.fd in self._selector.get_map():  # a process that it started still holds the other end
-                    self._selector.unregister(key.fd)
-            stream.close()
-        path = self._folder / f"{rank}.json"
-        farewell = msgspec.json.decode(path.read_bytes(), type=Farewell) if path.exists() else None
-        path.unlink(missing_ok=True)
-        # A worker that was killed, not one whose script is wrong; or one that came too late to join.
-        late = farewell is not None and farewell.kind == "JoinError" and bool(self._joining)
-        spared = rank >= 0 and not self._deadlines and ((self._spare and code < 0) or late)
-        return Ending(rank, code, farewell, spared)
-
-    def _schedule(self, endings: list[Ending]) -> None:
-        """After the first failure: time for the others to say whom they miss, then the order to stop, then the end."""
-        if not self._deadlines and any(ending.failed for ending in endings):
-            now = time.monotonic()
-            patience = self._launch.timeouts.stop
-            self._deadlines = [(now + patience, signal.SIGTERM), (now + patience + 1.0, signal.SIGKILL)]
-
-    def _enforce(self) -> None:
-        for deadline, number in self._deadlines:
-            if time.monotonic() >= deadline:
-                self._signal(number)
-
-    def _signal(self, number: int) -> None:
-        for process in self._processes.values():
-            if process.poll() is None:
-                # Its whole session, so that the loader processes that it started end with it.
-                os.killpg(process.pid, number)
-
     def _stop(self) -> None:
-        """End whatever still runs; asked first, then made to."""
-        self._signal(signal.SIGTERM)
-        until = time.monotonic() + 1.5
-        for process in self._processes.values():
-            try:
-                process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                self._signal(signal.SIGKILL)
-                process.wait()
-        for process in self._processes.values():
-            for stream in (process.stdout, process.stderr):
-                assert stream is not None
-                stream.close()
+        """End whatever still runs."""
+        self._crew.stop()
         if self._control is not None:
             self._control.close()
             withdraw(self._home)
-        self._selector.close()
         self._asked.close()
         self._starter.close()
         if self._holder is not None:
@@ -397,5 +217,5 @@ class LocalEngine:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _interrupt(number: int, _frame: object) -> None:
+def _interrupt(number: int) -> None:
     raise Interrupted(number)

@@ -4,9 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+_BFLOAT16 = """
+import torch
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    torch.nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()
+"""
+WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
+"""What to run workers with where `bfloat16_dies`."""
+
+
+def bfloat16_dies() -> bool:
+    """Whether torch dies of bfloat16 here. Some virtual machines announce AMX and then cannot run it."""
+    if WITHOUT_AMX.keys() & os.environ.keys():
+        return False
+    return (
+        subprocess.run([sys.executable, "-c", _BFLOAT16], check=False, capture_output=True).returncode == -signal.SIGILL
+    )
 
 
 def keep_freed_memory() -> None:

@@ -40,8 +40,12 @@ class Dismiss(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 def command(start: Start, index: int, parent: int, farewell: Path) -> list[str]:
     """How a server is started that dies with `parent`."""
-    arguments = [start.address, str(index), str(start.patience), *start.paths]
-    return [sys.executable, str(_BOOTSTRAP), str(parent), str(farewell), str(_MAIN), *arguments]
+    return [sys.executable, str(_BOOTSTRAP), str(parent), str(farewell), str(_MAIN), *arguments_of(start, index)]
+
+
+def arguments_of(start: Start, index: int) -> list[str]:
+    """What a server is told on its command line."""
+    return [start.address, str(index), str(start.patience), *start.paths]
 
 
 def start_servers(launch: Launch, start: Start) -> list[subprocess.Popen[bytes]]:

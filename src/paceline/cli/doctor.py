@@ -1,0 +1,146 @@
+"""`paceline doctor`: what this machine and cluster can do, and what to change."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.engines import Engine
+from paceline.cluster.local import LocalEngine
+from paceline.cluster.supervision import Ending, Interrupted
+from paceline.config import Launch, Place, Timeouts
+from paceline.doctor import member
+from paceline.doctor.findings import Diagnosis, Finding, Links
+from paceline.errors import TeamError, UsageError
+
+_COLOURS = {"ok": "green", "works with limits": "yellow", "cannot": "red"}
+
+
+def doctor(
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", "-w", help="Start so many members, and measure the links between them. [default: 1; 2 on Ray]"
+        ),
+    ] = None,
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="local|ray|ray://HOST:PORT", help="Where to start them; on Ray they are spread over nodes."
+        ),
+    ] = "local",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Say what this machine can do, or every machine of a cluster and the links between them; and what to change.
+
+    Under torchrun (`torchrun … -m paceline doctor`) the members that it starts are examined. Exit code 0 if all that is
+    needed works, perhaps with limits; 1 if something cannot.
+
+    Example: `paceline doctor --workers 4`
+    """
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers is {workers}; it must be at least 1")
+    place = Place.from_environment()
+    if place.world_size > 1 or (on == "local" and (workers or 1) == 1):
+        diagnosis = member.diagnose(place)
+    else:
+        diagnosis = _with_members(on, workers or 2)
+    if diagnosis is None:  # the lead tells it
+        raise typer.Exit(0)
+    if json:
+        print(msgspec.json.format(msgspec.json.encode({"verdict": diagnosis.verdict, **_plain(diagnosis)})).decode())
+    else:
+        _show(diagnosis)
+    raise typer.Exit(1 if diagnosis.verdict == "cannot" else 0)
+
+
+def _with_members(on: str, workers: int) -> Diagnosis:
+    """Start members as a run would be started, and take what the lead says."""
+    said: list[bytes] = []
+
+    def relay(rank: int, stream: str, line: bytes) -> None:
+        if rank == 0 and stream == "stdout" and line.startswith(b"{"):
+            said.append(line)
+
+    with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
+        launch = Launch(folder=folder, record=False, timeouts=Timeouts(join=180.0))
+        try:
+            endings = _engine(on, workers, launch, relay).run()
+        except Interrupted as stop:
+            raise typer.Exit(128 + stop.number) from None
+    failed = [ending for ending in endings if ending.failed]
+    if failed or not said:
+        raise TeamError(f"the members did not finish: {_why(failed)}")
+    return msgspec.json.decode(said[-1], type=Diagnosis)
+
+
+def _engine(on: str, workers: int, launch: Launch, relay: Callable[[int, str, bytes], None]) -> Engine:
+    script = Path(member.__file__)
+    if on == "local":
+        return LocalEngine(script, [], workers, launch, relay=relay)
+    if on != "ray" and not on.startswith("ray://"):
+        raise UsageError(f"--on is '{on}'; it must be 'local', 'ray' or 'ray://HOST:PORT'")
+    from paceline.cluster.ray import Cluster, RayEngine, Room
+
+    cluster = Cluster(None if on == "ray" else on, None, Room(workers=workers, each={"CPU": 1.0}, place="spread"))
+    return RayEngine(cluster, "paceline:doctor/member.py", [], workers, launch, relay=relay, restarts=0)
+
+
+def _why(failed: list[Ending]) -> str:
+    for ending in failed:
+        if ending.farewell is not None:
+            return f"rank {ending.rank}: {ending.farewell.message}"
+    return failed[0].spoken if failed else "the lead said nothing"
+
+
+def _plain(diagnosis: Diagnosis) -> dict[str, object]:
+    return dict(msgspec.to_builtins(diagnosis))
+
+
+# -- for people ------------------------------------------------------------------------------------------------------
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    several = len(diagnosis.machines) > 1
+    for machine in diagnosis.machines:
+        if several:
+            console.print(f"[bold]{machine.host}[/]")
+        _table(console, machine.findings)
+    if diagnosis.links is not None:
+        _table(console, diagnosis.links.findings)
+        _matrix(console, "latency from row to column, µs", diagnosis.links, diagnosis.links.latency, 1e6)
+        _matrix(console, "bandwidth from row to column, MB/s", diagnosis.links, diagnosis.links.bandwidth, 1e-6)
+    words = {
+        "ok": "all is well",
+        "works with limits": "it works, with limits",
+        "cannot": "something that a run needs does not work",
+    }
+    console.print(f"[{_COLOURS[diagnosis.verdict]}]{words[diagnosis.verdict]}[/]")
+
+
+def _table(console: Console, findings: list[Finding]) -> None:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for finding in findings:
+        table.add_row(finding.what, f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]", finding.found)
+        if finding.change:
+            table.add_row("", "[dim]to change[/]", finding.change)
+    console.print(table)
+
+
+def _matrix(console: Console, title: str, links: Links, values: list[list[float | None]], factor: float) -> None:
+    table = Table(title=title, box=None, padding=(0, 1, 0, 1), title_justify="left")
+    table.add_column("")
+    for rank in range(len(values)):
+        table.add_column(str(rank), justify="right")
+    for rank, row in enumerate(values):
+        cells = ["–" if value is None else f"{value * factor:,.0f}" for value in row]
+        table.add_row(f"{rank} {links.hosts[rank]}", *cells)
+    console.print(table)

@@ -1,0 +1,1 @@
+"""What a machine and a cluster can do, and what to change where they cannot."""

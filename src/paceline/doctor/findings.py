@@ -1,0 +1,68 @@
+"""How the doctor says what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+Verdict = Literal["ok", "works with limits", "cannot"]
+_ORDER: tuple[Verdict, ...] = ("ok", "works with limits", "cannot")
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was looked at."""
+
+    what: str
+    verdict: Verdict
+    found: str
+    change: str = ""
+    """What to do about it, unless it is ok."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    host: str
+    findings: list[Finding]
+
+
+class Links(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured between members; rows send, columns receive, the diagonal is empty."""
+
+    hosts: list[str]
+    """Of each member."""
+    latency: list[list[float | None]]
+    """Seconds for a short message, one way."""
+    bandwidth: list[list[float | None]]
+    """Bytes a second in large messages."""
+    findings: list[Finding]
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    machines: list[Machine]
+    links: Links | None = None
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [f for machine in self.machines for f in machine.findings] + (self.links.findings if self.links else [])
+
+    @property
+    def verdict(self) -> Verdict:
+        return worst(finding.verdict for finding in self.findings)
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The gravest of these."""
+    return max(verdicts, key=_ORDER.index, default="ok")
+
+
+def ok(what: str, found: str) -> Finding:
+    return Finding(what=what, verdict="ok", found=found)
+
+
+def limits(what: str, found: str, change: str) -> Finding:
+    return Finding(what=what, verdict="works with limits", found=found, change=change)
+
+
+def cannot(what: str, found: str, change: str) -> Finding:
+    return Finding(what=what, verdict="cannot", found=found, change=change)

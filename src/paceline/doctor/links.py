@@ -1,0 +1,263 @@
+"""Members measure the links between them, one pair at a time, over plain TCP.
+
+Each listens on the loopback if all are on one machine; otherwise on all addresses, and only if a key is set. Whoever
+connects must prove that it knows the key (or, on one machine, a word that the lead made up): both sides answer a
+challenge before a byte is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+
+import msgspec
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from paceline.cluster.membership import machine
+from paceline.config import Place
+from paceline.doctor.findings import Finding, Links, Machine, limits, ok
+from paceline.errors import JoinError, UsageError
+
+KEY = "PACELINE_KEY"
+_SMALL, _LARGE = 64, 4 << 20
+_PINGS, _SPAN = 200, 0.12
+"""Pings at most, and seconds that each kind of message is sent for."""
+_PATIENCE = 30.0
+_WORD = 32
+_UNEVEN = 4.0
+"""A link is named that is so many times slower than the middle one."""
+
+
+class _Card(msgspec.Struct):
+    """How a member introduces itself."""
+
+    host: str
+    address: str
+    port: int
+    findings: Machine | None
+
+
+class _Row(msgspec.Struct):
+    """What one member measured towards those of a lower rank."""
+
+    latency: dict[int, float]
+    out: dict[int, float]
+    back: dict[int, float]
+
+
+class Network:
+    """The members of this examination, and this one among them."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        try:
+            self._host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        except (KeyError, ValueError):
+            raise UsageError(
+                "WORLD_SIZE is set, but not MASTER_ADDR and MASTER_PORT; use torchrun or --workers"
+            ) from None
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        patience = datetime.timedelta(seconds=120.0)
+        try:
+            store: Store = TCPStore(
+                self._host,
+                port,
+                place.world_size,
+                is_master=place.rank == 0 and not hosted,
+                timeout=patience,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except RuntimeError as error:
+            raise JoinError(f"rank {place.rank} did not find rank 0 at {self._host}:{port}: {error}") from None
+        self._store = PrefixStore(f"paceline/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+    def measure(self, findings: Machine | None) -> tuple[list[Machine], Links] | None:
+        """Take part; the lead gets what all have found."""
+        rank, size = self.place.rank, self.place.world_size
+        one = len(set(self._exchange("machine", machine()))) == 1
+        key = os.environ.get(KEY, "").encode()
+        word = self._exchange("word", secrets.token_hex(_WORD) if rank == 0 else "")[0]
+        secret = hashlib.sha256(key + word.encode()).digest()
+        silent = not one and not key
+        address = "127.0.0.1" if one or silent else _address(self._host)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1" if one or silent else "", 0))
+            listener.listen(size)
+            listener.settimeout(_PATIENCE)
+            card = _Card(socket.gethostname(), address, listener.getsockname()[1], findings)
+            cards = [msgspec.json.decode(text, type=_Card) for text in self._exchange("card", _json(card))]
+            row = _Row({}, {}, {}) if silent else self._take_turns(listener, cards, secret)
+        self._store.set(f"row/{rank}", _json(row))
+        if rank:
+            return None
+        # The lead goes last: the store may live in its process.
+        rows = [msgspec.json.decode(self._get(f"row/{other}"), type=_Row) for other in range(size)]
+        return [card.findings for card in cards if card.findings is not None], _links(cards, rows)
+
+    def _take_turns(self, listener: socket.socket, cards: list[_Card], secret: bytes) -> _Row:
+        """Pairs go one after the other, so that they do not measure each other's noise."""
+        row = _Row({}, {}, {})
+        for low in range(self.place.world_size):
+            for high in range(low + 1, self.place.world_size):
+                if self.place.rank == high:
+                    card = cards[low]
+                    with socket.create_connection((card.address, card.port), _PATIENCE) as wire:
+                        _greet(wire, secret, first=True)
+                        row.latency[low], row.out[low], row.back[low] = _lead(wire)
+                elif self.place.rank == low:
+                    with _caller(listener, secret) as wire:
+                        _follow(wire)
+                self._exchange(f"turn/{low}/{high}", "")
+        return row
+
+    def _exchange(self, name: str, text: str) -> list[str]:
+        """What everybody brings, by rank."""
+        self._store.set(f"{name}/{self.place.rank}", text or " ")
+        return [self._get(f"{name}/{rank}").strip() for rank in range(self.place.world_size)]
+
+    def _get(self, name: str) -> str:
+        try:
+            return str(self._store.get(name).decode())
+        except RuntimeError as error:
+            raise JoinError(f"a member did not bring '{name}' to the measurement: {error}") from None
+
+
+# -- one pair --------------------------------------------------------------------------------------------------------
+
+
+def _greet(wire: socket.socket, secret: bytes, first: bool) -> None:
+    """Both prove that they know the secret, without saying it."""
+    wire.settimeout(_PATIENCE)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    own = secrets.token_bytes(_WORD)
+    wire.sendall(own)
+    theirs = _read(wire, _WORD)
+    wire.sendall(hmac.digest(secret, theirs + bytes([first]), "sha256"))
+    if not hmac.compare_digest(_read(wire, 32), hmac.digest(secret, own + bytes([not first]), "sha256")):
+        raise ConnectionError("whoever is at the other end does not know the key")
+
+
+@contextlib.contextmanager
+def _caller(listener: socket.socket, secret: bytes) -> Iterator[socket.socket]:
+    """The first who proves that it is a member; strangers are hung up on."""
+    until = time.monotonic() + _PATIENCE
+    while time.monotonic() < until:
+        wire, _ = listener.accept()
+        try:
+            _greet(wire, secret, first=False)
+        except OSError:
+            wire.close()
+            continue
+        with wire:
+            yield wire
+        return
+    raise JoinError(f"no member called within {_PATIENCE:g} s")
+
+
+def _lead(wire: socket.socket) -> tuple[float, float, float]:
+    """Seconds for a short message one way, and bytes a second there and back."""
+    small, large = bytes(_SMALL), bytes(_LARGE)
+    times: list[float] = []
+    until = time.perf_counter() + _SPAN
+    while len(times) < _PINGS and (len(times) < 5 or time.perf_counter() < until):
+        start = time.perf_counter()
+        wire.sendall(b"p" + small[1:])
+        _read(wire, _SMALL)
+        times.append(time.perf_counter() - start)
+    rates = {}
+    for order in (b"o", b"b"):
+        moved, start = 0, time.perf_counter()
+        while moved == 0 or time.perf_counter() - start < _SPAN:
+            wire.sendall(order + small[1:])
+            if order == b"o":
+                wire.sendall(large)
+                _read(wire, _SMALL)
+            else:
+                _read(wire, _LARGE)
+            moved += _LARGE
+        rates[order] = moved / (time.perf_counter() - start)
+    wire.sendall(b"e" + small[1:])
+    return statistics.median(times) / 2, rates[b"o"], rates[b"b"]
+
+
+def _follow(wire: socket.socket) -> None:
+    small, large = bytes(_SMALL), bytes(_LARGE)
+    while True:
+        match _read(wire, _SMALL)[:1]:
+            case b"p":
+                wire.sendall(small)
+            case b"o":
+                _read(wire, _LARGE)
+                wire.sendall(small)
+            case b"b":
+                wire.sendall(large)
+            case _:
+                return
+
+
+def _read(wire: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    while done < size:
+        count = wire.recv_into(view[done:])
+        if not count:
+            raise ConnectionError("the other member has gone")
+        done += count
+    return bytes(data)
+
+
+# -- what comes of it ------------------------------------------------------------------------------------------------
+
+
+def _links(cards: list[_Card], rows: list[_Row]) -> Links:
+    size = len(cards)
+    latency: list[list[float | None]] = [[None] * size for _ in range(size)]
+    bandwidth: list[list[float | None]] = [[None] * size for _ in range(size)]
+    for high, row in enumerate(rows):
+        for low in row.latency:
+            latency[high][low] = latency[low][high] = row.latency[low]
+            bandwidth[high][low], bandwidth[low][high] = row.out[low], row.back[low]
+    hosts = [card.host for card in cards]
+    return Links(hosts=hosts, latency=latency, bandwidth=bandwidth, findings=judge(latency, bandwidth))
+
+
+def judge(latency: list[list[float | None]], bandwidth: list[list[float | None]]) -> list[Finding]:
+    """Whether the links are alike; those that are much slower than the middle one are named."""
+    if not any(value for row in bandwidth for value in row):
+        found = "not measured: members on several machines listen only if a key is set"
+        return [limits("links", found, f"set {KEY} to the same secret on all machines")]
+    times = {(a, b): value for a, row in enumerate(latency) for b, value in enumerate(row) if value is not None}
+    rates = {(a, b): value for a, row in enumerate(bandwidth) for b, value in enumerate(row) if value is not None}
+    middle, rate = statistics.median(times.values()), statistics.median(rates.values())
+    found = f"latency {middle * 1e6:.0f} µs, bandwidth {rate / 1e6:,.0f} MB/s (the middle ones)"
+    slow = [pair for pair, value in rates.items() if value * _UNEVEN < rate]
+    late = [pair for pair, value in times.items() if value > middle * _UNEVEN and pair[0] < pair[1]]
+    if not slow and not late:
+        return [ok("links", found)]
+    change = "look at these links, or choose a policy that does not wait for them (k-async, k-sync)"
+    named = [f"{a} to {b} carries {rates[a, b] / 1e6:,.0f} MB/s" for a, b in slow]
+    named += [f"{a} and {b} are {times[a, b] * 1e6:,.0f} µs apart" for a, b in late]
+    more = f", and {len(named) - 6} more" if len(named) > 6 else ""
+    return [limits("links", f"{found}; {'; '.join(named[:6])}{more}", change)]
+
+
+def _address(towards: str) -> str:
+    """This host's address on the way to the lead; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))
+        found = str(probe.getsockname()[0])
+    # The lead knows itself by a name that means itself here, and something else elsewhere.
+    return socket.gethostbyname(socket.gethostname()) if found.startswith("127.") else found
+
+
+def _json(value: object) -> str:
+    return "" if value is None else msgspec.json.encode(value).decode()

@@ -1,0 +1,25 @@
+"""What every member of an examination runs; the lead prints what came of it, as one line of JSON."""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.config import Place
+from paceline.doctor.findings import Diagnosis
+from paceline.doctor.links import Network
+from paceline.doctor.machine import examine
+
+
+def diagnose(place: Place) -> Diagnosis | None:
+    """This machine, or as a member of several: every machine and what is between them. None unless this is the lead."""
+    if place.world_size == 1:
+        return Diagnosis(machines=[examine()])
+    network = Network(place)
+    result = network.measure(examine() if place.local_rank == 0 else None)
+    return None if result is None else Diagnosis(machines=result[0], links=result[1])
+
+
+if __name__ == "__main__":
+    diagnosis = diagnose(Place.from_environment())
+    if diagnosis is not None:
+        print(msgspec.json.encode(diagnosis).decode(), flush=True)
