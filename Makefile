@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+# Every worker is a process of its own: none should compile again what another has compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup system demo test lint bench clean
 
