@@ -101,6 +101,10 @@ class Host:
             _LIBC.setns(before, _CLONE_NEWNET)
             os.close(before)
 
+    def enter(self) -> None:
+        """Move the calling thread, and what it starts, to this host for good."""
+        _enter(self.name)
+
     def close(self) -> None:
         for process in self._processes:
             if process.poll() is None:

@@ -273,12 +273,39 @@ def parse_compression(spec: str) -> Compression:
 
 
 def parse_servers(text: str) -> int | str:
-    """`lead`, `all`, or how many server processes."""
-    if text in ("lead", "all"):
+    """`lead`, `all`, `each`, `MACHINE:COUNT,…`, or how many server processes."""
+    if text in ("lead", "all", "each") or _BY_MACHINE.match(text):
         return text
     if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"servers is '{text}'; it must be a number of processes, at least 1, or 'lead' or 'all'")
+        raise UsageError(
+            f"servers is '{text}'; it must be a number of processes, at least 1, or 'lead' or 'all', "
+            "or over machines 'each', or MACHINE:COUNT,… as in 0:1,2:1"
+        )
     return int(text)
+
+
+_BY_MACHINE = re.compile(r"^\d+:[1-9]\d*(,\d+:[1-9]\d*)*$")
+
+
+def place_servers(text: str, machines: list[list[int]]) -> list[int]:
+    """Which machine each server is on; the first is always on the first machine, where rank 0 is."""
+    where = parse_servers(text)
+    if where == "all":
+        machine_of = {rank: number for number, ranks in enumerate(machines) for rank in ranks}
+        return [machine_of[rank] for rank in sorted(machine_of)]
+    if where == "each":
+        return list(range(len(machines)))
+    if isinstance(where, int) or where == "lead":
+        return [0] * (1 if where == "lead" else int(where))
+    placed: list[int] = []
+    for part in where.split(","):
+        machine, count = map(int, part.split(":"))
+        placed += [machine] * count
+    if 0 not in placed or max(placed) >= len(machines):
+        raise UsageError(
+            f"servers is '{text}'; there are machines 0 to {len(machines) - 1}, and one server must be on machine 0"
+        )
+    return sorted(placed)
 
 
 # -- slowness on purpose ---------------------------------------------------------------------------------------------
@@ -377,6 +404,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Where the parameters are held: how many processes, or `lead`, or `all`."""
     corrections: list[str] = []
     compress: str | None = None
+    key: str | None = None
+    """The secret of this run, which whoever is not of its machines does not know."""
 
     def to_environment(self) -> dict[str, str]:
         return {self.VARIABLE: msgspec.json.encode(self).decode()}

@@ -23,7 +23,7 @@ from paceline.data import TeamLoader
 from paceline.data.leased import LeasedLoader
 from paceline.data.loader import check_loader
 from paceline.errors import UsageError
-from paceline.events import Balance, Join, Leave, Metric, Recorder
+from paceline.events import Balance, Join, Leave, Metric, Recorder, folder_of
 from paceline.events.summary import merge
 from paceline.parameters.variables import Mirrored, PerReplica
 from paceline.policies import POLICIES, make_policy
@@ -102,7 +102,7 @@ class Team:
         self._members: Members = come_together(place, launch, timeouts or launch.timeouts, self._say)
         if self.world_size > 1:
             keep_freed_memory()
-        self._recorder = Recorder(self._folder if launch.record else None, self.rank)
+        self._recorder = Recorder(self._streams_folder() if launch.record else None, self.rank)
         self._stopwatch = Stopwatch(self._recorder, self.rank, launch.slow.get(self.rank), launch.seed)
         self._trainer: Trainer | None = None
         self._turns: Turns | None = None
@@ -113,6 +113,12 @@ class Team:
         where = (socket.gethostname(), str(self.device), str(self.strategy))
         self._recorder.add(Join(self.rank, time.perf_counter(), os.getpid(), *where, time.time()))
         atexit.register(self._leave)
+
+    def _streams_folder(self) -> Path | None:
+        """Where this worker records; what is recorded away from home is sent there by the machine's office."""
+        if self._folder is None or type(self.strategy) not in POLICIES:
+            return self._folder
+        return folder_of(self._folder, self._members.machine)
 
     @property
     def is_lead(self) -> bool:
@@ -304,6 +310,8 @@ class Team:
         self._recorder.add(Leave(self.rank, time.perf_counter()))
         self._recorder.close()
         self._members.leave()
+        if self._trainer is not None:
+            self._trainer.settle()
         if self._writes_summary and self.is_lead and self._folder is not None:
             self._members.wait_until_left()
             merge(self._folder, self.world_size)

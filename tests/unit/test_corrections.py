@@ -288,9 +288,10 @@ def test_a_wrong_compression_is_one_sentence(spec: str) -> None:
 def test_a_wrong_number_of_servers_is_one_sentence(spec: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_servers(spec)
-    wanted = f"servers is '{spec}'; it must be a number of processes, at least 1, or 'lead' or 'all'"
+    wanted = f"servers is '{spec}'; it must be a number of processes, at least 1, or 'lead' or 'all', "
+    wanted += "or over machines 'each', or MACHINE:COUNT,… as in 0:1,2:1"
     assert str(caught.value) == wanted
 
 
 def test_servers_are_a_number_or_a_place() -> None:
-    assert [parse_servers(text) for text in ("1", "12", "lead", "all")] == [1, 12, "lead", "all"]
+    assert [parse_servers(text) for text in ("1", "12", "lead", "0:1,2:1")] == [1, 12, "lead", "0:1,2:1"]

@@ -11,9 +11,11 @@ from pathlib import Path
 import msgspec
 
 from paceline.config import Launch
+from paceline.transport.keys import VARIABLE as KEY
 
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _MAIN = Path(__file__).parent.parent / "server" / "main.py"
+_OFFICE = _MAIN.with_name("office_main.py")
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -26,6 +28,8 @@ class Start(msgspec.Struct, frozen=True):
     """Where the workers find modules."""
     spare: bool
     """Whether the run can go on when a worker is lost."""
+    first: int = 0
+    """The number of the first of them."""
 
 
 def command(start: Start, index: int, parent: int, farewell: Path) -> list[str]:
@@ -44,7 +48,22 @@ def start_servers(launch: Launch, start: Start) -> list[subprocess.Popen[bytes]]
         subprocess.Popen(
             command(start, index, os.getpid(), Path(os.devnull)),
             stdin=subprocess.DEVNULL,
-            env={key: value for key, value in os.environ.items() if key != Launch.VARIABLE},
+            env=_environment(),
         )
-        for index in range(start.servers)
+        for index in range(start.first, start.first + start.servers)
     ]
+
+
+def start_office(address: str, patience: float) -> subprocess.Popen[bytes]:
+    """Start the office of this machine. It belongs to no worker, and ends when all have left it."""
+    return subprocess.Popen(
+        [sys.executable, str(_OFFICE), address, str(patience)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=_environment(),
+        start_new_session=True,
+    )
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in (Launch.VARIABLE, KEY)}

@@ -1,6 +1,18 @@
 """Which worker trains on which samples: the split of every epoch and batch, and loaders made of it."""
 
+from typing import TYPE_CHECKING, Any
+
 from paceline.data.balance import Balancer
-from paceline.data.loader import TeamLoader
+
+if TYPE_CHECKING:
+    from paceline.data.loader import TeamLoader
 
 __all__ = ["Balancer", "TeamLoader"]
+
+
+def __getattr__(name: str) -> Any:  # loaders need torch, which an office does without
+    if name == "TeamLoader":
+        from paceline.data.loader import TeamLoader
+
+        return TeamLoader
+    raise AttributeError(name)

@@ -1,6 +1,6 @@
 """Everything that happens is an event: one typed record. Reports, figures and oracles are made from these alone."""
 
-from paceline.events.recorder import Recorder
+from paceline.events.recorder import Recorder, folder_of
 from paceline.events.schema import (
     Balance,
     Cancel,
@@ -17,8 +17,10 @@ from paceline.events.schema import (
     Pull,
     Push,
     Reduce,
+    Refused,
     Return,
     Seen,
+    Send,
     Switch,
     Update,
     Wait,
@@ -42,10 +44,13 @@ __all__ = [
     "Push",
     "Recorder",
     "Reduce",
+    "Refused",
     "Return",
     "Seen",
+    "Send",
     "Switch",
     "Update",
     "Wait",
     "decode",
+    "folder_of",
 ]

@@ -56,3 +56,9 @@ class Recorder:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def folder_of(folder: Path, machine: int) -> Path:
+    """Where the processes of a machine record: away from home beside the run's own streams, even on shared storage,
+    as their clock is another."""
+    return folder if machine == 0 else folder / f"machine-{machine}"

@@ -111,6 +111,21 @@ class Push(_Event, frozen=True, gc=False):
     reason: str
 
 
+class Send(_Event, frozen=True, gc=False):
+    """A worker's gradient was sent to other machines: from its first bytes until all had come."""
+
+    seconds: float
+    bytes: int
+
+
+class Refused(_Event, frozen=True, gc=False):
+    """A machine's office refused what came over the network, and changed nothing for it."""
+
+    machine: int
+    why: str
+    count: int
+
+
 class Pull(_Event, frozen=True, gc=False):
     """A worker pushed its gradient and got its next version, without having to wait for another worker."""
 
@@ -208,6 +223,8 @@ Event = (
     | Reduce
     | Update
     | Push
+    | Send
+    | Refused
     | Pull
     | Cancel
     | Lease

@@ -23,6 +23,7 @@ from paceline.events.schema import (
     Pull,
     Push,
     Reduce,
+    Refused,
     Update,
     Wait,
 )
@@ -69,6 +70,8 @@ class Summary(msgspec.Struct, kw_only=True):
     """What the gradients took that were pushed to a server."""
     saved_bytes: int = 0
     """What they would have taken more without compression."""
+    refused: dict[str, int] = {}
+    """How often what came over the network was refused, by why."""
     workers: dict[int, Worker]
 
 
@@ -101,6 +104,7 @@ class Summariser:
         self._pushes: tuple[array[float], array[int]] = array("d"), array("q")
         """The same of those that a server used."""
         self._ages: Counter[int] = Counter()
+        self._refused: Counter[str] = Counter()
         self._last: dict[str, tuple[int, float | None]] = {}
         self._strategy: str | None = None
         self._minibatches = self._cancelled = self._dropped = self._bytes = self._saved = 0
@@ -132,6 +136,8 @@ class Summariser:
                 self._count_push(event)
             case Cancel():
                 self._cancelled += 1
+            case Refused():
+                self._refused[event.why] += event.count
             case Metric():
                 _remember(self._last, event)
             case Join():
@@ -168,6 +174,7 @@ class Summariser:
             pushed_bytes=self._bytes,
             saved_bytes=self._saved,
             staleness=_staleness(ages),
+            refused=dict(self._refused),
             last={name: value for name, (_, value) in self._last.items()},
             workers=self._workers,
         )

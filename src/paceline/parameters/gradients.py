@@ -7,6 +7,7 @@ plain PyTorch: None until a backward pass makes it, summed over several, and gon
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -52,15 +53,19 @@ class Gradients:
     def memory_size(cls, layout: Layout, workers: int) -> int:
         return workers * layout.size
 
-    def attach(self, made: Callable[[], None] | None = None) -> None:
-        """Catch gradients as they are made; `made`, if given, is told of each.
+    def attach(self, made: Callable[[], None] | None = None, large: Callable[[int], None] | None = None) -> None:
+        """Catch gradients as they are made; `made`, if given, is told of each, `large` of which of the large ones.
 
         Small ones, and those of parameters that are frozen now and thawed later, are found by `settle`.
         """
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if not parameter.requires_grad or (made is None and view.nbytes < _LARGE):
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            is_large = view.nbytes >= _LARGE
+            if not parameter.requires_grad or (made is None and not is_large):
                 continue
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_catcher(view, made)))
+            tell = made
+            if large is not None and is_large:
+                tell = functools.partial(large, index)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_catcher(view, tell)))
 
     def detach(self) -> None:
         """The hooks go, and `.grad` becomes private memory again."""

@@ -201,6 +201,19 @@ class ShardedOptimizer:
                 offset += -(-flat.count * dtype.itemsize // 64) * 64
         return starts, offset, offset + 8 * len(self._names) * len(self._pieces)
 
+    def owned(self) -> list[tuple[int, int]]:
+        """Where in that memory this shard's state lies: from and to which bytes."""
+        starts, scalars, marks = self._addresses()
+        row = 8 * len(self._names)
+        spans = [(marks + piece.number, marks + piece.number + 1) for piece in self._own]
+        spans += [(scalars + row * piece.number, scalars + row * (piece.number + 1)) for piece in self._own]
+        for number, flat in enumerate(self._layout.flats):
+            start, stop = flat.shards[self._rank]
+            for name, dtype in self._full(flat.dtype).items():
+                at = starts[number, name]
+                spans.append((at + start * dtype.itemsize, at + stop * dtype.itemsize))
+        return spans
+
     def place(self, memory: Memory) -> None:
         """Let the state live in this memory, zeroed and equal on all workers."""
         self._memory = memory

@@ -102,6 +102,17 @@ class WholeOptimizer:
     def memory_size(self) -> int:
         return self._addresses()[1] + len(self._layout.slots)
 
+    def owned(self) -> list[tuple[int, int]]:
+        """As `ShardedOptimizer.owned`."""
+        places, end = self._addresses()
+        spans = [(end + slot.index, end + slot.index + 1) for slot in self._own]
+        mine = {slot.index for slot in self._own}
+        for (index, name), place in places.items():
+            if index in mine:
+                shape, dtype = self._specs[index][name]
+                spans.append((place, place + max(1, shape.numel()) * dtype.itemsize))
+        return spans
+
     def place(self, memory: Memory) -> None:
         places, end = self._addresses()
         for (index, name), place in places.items():

@@ -22,6 +22,7 @@ from paceline.policies import Push as Arrival
 from paceline.server.messages import (
     Ask,
     Bye,
+    Cancel,
     Cancelled,
     Done,
     Enter,
@@ -33,6 +34,7 @@ from paceline.server.messages import (
     Push,
     Quit,
     Thaw,
+    Unreachable,
 )
 from paceline.server.messages import Order as Drawn
 from paceline.server.samples import Samples
@@ -91,6 +93,7 @@ class Coordinator:
             Quit: self._samples.quit,
             Freeze: self._freeze,
             Bye: self._bye,
+            Unreachable: self._unreachable,
         }
 
     def run(self) -> None:
@@ -243,10 +246,16 @@ class Coordinator:
                 self._updates.collect(rank)
                 self._go(seat, renew=order is not Order.STAY, by=by)
             elif order is Order.CANCEL and seat.state is State.COMPUTING:
-                self._floors.stamp(rank, time.perf_counter())
-                self._floors.write(rank, self._policy.version & 0xFFFFFFFF)
+                self._cancel(seat)
         if decision.use or decision.drop:
             self._samples.settle()
+
+    def _cancel(self, seat: Seat) -> None:
+        if seat.remote:
+            self._seats.tell(seat, Cancel(self._policy.version))
+            return
+        self._floors.stamp(seat.rank, time.perf_counter())
+        self._floors.write(seat.rank, self._policy.version & 0xFFFFFFFF)
 
     def _go(self, seat: Seat, *, renew: bool, by: int = -1) -> None:
         """Let a worker go on that has pushed or was cancelled."""
@@ -285,7 +294,10 @@ class Coordinator:
     def _bye(self, seat: Seat, _: Bye) -> None:
         self._remove(seat, "abandoned")
 
-    def _lost(self, seat: Seat) -> None:
+    def _unreachable(self, seat: Seat, message: Unreachable) -> None:
+        self._lost(seat, f"is lost: {message.why}")
+
+    def _lost(self, seat: Seat, how: str = "died") -> None:
         """A worker has died."""
         state = seat.state
         self._recorder.add(events.Lost(seat.rank, time.perf_counter()))
@@ -293,14 +305,14 @@ class Coordinator:
         if not self._policy.spare:
             if self._seats:
                 raise WorkerLost(
-                    f"rank {seat.rank} died; under {self._plan.strategy} every update needs all workers", [seat.rank]
+                    f"rank {seat.rank} {how}; under {self._plan.strategy} every update needs all workers", [seat.rank]
                 )
             return
         if not self._seats:
             return
         again = f"; what it trained on ({leases} minibatches) goes to the others" if leases else ""
         doing = "" if state is State.COMPUTING else f" while it waited for {state.value}"
-        self._say(f"rank {seat.rank} died{doing}; the other {len(self._seats)} go on without it{again}")
+        self._say(f"rank {seat.rank} {how}{doing}; the other {len(self._seats)} go on without it{again}")
 
     def _remove(self, seat: Seat, why: str) -> int:
         """A worker is gone: its version is free, its samples are for others; what it has pushed still counts."""

@@ -10,12 +10,13 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from paceline import events
-from paceline.events import Recorder
+from paceline.events import Recorder, folder_of
 from paceline.server.freight import Grid, Shipment, cut
 from paceline.server.letters import Charter, Chunk, End, Have, Span, Want
 from paceline.transport import Memory
@@ -63,7 +64,7 @@ class Haul:
         self._gradients, self._versions = gradients.bytes(0, gradients.size), versions.bytes(0, versions.size)
         self._state = state.bytes(0, state.size)
         me = charter.machine
-        folder = None if charter.folder is None else charter.folder
+        folder = None if charter.folder is None else folder_of(Path(charter.folder), me)
         self.recorder = Recorder(folder, f"office-{me}")
         machines = sorted(set(charter.servers))
         self._owners = [machine for machine in machines if machine != me]

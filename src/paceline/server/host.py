@@ -16,6 +16,7 @@ from paceline.errors import JoinError, TeamError
 from paceline.parameters.hyperparameters import SLOT, Hyperparameters
 from paceline.server.coordinator import Coordinator
 from paceline.server.messages import (
+    MEMORIES,
     Add,
     Answer,
     Apply,
@@ -37,9 +38,6 @@ from paceline.server.shards import Shards
 from paceline.transport import Memory
 from paceline.transport.futex import Words
 from paceline.transport.wire import Closed, Listener, Wire, connect
-
-MEMORIES = 5
-"""Descriptors that travel with the plan: gradients, versions, the table, floors, and the optimizer's state."""
 
 
 def group_count(plan_strategy: str, workers: int) -> int:
@@ -87,7 +85,7 @@ class _Company:
         if isinstance(hello, ShardHello):
             self.others[hello.index] = wire
         elif isinstance(hello, Hello):
-            self.seats[hello.rank] = Seat(hello.rank, hello.pid, wire)
+            self.seats[hello.rank] = Seat(hello.rank, hello.pid, wire, remote=hello.remote)
             if hello.plan:
                 self.text, self.descriptors = receive_parts(wire, patience) or b"", received
                 self.plan = msgspec.msgpack.decode(self.text, type=Plan)

@@ -135,6 +135,10 @@ class Lines(_Letter, frozen=True, gc=False):
     text: bytes
 
 
+class Finished(_Letter, frozen=True, gc=False):
+    """Nothing more comes from this machine."""
+
+
 # -- bulk ------------------------------------------------------------------------------------------------------------
 
 
@@ -159,4 +163,4 @@ class End(_Letter, frozen=True, gc=False):
     turn: int
 
 
-Letter = Say | Tell | Gone | Want | Have | Beat | Beaten | Lines | Chunk | End
+Letter = Say | Tell | Gone | Want | Have | Beat | Beaten | Lines | Finished | Chunk | End

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from paceline.transport.wire import Wire
 
 
+MEMORIES = 5
+"""Descriptors that travel with the plan: gradients, versions, the table, floors, and the optimizer's state."""
+
+
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     pass
 
@@ -55,6 +59,8 @@ class Hello(_Message, frozen=True, gc=False):
     rank: int
     pid: int
     plan: int = 0
+    remote: bool = False
+    """It is on another machine than the coordinator."""
 
 
 class ShardHello(_Message, frozen=True, gc=False):
@@ -95,6 +101,12 @@ class Ready(_Message, frozen=True, gc=False):
 
 
 # -- from workers ----------------------------------------------------------------------------------------------------
+
+
+class Made(_Message, frozen=True, gc=False):
+    """My backward pass has made the gradients of these parameters. To the office only; needs no answer."""
+
+    parameters: list[int]
 
 
 class Push(_Message, frozen=True, gc=False):
@@ -188,6 +200,12 @@ class Bye(_Message, frozen=True, gc=False):
     """I leave the team. Needs no answer."""
 
 
+class Unreachable(_Message, frozen=True, gc=False):
+    """From an office: the machine of this worker is lost."""
+
+    why: str
+
+
 # -- to workers ------------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +219,12 @@ class Go(_Message, frozen=True, gc=False):
     on: int = -1
     """Whose push it was that let this worker go on, if it had to wait for another's."""
     lease: Lease | None = None
+
+
+class Cancel(_Message, frozen=True, gc=False):
+    """To an office: what its worker computes can no longer be used, if it is older than this version."""
+
+    version: int
 
 
 class Draw(_Message, frozen=True, gc=False):
@@ -298,6 +322,7 @@ FromWorker = (
     Hello
     | ShardHello
     | Part
+    | Made
     | Push
     | Cancelled
     | Enter
@@ -311,6 +336,7 @@ FromWorker = (
     | Bye
     | Answer
     | Failed
+    | Unreachable
 )
-ToWorker = Ready | Go | Draw | Leased | Over | Reduce | Frozen | Failed
+ToWorker = Ready | Go | Cancel | Draw | Leased | Over | Reduce | Frozen | Failed
 ToShard = Part | Ready | Apply | Add | Distance | Reload

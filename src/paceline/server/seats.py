@@ -31,6 +31,8 @@ class Seat:
     rank: int
     pid: int
     wire: Wire[Any]
+    remote: bool = False
+    """Whether it is on another machine."""
     version: int = 0
     buffer: int = 0
     state: State = State.COMPUTING

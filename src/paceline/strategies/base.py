@@ -109,6 +109,9 @@ class Trainer(ABC):
     def part(self) -> None:
         """The script has ended: say farewell to whoever must know."""
 
+    def settle(self) -> None:
+        """This worker has written its last event: wait until it has arrived where it belongs."""
+
     @abstractmethod
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         """Take the values of a checkpoint; all workers call it."""

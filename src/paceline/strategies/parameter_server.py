@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.cluster.servers import Start, start_servers
-from paceline.config import parse_compression, parse_correction, parse_servers
+from paceline.config import parse_compression, parse_correction, parse_servers, place_servers
 from paceline.data.leased import LeasedLoader
 from paceline.errors import TeamError, UsageError
 from paceline.events import Pull, Reduce, Wait
@@ -40,6 +40,7 @@ from paceline.server.messages import (
     Freeze,
     Go,
     Leased,
+    Made,
     Plan,
     Push,
     Thaw,
@@ -50,10 +51,14 @@ from paceline.server.shard import Sizes, describe
 from paceline.strategies.base import Options, Surroundings, Trainer
 from paceline.strategies.cancellation import Boundaries, Cancelled, Snapshot
 from paceline.strategies.leasing import Leases
+from paceline.strategies.offices import Freight, open_office
 from paceline.strategies.takeover import Takeover, own_parameters, own_state, zero_grad
 from paceline.transport import Intent, Memory
 from paceline.transport.futex import Words
 from paceline.transport.wire import new_address
+
+_OFFICE_ENDS = 5.0
+"""Seconds in which an office has sent the last events home."""
 
 
 class ParameterServerTrainer(Trainer):
@@ -63,6 +68,8 @@ class ParameterServerTrainer(Trainer):
         _refuse(optimizer, options)
         self._members, self._recorder, self._stopwatch = around.members, around.recorder, around.stopwatch
         self._rank, self.size = around.members.rank, around.members.size
+        self._spread = len(around.members.machines) > 1
+        self._office: subprocess.Popen[bytes] | None = None
         self._model, self._optimizer, self._launch = model, optimizer, around.launch
         self._timeouts = around.members.meeting.timeouts
         RateScaling(options.scale_lr, 1, options.warmup)
@@ -95,7 +102,12 @@ class ParameterServerTrainer(Trainer):
             self._snapshot = Snapshot(model)
             self._boundaries = Boundaries(model, self._look)
             self._stopwatch.sleep = self._sleep
-        self._gradients.attach()
+        early = (
+            self._spread
+            and self._feedback is None
+            and any(m != around.members.machine for m in self._machine_of_server)
+        )
+        self._gradients.attach(large=self._made if early else None)
         self._takeover = Takeover(optimizer)
         for name, method in (
             ("step", self.step),
@@ -121,13 +133,16 @@ class ParameterServerTrainer(Trainer):
         self, named: list[tuple[str, torch.nn.Parameter]], options: Options, around: Surroundings, spare: bool
     ) -> None:
         members, optimizer, launch = self._members, self._optimizer, self._launch
-        where = parse_servers(launch.servers or options.servers)
-        count = self.size if where == "all" else 1 if where == "lead" else int(where)
+        self._servers = parse_servers(launch.servers or options.servers)
+        self._machine_of_server = place_servers(str(self._servers), members.machines)
+        count = len(self._machine_of_server)
         compress = launch.compress or options.compress
         whole = type(optimizer) not in ELEMENTWISE
         self._layout = layout = Layout(named, count, whole=whole)
         sizes = Sizes(layout, self.size, group_count(str(around.strategy), self.size), compress)
 
+        if self._spread:
+            members.mirror([parameter.data for _, parameter in named])
         gradients = members.share(sizes.gradients, keep=True)
         versions = members.share(sizes.versions, keep=True)
         table = members.share(table_size(self.size, len(layout.slots)), keep=True)
@@ -139,13 +154,14 @@ class ParameterServerTrainer(Trainer):
         start = self.size * SLOT + self._rank * len(layout.slots)
         self._used = table.bytes(start, len(layout.slots))
         state = self._share_state(WholeOptimizer if whole else ShardedOptimizer, count)
+        memories = [gradients, versions, table, floors, state]
 
-        address = members.gather(new_address().encode(), Intent.ALLOCATE)[0].decode()
-        self._start(address, where, count, spare, around.say)
+        coordinator = members.gather(new_address().encode(), Intent.ALLOCATE)[0].decode()
+        address = self._open_office(coordinator, memories, around) if self._spread else coordinator
+        self._start(coordinator if members.machine == 0 else address, spare, around.say)
         words = Words(floors.bytes(0, Words.STRIDE * self.size), self.size)
         self._desk = Desk(address, self._rank, words, self._timeouts)
         self._desk.reduce = self._sum_part
-        memories = [gradients, versions, table, floors, state]
         if self._rank == 0:
             plan = Plan(
                 workers=self.size,
@@ -170,6 +186,21 @@ class ParameterServerTrainer(Trainer):
         for memory in memories:
             memory.close_descriptor()
         self._versions.pull(0)
+
+    def _open_office(self, coordinator: str, memories: list[Memory], around: Surroundings) -> str:
+        """The address at which this machine's workers talk to the server, wherever that is."""
+        freight = Freight(self._layout, self._bytes, self._feedback is not None, [s.owned() for s in self._shards])
+        folder = around.folder if around.recorder.on else None
+        servers, key = self._machine_of_server, self._launch.key
+        address, self._office = open_office(
+            self._members, coordinator, key, servers, freight, memories, folder, self._timeouts
+        )
+        return address
+
+    def _made(self, parameter: int) -> None:
+        """While the backward pass goes on, what it has made can travel."""
+        if not self._accumulating:
+            self._desk.tell(Made([parameter]))
 
     def _take_gradients(self, memory: Memory, sources: int, compress: str) -> None:
         """Where this worker's gradients lie: where the server reads them, or to be compressed first."""
@@ -196,15 +227,28 @@ class ParameterServerTrainer(Trainer):
         state = self._members.share(self._shards[0].memory_size(), keep=True)
         for shard in self._shards:
             shard.place(state)
-        if self._rank == 0:
+        if self._members.local.rank == 0:
             self._versions.fill(0)
+        if self._rank == 0:
             self._import_state()
+        if self._spread:
+            self._mirror_state(state)
         self._optimizer.state.clear()
         return state
 
-    def _start(self, address: str, where: int | str, count: int, spare: bool, say: Callable[[str], None]) -> None:
-        """Have the servers started, as processes or beside the workers."""
-        patience = self._timeouts.join
+    def _mirror_state(self, state: Memory) -> None:
+        """Let every machine begin with the state that the lead has, if it has one."""
+        marks = bytes([any(state.bytes(start, stop - start)) for s in self._shards for start, stop in s.owned()[:1]])
+        if any(self._members.gather(marks, Intent.ALLOCATE)[0]):
+            whole = state.tensor(0, state.size, torch.uint8)
+            self._members.mirror([whole] if self._members.local.rank == 0 else [torch.empty_like(whole)])
+
+    def _start(self, address: str, spare: bool, say: Callable[[str], None]) -> None:
+        """Have the servers of this machine started, as processes or beside the workers.
+
+        address: of the coordinator, or away from home of this machine's office.
+        """
+        patience, where, machine = self._timeouts.join, self._servers, self._members.machine
         self._thread = None
         self._processes: list[subprocess.Popen[bytes]] = []
         if where in ("lead", "all"):
@@ -218,9 +262,11 @@ class ParameterServerTrainer(Trainer):
                 f"the optimizer {kind.__name__} is defined in the script itself, where a server process cannot find "
                 "it; move it to a module, or hold the parameters in the lead with --servers lead"
             )
-        if self._rank == 0:
+        count = self._machine_of_server.count(machine)
+        if self._members.local.rank == 0 and count:
             paths = [path for path in sys.path if path]
-            self._processes = start_servers(self._launch, Start(count, address, patience, paths, spare))
+            first = self._machine_of_server.index(machine)
+            self._processes = start_servers(self._launch, Start(count, address, patience, paths, spare, first))
 
     def _import_state(self) -> None:
         state = dict(self._optimizer.state)
@@ -430,6 +476,11 @@ class ParameterServerTrainer(Trainer):
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
+
+    def settle(self) -> None:
+        if self._office is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._office.wait(_OFFICE_ENDS)
 
     def close(self) -> None:
         with contextlib.suppress(TeamError), self.still():

@@ -88,6 +88,15 @@ class Wire(Generic[In]):
         limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
+    @property
+    def ready(self) -> bool:
+        """Whether `receive` would return at once."""
+        return bool(self._poll.poll(0))
+
+    def of(self, kinds: Any) -> Wire[Any]:
+        """The same connection, on which other messages come in from now on."""
+        return Wire(self._socket, kinds)
+
     def receive_within(self, seconds: float) -> In | None:
         """The next message, or None if there is none in time."""
         return self.receive() if self._poll.poll(max(0, int(seconds * 1e3))) else None

@@ -1,0 +1,26 @@
+"""An office as a process of its own: started with its address on this machine and the seconds to wait."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+from paceline.server.office import keep_office
+from paceline.transport.wire import Closed
+
+
+def main() -> None:
+    address, patience = sys.argv[1], float(sys.argv[2])
+    gc.freeze()
+    try:
+        keep_office(address, patience, lambda message: print(f"paceline: {message}", file=sys.stderr, flush=True))
+    except Closed:
+        pass  # whoever wanted it is gone
+    finally:
+        sys.stderr.flush()
+    os._exit(0)  # nothing is left to say, and no thread of ZeroMQ's need be waited for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The events of a machine away from home: sent home as they are written, with their times by home's clock."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.events import folder_of
+from paceline.server.letters import Charter
+
+_START = re.compile(rb'"start":(-?[0-9.]+(?:e[-+]?[0-9]+)?)')
+_PIECE = 1 << 17
+_LEAVE = b'"event":"leave"'
+
+
+class Streams:
+    """Of one machine, or at home of all."""
+
+    def __init__(self, charter: Charter, home: bool) -> None:
+        self._home = home
+        self._folder = None
+        if charter.folder is not None:
+            self._folder = folder_of(Path(charter.folder), charter.machine) / "streams"
+        self._names: list[str] = []
+        self._places: dict[str, int] = {}
+        self._open = {str(rank) for rank in charter.ranks[charter.machine]}
+        """Workers of this machine who have not written that they leave."""
+        self._machine_of = {f"office-{machine}": machine for machine in range(len(charter.peers))}
+        self._machine_of |= {str(rank): machine for machine, ranks in enumerate(charter.ranks) for rank in ranks}
+        if self._folder is None:
+            return
+        self._names = [name for name, machine in self._machine_of.items() if machine == charter.machine]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all workers of this machine have written their last line."""
+        return self._home or self._folder is None or not self._open
+
+    def more(self, ahead: float) -> Iterator[tuple[str, bytes]]:
+        """Whole lines that were written since; `ahead` is added to their times."""
+        if self._folder is None or self._home:
+            return
+        for name in self._names:
+            path = self._folder / f"{name}.jsonl"
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._places.get(name, 0))
+                while text := file.read(_PIECE):
+                    whole = text[: text.rfind(b"\n") + 1]
+                    if not whole:
+                        break
+                    self._places[name] = self._places.get(name, 0) + len(whole)
+                    file.seek(self._places[name])
+                    if _LEAVE in whole:
+                        self._open.discard(name)
+                    yield name, _START.sub(lambda match: b'"start":%.9f' % (float(match[1]) + ahead), whole)
+
+    def take(self, machine: int, name: str, text: bytes) -> None:
+        """At home: more of a stream of another machine."""
+        if not self._home or self._machine_of.get(name) != machine:
+            raise ValueError("events of another machine")
+        if self._folder is not None:
+            with (self._folder / f"{name}.jsonl").open("ab") as file:
+                file.write(text)
+
+    def remove(self) -> None:
+        """What has been sent home need not stay here."""
+        if self._folder is not None and not self._home:
+            shutil.rmtree(self._folder.parent, ignore_errors=True)
