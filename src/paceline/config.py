@@ -50,6 +50,12 @@ class AllReduce(Strategy, frozen=True, kw_only=True):
     """Every worker contributes its gradient to one mean, and all go on with the same new version."""
 
     spec: ClassVar[str] = "all-reduce"
+    topology: str = "auto"
+    """The shape that messages between machines take; inside a machine gradients meet in shared memory."""
+
+
+TOPOLOGIES = ("auto", "ring", "tree", "halving-doubling", "hub", "direct")
+"""Of an all-reduce between machines."""
 
 
 class Sync(Strategy, frozen=True, kw_only=True):
@@ -133,7 +139,12 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 def parse_strategy(spec: str | Strategy) -> Strategy:
     """`name` or `name:option=value,option=value` as a value, or one sentence about what is wrong with it."""
-    return spec if isinstance(spec, Strategy) else parse_spec(spec, STRATEGIES, "strategy")
+    strategy = spec if isinstance(spec, Strategy) else parse_spec(spec, STRATEGIES, "strategy")
+    if isinstance(strategy, AllReduce) and strategy.topology not in TOPOLOGIES:
+        raise UsageError(
+            f"option 'topology' of strategy 'all-reduce' is '{strategy.topology}'; it must be {_listed(TOPOLOGIES)}"
+        )
+    return strategy
 
 
 Spec = TypeVar("Spec", bound=msgspec.Struct)

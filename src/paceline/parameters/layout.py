@@ -82,12 +82,17 @@ def _flat(dtype: torch.dtype, members: list[tuple[int, str, torch.nn.Parameter]]
         stride = parameter.stride() if _is_dense(parameter) else torch.empty(shape, device="meta").stride()
         slots.append(Slot(index, name, parameter, offset, count, shape, stride))
         offset = -(-(offset + count) // unit) * unit
-    units = offset // unit
-    bounds = [units * rank // workers * unit for rank in range(workers + 1)]
+    bounds = borders(offset, dtype, workers)
     if whole:
         edges = [slot.offset for slot in slots] + [offset]
         bounds = [min(edges, key=lambda edge: abs(edge - bound)) for bound in bounds]
     return Flat(dtype, offset, tuple(slots), tuple(itertools.pairwise(bounds)))
+
+
+def borders(count: int, dtype: torch.dtype, workers: int) -> list[int]:
+    """Where the shards of so many workers begin in a flat buffer, and the end."""
+    unit = max(1, _ALIGNMENT // dtype.itemsize)
+    return [count // unit * rank // workers * unit for rank in range(workers + 1)]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -41,20 +41,40 @@ class Table:
     def __init__(self, members: Members, optimizer: Optimizer, parameters: int) -> None:
         self._meeting = members.meeting
         self._rank, self._size = members.rank, members.size
-        memory = members.share(self._size * (SLOT + parameters))
-        slots = [memory.bytes(rank * SLOT, SLOT) for rank in range(self._size)]
-        self._hyperparameters = Hyperparameters(optimizer, slots, self._rank)
-        start = self._size * SLOT
-        self._used = [memory.bytes(start + rank * parameters, parameters) for rank in range(self._size)]
         self._everything = bytes([1]) * parameters
+        self._spread = len(members.machines) > 1
+        """What is long goes with the notes, for those on other machines; else it lies in shared memory."""
+        size = self._size * (SLOT + parameters)
+        table = memoryview(bytearray(size)) if self._spread else members.share(size).bytes(0, size)
+        slots = [table[rank * SLOT : (rank + 1) * SLOT] for rank in range(self._size)]
+        self._slots = slots
+        self._hyperparameters = Hyperparameters(optimizer, slots, self._rank)
+        self._sent = 0
+        """The number of the hyperparameters that the others have."""
+        start = self._size * SLOT
+        self._used = [table[start + rank * parameters : start + (rank + 1) * parameters] for rank in range(self._size)]
 
-    def bring(self, weight: float, skip: bool, used: bytes, pace: tuple[float, int]) -> None:
-        """Write this worker's note for the meeting that is about to be held."""
+    def bring(self, weight: float, skip: bool, used: bytes, pace: tuple[float, int]) -> int:
+        """Write this worker's note for the meeting that is about to be held; returns its length."""
         complete = 0 not in used
         if not complete:
             self._used[self._rank][:] = used
         number = self._hyperparameters.publish()
-        _NOTE.pack_into(self._meeting.note, 0, weight, skip, number, complete, *pace)
+        note = self._meeting.note
+        _NOTE.pack_into(note, 0, weight, skip, number, complete, *pace)
+        end = _NOTE.size
+        if not self._spread:
+            return end
+        if not complete:
+            note[end : end + len(used)] = used
+            end += len(used)
+        if number != self._sent:
+            self._sent = number
+            slot = self._slots[self._rank]
+            length = 8 + int.from_bytes(slot[:8], "little")
+            note[end : end + length] = slot[:length]
+            end += length
+        return end
 
     def read(self) -> Agreement:
         """Make out of all notes what was agreed."""
@@ -67,6 +87,8 @@ class Table:
             if self._meeting.passive[rank]:
                 continue
             weight, skips, number, all_used, seconds, samples = _NOTE.unpack_from(note)
+            if self._spread:
+                self._take(rank, note[_NOTE.size : self._meeting.length(rank)], bool(all_used))
             if not weights:
                 groups = self._hyperparameters.read(rank, number)
             weights.append((rank, weight))
@@ -76,3 +98,12 @@ class Table:
                 complete = False
                 used[rank] = bytes(self._used[rank])
         return Agreement(weights, None if complete else used, skip, groups, paces)
+
+    def _take(self, rank: int, rest: memoryview, complete: bool) -> None:
+        """Keep what came with a note."""
+        if not complete:
+            count = len(self._everything)
+            self._used[rank][:] = rest[:count]
+            rest = rest[count:]
+        if len(rest):
+            self._slots[rank][: len(rest)] = rest

@@ -1,4 +1,4 @@
-"""All-reduce on one machine: gradients meet in shared memory, each worker updates its shard of the next version.
+"""All-reduce: gradients meet in shared memory, each worker updates its shard of the next version.
 
 The way of a step: every worker's gradients lie in its own shared buffer; the workers meet, so nobody computes on the
 old version any more; each sums its shard from all buffers and writes its shard of the next version; they meet again,
@@ -6,6 +6,9 @@ and all of them see it.
 
 With `gradients="visible"`, or an optimizer that needs whole parameters, the sum is made at the end of the backward
 pass and copied to everybody's `.grad`, as DistributedDataParallel does. On accelerators torch.distributed makes it.
+
+On several machines each does all of this in its own shared memory, and between summing a shard and updating it, those
+who own the same on different machines exchange their sums (`spread`).
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import torch
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from paceline.config import one_of
-from paceline.errors import UsageError
+from paceline.config import AllReduce, one_of
+from paceline.errors import TeamError, UsageError
 from paceline.events import Reduce, Update, Wait
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
@@ -30,8 +33,9 @@ from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.strategies.agreement import Agreement, Table
 from paceline.strategies.base import Options, Surroundings, Trainer
+from paceline.strategies.spread import SpreadReduction
 from paceline.strategies.takeover import Takeover, own_parameters, own_state, zero_grad
-from paceline.transport import Intent
+from paceline.transport import Intent, SpreadMeeting
 
 _VALUE = struct.Struct("=dd")
 _NOTABLE = 5e-6
@@ -70,21 +74,26 @@ class AllReduceTrainer(Trainer):
         self._weight = 1.0 / self._size
         self._groups: list[dict[str, Any]] = []
         """The hyperparameters that the shard was last updated with."""
-        self._accumulating = False
-        self._exchanging = False
-        """Whether the end of the running backward pass will exchange gradients."""
+        self._trouble: TeamError | None = None
+        """What went wrong on the way to another machine: told at the next meeting, so that all know."""
+        self._accumulating = self._exchanging = False
+        """The latter: whether the end of the running backward pass will exchange gradients."""
         self._paced: tuple[float, int] | None = None
         """What the step has taken until its gradients were exchanged, if they have been."""
         self._clipped: float | None = None
         """What to multiply the mean gradient with, once it has been made and clipped."""
 
-        self._layout = layout = Layout(named, self._size)
+        # Shards are divided among the workers of each machine.
+        self._place, self._neighbours = members.local.rank, members.local.size
+        self._layout = layout = Layout(named, self._neighbours)
         self._table = Table(members, optimizer, len(layout.slots))
         self._reduction: Reduction
+        self._spread: SpreadReduction | None = None
         if shareable:
-            memory = members.share(Gradients.memory_size(layout, self._size))
-            self._gradients = Gradients.shared(layout, memory, self._rank, self._size)
-            self._reduction = self._shards = SharedReduction(layout, self._gradients, self._rank)
+            memory = members.share(Gradients.memory_size(layout, self._neighbours))
+            self._gradients = Gradients.shared(layout, memory, self._place, self._neighbours)
+            self._reduction = self._shards = SharedReduction(layout, self._gradients, self._place)
+            self._reach_out(around)
         else:
             self._gradients = Gradients.private(layout, named[0][1].device)
             self._reduction = CollectiveReduction(layout, self._gradients, self._rank)
@@ -101,14 +110,31 @@ class AllReduceTrainer(Trainer):
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
+    def _reach_out(self, around: Surroundings) -> None:
+        """To the other machines, if there are any."""
+        strategy = around.strategy
+        topology = strategy.topology if isinstance(strategy, AllReduce) else "auto"
+        if len(self._members.machines) > 1:
+            self._spread = SpreadReduction(self._layout, self._gradients, self._members, topology)
+            self._reduction = self._spread
+        elif topology != "auto":
+            around.say(
+                f"all workers are on one machine, where gradients meet in shared memory; the topology '{topology}' "
+                "is for messages between machines"
+            )
+
     def _share_versions(self) -> None:
         members, layout = self._members, self._layout
         self._versions = versions = Versions(layout, members.share(Versions.memory_size(layout)))
-        if self._rank == 0:
+        if self._spread is not None:
+            members.mirror([slot.parameter for slot in layout.slots])
+        if self._place == 0:
             versions.fill()
         self._meeting.meet(Intent.ALLOCATE)
         versions.pull()
-        self._shard = ShardedOptimizer(self._optimizer, layout, versions, self._gradients, self._rank, self._size)
+        self._shard = ShardedOptimizer(
+            self._optimizer, layout, versions, self._gradients, self._place, self._neighbours
+        )
         self._shard.place(members.share(self._shard.memory_size()))
         self._shard.import_state(self._optimizer)
 
@@ -156,8 +182,7 @@ class AllReduceTrainer(Trainer):
             scale = getattr(self._optimizer, "grad_scale", None)
             unscale = 1.0 if scale is None else 1.0 / float(scale)
             skip = bool(getattr(self._optimizer, "found_inf", False))
-        self._bring(unscale, skip)
-        self._meet(Intent.UPDATE)
+        self._meet(Intent.UPDATE, self._bring(unscale, skip))
         loss = self._update(closure) if closure is not None else self._update() or loss
         if self._shard is not None:
             self._takeover.run_hooks("post")
@@ -167,8 +192,7 @@ class AllReduceTrainer(Trainer):
         if self._visible:
             parameters = [slot.parameter for slot in self._layout.slots]
             return torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type=norm)
-        self._bring(1.0, skip=False, final=False)
-        self._meet(Intent.CLIP)
+        self._meet(Intent.CLIP, self._bring(1.0, skip=False, final=False))
         return self._clip(limit, norm)
 
     def finish_epoch(self) -> None:
@@ -192,19 +216,34 @@ class AllReduceTrainer(Trainer):
     def _meet(self, intent: Intent, length: int = 0) -> Intent:
         """Come to a meeting, and record how long it took for the last one to come."""
         start = time.perf_counter()
-        topic = self._meeting.meet(intent, length)
+        if self._trouble is not None:
+            trouble, self._trouble = self._trouble, None
+            assert isinstance(self._meeting, SpreadMeeting)
+            topic = self._meeting.meet(intent, 0, trouble)
+        else:
+            topic = self._meeting.meet(intent, length)
         if self._meeting.last != self._rank:
             waited = time.perf_counter() - start
             if waited > _NOTABLE:
                 self._recorder.add(Wait(self._rank, start, waited, self._meeting.last))
         return topic
 
-    def _bring(self, unscale: float, skip: bool, final: bool = True) -> None:
-        """Write what the others need to know into this worker's note."""
+    def _reduce(self, agreed: Agreement) -> int:
+        """Make the mean gradient of this worker's shard."""
+        if self._spread is None:
+            return self._reduction.shard(agreed.weights, agreed.used)
+        try:
+            return self._spread.shard(agreed.weights, agreed.used)
+        except TeamError as error:
+            self._trouble = error
+            return 0
+
+    def _bring(self, unscale: float, skip: bool, final: bool = True) -> int:
+        """Write what the others need to know into this worker's note; returns its length."""
         pace = self._pace() if final else (0.0, 0)
         # Once the mean is made it lies in the shared buffer, where this worker's own gradient must not go again.
         used = self._gradients.settle() if self._clipped is None else self._gradients.used()
-        self._table.bring(self._weight * unscale, skip, used, pace)
+        return self._table.bring(self._weight * unscale, skip, used, pace)
 
     def _pace(self) -> tuple[float, int]:
         """Seconds and samples of this worker's step, the exchange of visible gradients taken out."""
@@ -251,23 +290,33 @@ class AllReduceTrainer(Trainer):
         if groups is not self._groups:
             self._groups = groups
             self._shard.set_hyperparameters(groups)
+        read = 0
         if not self._visible and self._clipped is None:
-            return self._shard.update(agreed.weights, agreed.used)
+            if self._spread is None:
+                return self._shard.update(agreed.weights, agreed.used)
+            read = self._reduce(agreed)
+            if self._trouble is not None:
+                return 0
         # The mean is made already and lies in this worker's own buffer.
         anywhere = agreed.anywhere()
-        used = None if anywhere is None else [anywhere] * self._size
-        source = self._source(agreed) if self._visible else self._rank
-        return self._shard.update([(source, 1.0)], used, 1.0 if self._clipped is None else self._clipped)
+        used = None if anywhere is None else [anywhere] * self._neighbours
+        source = self._source(agreed) if self._visible else self._place
+        return read + self._shard.update([(source, 1.0)], used, 1.0 if self._clipped is None else self._clipped)
 
     def _source(self, agreed: Agreement) -> int:
         """Whose copy of the mean gradient counts here: the script of a passive worker has not seen its own."""
+        if self._spread is not None:
+            self._spread.supply(self._meeting.passive)
+            return self._spread.source(self._meeting.passive)
         return agreed.weights[0][0] if self._meeting.passive[self._rank] else self._rank
 
     def _run_whole(self, agreed: Agreement, closure: Callable[[], Any] | None) -> Any:
         """Run the user's optimizer on whole parameters, as every worker does."""
         if closure is None:
+            source = self._source(agreed) if self._spread is not None else agreed.weights[0][0]
             if self._meeting.passive[self._rank]:
-                self._reduction.adopt(agreed.weights[0][0])
+                if source != self._place or self._spread is None:
+                    self._reduction.adopt(source)
                 self._gradients.show(agreed.anywhere())
             return self._takeover.plain_step()
         if any(self._meeting.passive):
@@ -289,7 +338,7 @@ class AllReduceTrainer(Trainer):
         """Make the mean gradient of this worker's shard and find the norm of the whole."""
         start = time.perf_counter()
         agreed = self._table.read()
-        read = self._reduction.shard(agreed.weights, agreed.used)
+        read = self._reduce(agreed)
         self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
         # Only those who called it know which norm, and what limit; the lowest of them says it.
         _VALUE.pack_into(self._meeting.note, 0, limit, norm)
@@ -298,7 +347,8 @@ class AllReduceTrainer(Trainer):
         part = self._shards.norm(norm, agreed.anywhere())
         _VALUE.pack_into(self._meeting.note, 0, part, 0.0)
         self._meet(Intent.CLIP, _VALUE.size)
-        parts = [_VALUE.unpack_from(note)[0] for note in self._meeting.notes]
+        # Every machine has all parts. Cut elsewhere, they round differently: all take those of the first.
+        parts = [_VALUE.unpack_from(self._meeting.notes[rank])[0] for rank in self._members.machines[0]]
         total = together(parts, norm) ** (1.0 if norm == float("inf") else 1.0 / norm)
         self._clipped = min(1.0, limit / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
         return torch.tensor(total, dtype=self._layout.flats[0].dtype)
@@ -316,8 +366,8 @@ class AllReduceTrainer(Trainer):
         seconds, samples = self._paced or (0.0, 0)
         pace = self._stopwatch.stop(self.version, again=self._paced is not None)
         self._paced = seconds + pace[0], samples + pace[1]
-        self._table.bring(self._weight, False, self._gradients.settle(), (0.0, 0))
-        self._meet(Intent.REDUCE)
+        length = self._table.bring(self._weight, False, self._gradients.settle(), (0.0, 0))
+        self._meet(Intent.REDUCE, length)
         self._exchange()
         self._stopwatch.restart(time.perf_counter())
 
@@ -325,7 +375,7 @@ class AllReduceTrainer(Trainer):
         """Put the mean gradient into everybody's `.grad`."""
         start = time.perf_counter()
         agreed = self._table.read()
-        read = self._reduction.shard(agreed.weights, agreed.used)
+        read = self._reduce(agreed)
         middle = time.perf_counter()
         self._recorder.add(Reduce(self._rank, start, middle - start, read))
         self._meet(Intent.PUBLISH)

@@ -1,4 +1,4 @@
-"""Moves bytes: memory that processes of one machine share, the meetings they hold in it, and wires to other machines."""
+"""Moves bytes: memory that processes of one machine share, their meetings, and wires to other machines."""
 
 from paceline.transport.meeting import Intent, Meeting
 from paceline.transport.memory import Memory

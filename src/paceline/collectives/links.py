@@ -1,0 +1,161 @@
+"""What the links between machines are like, and which way round a ring should go."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from paceline.collectives.algorithms import ALGORITHMS, costs
+from paceline.transport.channel import Channel, Link
+
+_SIZES = (1 << 16, 1 << 20, 1 << 22)
+"""Bytes that are tried, one after the other, until it takes long enough to be measured."""
+_LONG = 0.02
+"""Seconds."""
+_PINGS = 4
+_FEW = 8
+"""Machines of which all orders are tried."""
+
+
+class Row(msgspec.Struct):
+    """What one machine found out: of the ways from it to each other."""
+
+    latency: list[float]
+    bandwidth: list[float]
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+class Links(msgspec.Struct):
+    """A matrix: of the way from one machine (row) to another (column)."""
+
+    latency: list[list[float]]
+    """Seconds."""
+    bandwidth: list[list[float]]
+    """Bytes per second; infinite to itself."""
+
+    @classmethod
+    def of(cls, rows: Sequence[bytes]) -> Links:
+        found = [msgspec.json.decode(row, type=Row) for row in rows]
+        for number, row in enumerate(found):
+            row.bandwidth[number] = float("inf")  # which JSON does not know
+        return cls([row.latency for row in found], [row.bandwidth for row in found])
+
+    @property
+    def size(self) -> int:
+        return len(self.latency)
+
+    def slowest(self, order: Sequence[int]) -> float:
+        """The bandwidth of the slowest link of a ring."""
+        return min(self.bandwidth[a][b] for a, b in around(order))
+
+
+def around(order: Sequence[int]) -> list[tuple[int, int]]:
+    """The links of a ring."""
+    return list(itertools.pairwise([*order, order[0]]))
+
+
+def best_order(links: Links) -> list[int]:
+    """The order of machines in which the slowest link of the ring is fastest; of several, that of the fastest links."""
+    if links.size <= _FEW:
+        rings = ([0, *rest] for rest in itertools.permutations(range(1, links.size)))
+        return max(rings, key=lambda ring: _worth(links, ring))
+    candidates = [_greedy(links, start) for start in range(links.size)]
+    best = max(candidates, key=lambda ring: _worth(links, ring))
+    start = best.index(0)
+    return [*best[start:], *best[:start]]
+
+
+def _worth(links: Links, ring: Sequence[int]) -> tuple[float, float]:
+    # Links of about the same speed count as equal, so that chance does not choose.
+    slowest = round(links.slowest(ring), -int(len(str(int(links.slowest(ring)))) - 1))
+    return slowest, -sum(1.0 / links.bandwidth[a][b] for a, b in around(ring))
+
+
+def _greedy(links: Links, start: int) -> list[int]:
+    ring = [start]
+    while len(ring) < links.size:
+        rest = [other for other in range(links.size) if other not in ring]
+        ring.append(max(rest, key=lambda other: links.bandwidth[ring[-1]][other]))
+    return ring
+
+
+def best_topology(links: Links, size: int) -> str:
+    """The topology that takes the least time for so many bytes, if the ring goes its best way and others can not."""
+    latency = max(max(row) for row in links.latency)
+    slowest = min(min(row) for row in links.bandwidth)
+    ring = Link(latency=latency, bandwidth=links.slowest(best_order(links)))
+    other = Link(latency=latency, bandwidth=slowest)
+    times = {name: costs.seconds(name, links.size, size, ring if name == "ring" else other) for name in ALGORITHMS}
+    # The ring alone is done in small messages that overlap with adding.
+    return min(times, key=lambda name: (times[name] * (1.0 if name == "ring" else 1.1), name))
+
+
+def measure(channel: Channel) -> Row:
+    """The ways from this member to the others, each measured while no other is used by either of the two."""
+    size, rank = channel.size, channel.rank
+    row = Row([0.0] * size, [0.0] * size)
+    for pairs in tournament(size):
+        peer = next((a + b - rank for a, b in pairs if rank in (a, b)), None)
+        if peer is None:
+            continue
+        for turn in (min(rank, peer), max(rank, peer)):
+            if turn == rank:
+                row.latency[peer], row.bandwidth[peer] = _ask(channel, peer)
+            else:
+                _answer(channel, peer)
+    return row
+
+
+def tournament(size: int) -> list[list[tuple[int, int]]]:
+    """Rounds in which all meet all, each one other at a time."""
+    players: list[int | None] = list(range(size))
+    if size % 2:
+        players.append(None)
+    rounds = []
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        rounds.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        players = [players[0], players[-1], *players[1:-1]]
+    return rounds
+
+
+def _ask(channel: Channel, peer: int) -> tuple[float, float]:
+    word = torch.zeros(1)
+    latency = float("inf")
+    for _ in range(_PINGS):
+        start = time.perf_counter()
+        channel.send(peer, word).wait()
+        channel.receive(peer, word)
+        latency = min(latency, (time.perf_counter() - start) / 2)
+    seconds, size = 0.0, 0
+    for size in _SIZES:
+        channel.send(peer, torch.ones(1)).wait()
+        data = torch.zeros(size, dtype=torch.uint8)
+        start = time.perf_counter()
+        channel.send(peer, data).wait()
+        channel.receive(peer, word)
+        seconds = max(1e-9, time.perf_counter() - start - latency)
+        if seconds > _LONG:
+            break
+    channel.send(peer, torch.zeros(1)).wait()
+    return latency, size / seconds
+
+
+def _answer(channel: Channel, peer: int) -> None:
+    word = torch.zeros(1)
+    for _ in range(_PINGS):
+        channel.receive(peer, word)
+        channel.send(peer, word).wait()
+    for size in (*_SIZES, 0):
+        channel.receive(peer, word)
+        if not float(word):
+            return
+        channel.receive(peer, torch.empty(size, dtype=torch.uint8))
+        channel.send(peer, word).wait()
