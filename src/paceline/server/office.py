@@ -74,6 +74,8 @@ _BEAT = 0.5
 """Seconds between signs of life."""
 _KNOCK = 0.02
 """Seconds between looks at whether the coordinator has come."""
+_STALLED = 30.0
+"""Seconds without a sign that anything arrives, after which a connection is made anew."""
 _FAREWELL = 3.0
 """Seconds in which the last words must have arrived."""
 _WINDOWS = {"control": 1 << 30, "bulk": 8 << 20}
@@ -234,6 +236,8 @@ class Office:
                 if sender.idle:
                     sender.send(_encode(Beat(time.perf_counter())))
                 self._look_after(machine, now)
+            for link in LINKS:
+                self._senders[link][machine].renew(_STALLED)
         self._pass_on_streams()
         self._count_refusals()
         self._haul.recorder.flush()

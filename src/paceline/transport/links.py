@@ -105,13 +105,26 @@ class Sender:
         self._number = 0
         self._bytes = 0
         self._knock = False
+        self._progress = time.monotonic()
+        """When something was last acknowledged, or nothing was to be."""
         self.heard = time.monotonic()
         """When the other end last gave a sign of life."""
         self.again = 0
         """Frames that were sent again."""
 
     def connect(self, address: str, port: int) -> None:
-        self.socket.connect(f"tcp://{address}:{port}")
+        self._endpoint = f"tcp://{address}:{port}"
+        self.socket.connect(self._endpoint)
+
+    def renew(self, patience: float) -> None:
+        """Connect anew if nothing has been acknowledged for so long: damage may have left the other end waiting."""
+        now = time.monotonic()
+        if not self._kept:
+            self._progress = now
+        elif now - self._progress > patience:
+            self._progress = now
+            self.socket.disconnect(self._endpoint)
+            self.socket.connect(self._endpoint)
 
     @property
     def room(self) -> int:
@@ -160,7 +173,7 @@ class Sender:
                     taken = _taken.decode(parts[0])
                 except msgspec.MsgspecError:
                     continue
-                self.heard = time.monotonic()
+                self.heard = self._progress = time.monotonic()
                 while self._kept and self._kept[0][0] <= taken.number:
                     _, letter, payload = self._kept.popleft()
                     self._bytes -= len(letter) + (0 if payload is None else len(payload))
@@ -255,7 +268,8 @@ class Receiver:
             self.heard[head.machine] = time.monotonic()
             return Taken(before, head.size)
         if head.number > before + 1:
-            return None  # one before it was lost with its connection; both come again
+            self.refusals.add("before its turn", name)  # if one before it was lost with its connection, both come again
+            return None
         letter, payload = parts[2], parts[3] if len(parts) == 4 else None
         why = ""
         if head.size != len(letter) + (0 if payload is None else len(payload)):
