@@ -33,6 +33,7 @@ from paceline.strategies.alone import AloneTrainer
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
 from paceline.strategies.elastic import ElasticAllReduceTrainer
+from paceline.strategies.homeward import Homeward
 from paceline.strategies.stopwatch import Stopwatch, Turns
 from paceline.transport import Intent
 
@@ -119,9 +120,11 @@ class Team:
         atexit.register(self._leave)
 
     def _streams_folder(self) -> Path | None:
-        """Where this worker records; what is recorded away from home is sent there by the machine's office."""
-        if self._folder is None or type(self.strategy) not in POLICIES:
-            return self._folder
+        """Where this worker records; what is recorded away from home is sent there, by the machine's office or lead."""
+        if self._folder is None:
+            return None
+        if self._members.wires is not None and self._launch.record and type(self.strategy) not in POLICIES:
+            Homeward(self._members, self._folder)
         return folder_of(self._folder, self._members.machine)
 
     @property
@@ -345,8 +348,9 @@ class Team:
         self._members.leave()
         if self._trainer is not None:
             self._trainer.settle()
-        if self._writes_summary and self.is_lead and self._folder is not None:
+        if self.is_lead and self._folder is not None and (self._writes_summary or len(self._members.machines) > 1):
             self._members.wait_until_left()
+        if self._writes_summary and self.is_lead and self._folder is not None:
             merge(self._folder, self._started_with)
         if _joined is self:
             _joined = None

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import bench, doctor, live, plan, report, run, scale, simulate
+from paceline.cli import bench, doctor, key, live, plan, report, run, scale, simulate
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("live")(live.live)
 app.command("simulate")(simulate.simulate_command)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
+app.command("key")(key.key)
 app.add_typer(bench.app, name="bench")
 
 

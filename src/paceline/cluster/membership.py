@@ -16,7 +16,8 @@ from paceline.cluster.roster import Roster, call_roll, exchange_ports, machine, 
 from paceline.config import Launch, Place, Timeouts
 from paceline.errors import JoinError, TeamTimeout
 from paceline.transport import Intent, Meeting, Memory, SpreadMeeting, Steps
-from paceline.transport.wires import Kind, Wires, connect
+from paceline.transport.keys import key_of_run
+from paceline.transport.wires import Kind, Wires, connect, with_key
 
 __all__ = ["Members", "Pulse", "come_together", "current", "machine"]
 
@@ -85,6 +86,10 @@ class Members:
         """Those of this machine alone, numbered anew; the team itself where all are on one."""
         self.wires = wires
         """Of the lead of a machine, to the leads of the others."""
+        self.ahead = 0.0
+        """By how much the clock of rank 0's machine is ahead of this one's; a lead knows it."""
+        self.farewell: Callable[[], None] | None = None
+        """What is left to do over the wires once this lead has left."""
         self.store = store  # rank 0 may be its host, and goes on being it as long as the team lasts
         self._pulse = pulse
 
@@ -152,6 +157,8 @@ class Members:
         global _current
         self.meeting.sign_out()
         if self.wires is not None:
+            if self.farewell is not None:
+                self.farewell()
             self.wires.send_all(Kind.END)
             self.wires.settle(1.0)
         if _current is self:
@@ -193,6 +200,8 @@ def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callabl
         else:
             store = open_store(place, timeouts)
             roster = call_roll(place, store, machine(), timeouts)
+            token = with_key(roster.token, key_of_run(launch.key))
+            roster = msgspec.structs.replace(roster, token=token)
             _current = _meet_everywhere(place, roster, store, timeouts, say)
     return _current
 

@@ -136,6 +136,7 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
     try:
         coordinator.run()
     finally:
+        shards.close()
         for memory in memories:
             memory.close_descriptor()
 

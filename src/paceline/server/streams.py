@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from paceline.events import folder_of
-from paceline.server.letters import Charter
 
 _START = re.compile(rb'"start":(-?[0-9.]+(?:e[-+]?[0-9]+)?)')
 _PIECE = 1 << 17
 _LEAVE = b'"event":"leave"'
 
 
+class Places(Protocol):
+    """Who is where."""
+
+    @property
+    def folder(self) -> str | None:
+        """Of the run."""
+
+    @property
+    def machine(self) -> int: ...
+
+    @property
+    def ranks(self) -> Sequence[Sequence[int]]:
+        """On each machine."""
+
+    @property
+    def peers(self) -> Sequence[object]:
+        """One for each machine."""
+
+
 class Streams:
     """Of one machine, or at home of all."""
 
-    def __init__(self, charter: Charter, home: bool) -> None:
+    def __init__(self, charter: Places, home: bool) -> None:
         self._home = home
         self._folder = None
         if charter.folder is not None:

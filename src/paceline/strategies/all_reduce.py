@@ -80,7 +80,7 @@ class AllReduceTrainer(Trainer):
         self._trouble: TeamError | None = None
         """What went wrong on the way to another machine: told at the next meeting, so that all know."""
         self._accumulating = self._exchanging = False
-        """Whether the end of the running backward pass will exchange gradients."""
+        """The latter: whether the end of the running backward pass will exchange gradients."""
         self._paced: tuple[float, int] | None = None
         """What the step has taken until its gradients were exchanged, if they have been."""
         self._clipped: float | None = None

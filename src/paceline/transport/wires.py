@@ -27,6 +27,8 @@ _HELLO = struct.Struct("!4sI32s")
 _LIMIT = 1 << 32
 """No frame is that long: whoever says so speaks another language."""
 _SLICE = 0.1
+_CLOCK = struct.Struct("!d")
+_TICKS = 5
 """Seconds between looks at the clock while nothing comes."""
 
 
@@ -44,6 +46,7 @@ class Kind(IntEnum):
     END = 5
     """Nothing comes any more."""
     CLOCK = 6
+    """The time of its sender."""
 
 
 class Wire:
@@ -247,6 +250,44 @@ def connect(
                 continue
             wires[caller] = Wire(connection, hosts[caller], patience[1])
     return Wires(dict(sorted(wires.items())))
+
+
+def with_key(token: bytes, key: str | None) -> bytes:
+    """What the members prove to each other that they know: also the run's key, if it has one."""
+    return token if key is None else hashlib.blake2b(token, key=bytes.fromhex(key), digest_size=32).digest()
+
+
+def compare_clocks(wires: Wires, index: int, patience: float) -> float:
+    """By how much the first machine's clock is ahead of this one's; all machines do this at the same time."""
+    until = time.monotonic() + patience
+    if index == 0:
+        for machine in wires.wires:
+            for _ in range(_TICKS):
+                _time_of(wires, machine, until)
+                wires.wires[machine].send(Kind.CLOCK, _CLOCK.pack(time.perf_counter()))
+        return 0.0
+    best, ahead = float("inf"), 0.0
+    for _ in range(_TICKS):
+        start = time.perf_counter()
+        wires.wires[0].send(Kind.CLOCK, _CLOCK.pack(start))
+        theirs = _time_of(wires, 0, until)
+        took = time.perf_counter() - start
+        if took < best:
+            best, ahead = took, theirs - (start + took / 2)
+    return ahead
+
+
+def _time_of(wires: Wires, machine: int, until: float) -> float:
+    """What the clock of a machine says."""
+    wire = wires.wires[machine]
+    while not wire.frames:
+        if not wire.open or time.monotonic() > until:
+            raise JoinError(f"{wire.host} has not said what time it is")
+        wires.move(_SLICE)
+    kind, payload = wire.frames.popleft()
+    if kind is not Kind.CLOCK:
+        raise JoinError(f"{wire.host} has failed while the team came together")
+    return float(_CLOCK.unpack(payload)[0])
 
 
 def _call(host: str, port: int, index: int, token: bytes, until: float) -> socket.socket:

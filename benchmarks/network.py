@@ -1,0 +1,174 @@
+"""Several hosts on links of a given speed: how close an all-reduce comes to what the wires allow, and a step of training.
+
+`python benchmarks/network.py` (as root: hosts are network namespaces on a bridge, made and removed here)
+
+Every part is run by the same processes on the same links, one after the other: an all-reduce of the gradients of
+`mlp25m` against the bound 2(N−1)/N·S/B of N machines, and steps of training it in a team and under
+DistributedDataParallel on gloo, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+WORKLOAD = "mlp25m"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2, help="on each host")
+    parser.add_argument("--rate", type=float, default=1e9, help="of each host's link, in bits per second each way")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=64, help="samples of a worker's minibatch")
+    parser.add_argument("--json", type=Path, help="where to write the results, too")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        work(options)
+        return
+    found = measure(options)
+    tell(options, found)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Start the workers on their hosts; what the lead found out."""
+    from hosts import hosts
+
+    with hosts(options.hosts, f"{options.rate:.0f}bit") as made:
+        processes = []
+        for number, host in enumerate(made):
+            for local in range(options.workers):
+                place = {
+                    "RANK": str(number * options.workers + local),
+                    "LOCAL_RANK": str(local),
+                    "WORLD_SIZE": str(options.hosts * options.workers),
+                    "LOCAL_WORLD_SIZE": str(options.workers),
+                    "MASTER_ADDR": made[0].address,
+                    "MASTER_PORT": "29400",
+                    "GLOO_SOCKET_IFNAME": "eth0",
+                    "OMP_NUM_THREADS": "1",
+                }
+                command = [sys.executable, __file__, *sys.argv[1:]]
+                out = subprocess.PIPE if number == local == 0 else None
+                processes.append(host.popen(command, env={**os.environ, **place}, stdout=out, text=True))
+        said, _ = processes[0].communicate(timeout=600)
+        codes = [process.wait(60) for process in processes]
+    if any(codes):
+        sys.exit(f"the workers ended with {codes}")
+    return dict(json.loads(said.splitlines()[-1]))
+
+
+def work(options: argparse.Namespace) -> None:
+    """What every worker does."""
+    import torch
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    import paceline
+    from paceline.bench.workloads import WORKLOADS
+    from paceline.parameters.gradients import Gradients
+    from paceline.parameters.layout import Layout
+    from paceline.strategies.spread import SpreadReduction
+    from paceline.transport import Intent
+
+    torch.set_num_threads(1)
+    workload = WORKLOADS[WORKLOAD]
+    team = paceline.join(timeouts=paceline.Timeouts(join=120.0, meeting=120.0))
+    distributed.init_process_group("gloo")
+    members = team._members
+    batch = workload.batch_of(options.batch, seed=team.rank)
+
+    model = workload.build()
+    layout = Layout(model.named_parameters(), members.local.size)
+    memory = members.share(Gradients.memory_size(layout, members.local.size))
+    gradients = Gradients.shared(layout, memory, members.local.rank, members.local.size)
+    for flat in gradients.own:
+        flat.fill_(team.rank + 1.0)
+    reduction = SpreadReduction(layout, gradients, members, "auto")
+    weights = [(rank, 1.0 / team.world_size) for rank in range(team.world_size)]
+
+    def ours() -> None:
+        reduction.shard(weights, None)
+        members.meeting.meet(Intent.PUBLISH)
+        reduction.gather()
+        members.meeting.meet(Intent.PUBLISH)
+
+    theirs_flat = torch.full((layout.size // 4,), team.rank + 1.0)
+
+    def theirs() -> None:
+        distributed.all_reduce(theirs_flat)
+
+    def timed(what: Callable[[], None], rounds: int) -> list[float]:
+        found = []
+        for _ in range(rounds):
+            distributed.barrier()
+            start = time.perf_counter()
+            what()
+            distributed.barrier()
+            found.append(time.perf_counter() - start)
+        return found
+
+    timed(ours, 1)
+    seconds: dict[str, list[float]] = {"all-reduce": [], "gloo": [], "step": [], "ddp": []}
+    for _ in range(options.rounds):
+        seconds["all-reduce"] += timed(ours, 1)
+        seconds["gloo"] += timed(theirs, 1)
+    mean = (team.world_size + 1) / 2
+    assert all(bool(((flat - mean).abs() < 1e-4).all()) for flat in gradients.own), "the mean is wrong"
+
+    torch.manual_seed(0)
+    plain = DistributedDataParallel(workload.build(), gradient_as_bucket_view=True)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    torch.manual_seed(0)
+    own: Any = workload.build()
+    own, optimizer = team.setup(own, torch.optim.SGD(own.parameters(), lr=0.01))
+
+    def step(net: Any, optimizer: Any) -> Callable[[], None]:
+        def once() -> None:
+            x, y = batch
+            workload.loss(net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return once
+
+    for what, name in ((step(own, optimizer), "step"), (step(plain, plain_optimizer), "ddp")):
+        timed(what, 1)
+        seconds[name].clear()
+    for _ in range(options.rounds):
+        seconds["step"] += timed(step(own, optimizer), 2)
+        seconds["ddp"] += timed(step(plain, plain_optimizer), 2)
+    if team.is_lead:
+        print(json.dumps({"bytes": layout.size, "seconds": seconds}))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def tell(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    machines, size = options.hosts, found["bytes"]
+    bound = 2 * (machines - 1) / machines * size / (options.rate / 8)
+    middle = {name: statistics.median(values) for name, values in found["seconds"].items()}
+    found.update(bound=bound, median=middle, share=bound / middle["all-reduce"], faster=middle["ddp"] / middle["step"])
+    print(f"{machines} hosts x {options.workers} workers, links of {options.rate / 1e6:g} Mbit/s, {size / 1e6:.1f} MB")
+    print(f"bound 2(N-1)/N*S/B         {bound:7.3f} s")
+    for name, what in (("all-reduce", "all-reduce of a team"), ("gloo", "all-reduce of gloo")):
+        print(f"{what:<26} {middle[name]:7.3f} s  {bound / middle[name]:6.1%} of the bound")
+    print(f"step of {WORKLOAD} in a team  {middle['step']:7.3f} s")
+    print(f"step under DDP on gloo     {middle['ddp']:7.3f} s  the team is {found['faster']:.2f} times as fast")
+
+
+if __name__ == "__main__":
+    main()
