@@ -31,7 +31,7 @@ loader = DataLoader(TensorDataset(inputs, labels), batch_size=32)
 model, optimizer, loader = team.setup(model, optimizer, loader)
 
 # Whether there is one, all must see alike: rank 0 looks.
-saved = team.per_replica(options.checkpoint.is_file()).values()[0]
+saved = team.per_replica(options.checkpoint.is_file())[0]
 done = team.load(options.checkpoint)["epochs"] if saved else 0
 if done and team.is_lead:
     print(f"going on after epoch {done}", flush=True)

@@ -52,7 +52,7 @@ def look_around(team: Team) -> tuple[Any, ...]:
     team.barrier()
     beside = [number - 1 for number in memory.bytes(0, members.local.size)]
     assert beside == members.machines[members.machine]
-    assert team.per_replica(team.rank).values() == list(range(team.world_size))
+    assert team.per_replica(team.rank).values == tuple(range(team.world_size))
     return members.machine, members.machines, members.local.rank, members.local.size
 
 
