@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
 import yaml
-from hosts import hosts
+from hosts import Host, hosts
 from spread import Failure, Spread
 from support import PYTHON, TORCHRUN, free_port, started, wait_until, write_script
 from torch import nn
@@ -76,6 +77,41 @@ def test_learns_over_hosts_what_one_process_learns(tmp_path: Path) -> None:
         assert sum(type(event).__name__ == "Update" and event.rank == rank for event in events) == 10
     assert sorted({type(event).__name__ for event in events} & {"Join", "Leave"}) == ["Join", "Leave"]
     assert not list(folder.glob("machine-*"))
+
+
+def look_at_links(team: Team) -> tuple[list[int], list[list[float]]]:
+    model: Any = nn.Linear(256, 256)
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    between = team._trainer._spread.between  # type: ignore[union-attr]
+    return between.order, between.links.bandwidth
+
+
+def slow_down(host: Host, to: Host, rate: str) -> None:
+    """Let what a host sends to one other go at this rate, and all else as it did."""
+    for words in (
+        "qdisc add dev eth0 root handle 1: htb default 10",
+        "class add dev eth0 parent 1: classid 1:10 htb rate 10gbit quantum 60000",
+        f"class add dev eth0 parent 1: classid 1:20 htb rate {rate} quantum 60000",
+        f"filter add dev eth0 parent 1: protocol ip u32 match ip dst {to.address}/32 flowid 1:20",
+    ):
+        subprocess.run(["tc", "-n", host.name, *words.split()], check=True, capture_output=True)
+
+
+def test_the_ring_follows_the_fast_links() -> None:
+    with hosts(4) as made:
+        slow = [(0, 1), (2, 3)]  # of which both would be in a ring in the order of machines
+        for one, other in slow:
+            slow_down(made[one], made[other], "20mbit")
+            slow_down(made[other], made[one], "20mbit")
+        with Spread(look_at_links, made, 1, strategy="all-reduce:topology=ring") as team:
+            results = team.values()
+    order, bandwidth = results[0]
+    assert all(found == order for found, _ in results)
+    for one, other in slow:
+        assert bandwidth[one][other] < 20e6 / 8 * 1.5
+        assert abs(order.index(one) - order.index(other)) == 2
 
 
 # -- the cable -------------------------------------------------------------------------------------------------------
@@ -164,7 +200,6 @@ def test_torchrun_trains_over_hosts_and_restarts_a_killed_worker(tmp_path: Path)
         for node, (host, folder) in enumerate(zip(made, folders, strict=True)):
             folder.mkdir()
             words = ("--max-restarts", 2, script, "--epochs", 4, "--checkpoint", "c.pt", "--name", "run")
-            # torchrun itself asks for the name of its host, which nobody here knows.
             runs.append(started(host.command(agent(node, made[0].address, 29400, *words)), folder))
         with runs[0] as lead, runs[1] as other:
             outcome = lead.finish(200.0)
