@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paceline.cli import bench, live, plan, report, run, simulate
+from paceline.cli import bench, key, live, plan, report, run, simulate
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("report")(report.report)
 app.command("live")(live.live)
 app.command("simulate")(simulate.simulate_command)
 app.command("plan")(plan.plan)
+app.command("key")(key.key)
 app.add_typer(bench.app, name="bench")
 
 

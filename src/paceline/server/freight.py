@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -26,7 +27,7 @@ class Grid:
 
     def __init__(self, spans: Iterable[Span], parameters: list[Span]) -> None:
         self.chunks = cut(spans)
-        self.places = {start: stop for start, stop in self.chunks}
+        self.places = dict(self.chunks)
         self.bytes = sum(stop - start for start, stop in self.chunks)
         self.needs = [0] * len(self.chunks)
         """How many parameters each has a part of."""
@@ -39,8 +40,6 @@ class Grid:
 
 
 def _overlapping(chunks: list[Span], start: int, stop: int) -> Iterator[int]:
-    from bisect import bisect_right
-
     index = max(0, bisect_right(chunks, (start, 1 << 62)) - 1)
     while index < len(chunks) and chunks[index][0] < stop:
         if chunks[index][1] > start:

@@ -135,7 +135,10 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
     coordinator = Coordinator(plan, seats, shards, Hyperparameters(None, slots), used, words, say)
     for seat in seats.values():
         seat.wire.send(Ready())
-    coordinator.run()
+    try:
+        coordinator.run()
+    finally:
+        shards.close()
 
 
 def _serve_further(wire: Wire[Any], index: int, patience: float) -> None:

@@ -72,6 +72,8 @@ HOME = 0
 """The machine of rank 0 and of the coordinator."""
 _BEAT = 0.5
 """Seconds between signs of life."""
+_KNOCK = 0.02
+"""Seconds between looks at whether the coordinator has come."""
 _FAREWELL = 3.0
 """Seconds in which the last words must have arrived."""
 _WINDOWS = {"control": 1 << 30, "bulk": 8 << 20}
@@ -118,6 +120,8 @@ class Office:
         self._near: dict[int, _Near] = {}
         self._far: dict[int, Wire[Any]] = {}
         """At home, by worker or server, its chair at the coordinator's table."""
+        self._early: dict[int, list[tuple[Any, list[int]]]] = {}
+        """What they say who have come before the coordinator, with descriptors."""
         self._actions: dict[int, Callable[[], None]] = {}
         """By descriptor, what to do when something has come on it."""
         self._poller = zmq.Poller()
@@ -180,7 +184,7 @@ class Office:
     def run(self) -> None:
         """Until nobody of this machine is left, and at home nobody at all."""
         until = time.monotonic() + self._patience
-        while self._near or self._far or (not self._came and time.monotonic() < until):
+        while self._near or self._far or self._early or (not self._came and time.monotonic() < until):
             self._turn(_BEAT)
         self._count_refusals()
         self._haul.recorder.close()
@@ -207,7 +211,10 @@ class Office:
         for senders in self._senders.values():
             for sender in senders.values():
                 self._poller.register(sender.socket, zmq.POLLIN | (zmq.POLLOUT if sender.waiting else 0))
-        ready = dict(self._poller.poll(seconds * 1e3))
+        if self._early:
+            self._knock()
+            seconds = min(seconds, _KNOCK)
+        ready = dict(self._poller.poll(int(seconds * 1e3)))
         for senders in self._senders.values():  # the short things first
             for sender in senders.values():
                 if sender.socket in ready:
@@ -366,7 +373,7 @@ class Office:
             message = near.answers[0]
             if isinstance(message, Go | Leased | Over | Frozen):
                 if not self._haul.holds(message.buffer, message.version):
-                    self._fetch(near, lambda m=message: self._haul.fetch(m.buffer, m.version, lambda: self._on(near)))
+                    self._fetch(near, lambda m=message: self._haul.fetch(m.buffer, m.version, lambda: self._on(near)))  # type: ignore[misc]
                     return
                 near.buffer = message.buffer
                 if isinstance(message, Frozen):
@@ -376,7 +383,7 @@ class Office:
                     continue
             near.answers.popleft()
             plain = message.message if isinstance(message, _Whole) else message
-            self._try(near, lambda m=plain: near.wire.send(m))
+            self._try(near, lambda m=plain: near.wire.send(m))  # type: ignore[misc]
 
     def _fetch(self, near: _Near, begin: Callable[[], None]) -> None:
         near.fetching = True
@@ -410,14 +417,19 @@ class Office:
 
     def _sit(self, who: int, message: Any, descriptors: list[int]) -> None:
         """At home: say this at the coordinator's table, in the chair of whoever says it."""
-        wire = self._far.get(who)
         if isinstance(message, Hello | ShardHello):
-            if wire is not None:
+            if who in self._far or who in self._early:
                 raise ValueError("a worker that has come before")
-            kinds = ToWorker if who >= 0 else ToShard
-            wire = self._far[who] = connect(self._charter.coordinator, kinds, self._patience)
+            self._early[who] = []
             self._came = True
-            self._watch(wire.descriptor, lambda: self._told_by_coordinator(who))
+        if who in self._early:
+            self._early[who].append((message, descriptors))
+            self._knock()
+            return
+        self._speak(who, message, descriptors)
+
+    def _speak(self, who: int, message: Any, descriptors: list[int]) -> None:
+        wire = self._far.get(who)
         if wire is None:
             return
         try:
@@ -427,7 +439,20 @@ class Office:
         if isinstance(message, Bye):
             self._rise(who)
 
+    def _knock(self) -> None:
+        """Whether the coordinator is there by now, for those who have come before it."""
+        for who in list(self._early):
+            try:
+                wire = connect(self._charter.coordinator, ToWorker if who >= 0 else ToShard, 0.0)
+            except JoinError:
+                return
+            self._far[who] = wire
+            self._watch(wire.descriptor, lambda who=who: self._told_by_coordinator(who))  # type: ignore[misc]
+            for message, descriptors in self._early.pop(who):
+                self._speak(who, message, descriptors)
+
     def _rise(self, who: int) -> None:
+        self._early.pop(who, None)
         wire = self._far.pop(who, None)
         if wire is not None:
             self._unwatch(wire.descriptor)

@@ -43,6 +43,11 @@ class Shards:
         for wire in self._others.values():
             wire.send(Ready())
 
+    def close(self) -> None:
+        """The run is over for all of them."""
+        for wire in self._others.values():
+            wire.close()
+
     def _all(self, message: Add | Apply | Distance | Reload, own: Callable[[], float | None]) -> list[float]:
         for index, wire in self._others.items():
             self._try(index, lambda wire=wire: wire.send(message))  # type: ignore[misc]

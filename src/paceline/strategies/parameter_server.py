@@ -102,11 +102,8 @@ class ParameterServerTrainer(Trainer):
             self._snapshot = Snapshot(model)
             self._boundaries = Boundaries(model, self._look)
             self._stopwatch.sleep = self._sleep
-        early = (
-            self._spread
-            and self._feedback is None
-            and any(m != around.members.machine for m in self._machine_of_server)
-        )
+        away = set(self._machine_of_server) != {around.members.machine}
+        early = self._spread and self._feedback is None and away
         self._gradients.attach(large=self._made if early else None)
         self._takeover = Takeover(optimizer)
         for name, method in (

@@ -1,12 +1,12 @@
 """Messages between machines, over ZeroMQ: in order, each once, whole, and only from members of the run.
 
 A link goes one way: a sender connects to the other machine's receiver, which acknowledges what it took. What was not
-acknowledged is kept, by reference where it lies, and sent again if a connection broke in between. The sender stops at
-a window of bytes that are not acknowledged, so a slow reader never makes either end's memory grow. There is one link for
-short things and another for bulk, so that the former overtake the latter.
+acknowledged is kept, and sent again if a connection broke in between. The sender stops at a window of bytes that are
+not acknowledged, so a slow reader never makes either end's memory grow. There is one link for short things and another
+for bulk, so that the former overtake the latter.
 
-Every frame has a typed head: the run, who sent it, its number in the link, how long it is, and a checksum. With a key, all
-of it is encrypted and authenticated by CURVE; without, nothing but loopback is used.
+Every frame has a typed head: the run, who sent it, its number in the link, how long it is, and a checksum. With a key,
+all of it is encrypted and authenticated by CURVE; without, nothing but loopback is used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LINKS = ("control", "bulk")
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of every frame; numbers begin with 1. Number 0 asks how far the other end is, and its size says who asks how far."""
+    """Of every frame; numbers begin with 1. Number 0 asks how far the other end is; its size is how far one has sent."""
 
     run: str
     machine: int
@@ -246,37 +246,27 @@ class Receiver:
 
     def _judge(self, who: bytes, parts: list[memoryview]) -> Taken | None:
         """Take one frame, or refuse it; returns what to answer."""
-        if len(parts) not in (3, 4):
-            self.refusals.add("not a frame")
-            return None
-        try:
-            head = _head.decode(parts[1])
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            self.refusals.add("no head")
-            return None
-        if head.run != self._run:
-            self.refusals.add("of another run")
-            return None
-        if who != f"{head.machine} {self._link}".encode() or head.machine not in self._taken:
-            self.refusals.add("from a machine that is not in the run")
+        head = self._read_head(who, parts)
+        if head is None:
             return None
         before = self._taken[head.machine]
         name = f"machine {head.machine}"
         if head.number == 0:
             self.heard[head.machine] = time.monotonic()
             return Taken(before, head.size)
-        if head.number != before + 1:
-            if head.number <= before:
-                self.refusals.add("seen before", name)
-                return Taken(before)
+        if head.number > before + 1:
             return None  # one before it was lost with its connection; both come again
         letter, payload = parts[2], parts[3] if len(parts) == 4 else None
+        why = ""
         if head.size != len(letter) + (0 if payload is None else len(payload)):
-            self.refusals.add("not as long as it says", name)
-            return Taken(before, damaged=True)
-        if head.check != _check(letter, payload):
-            self.refusals.add("damaged", name)
-            return Taken(before, damaged=True)
+            why = "not as long as it says"
+        elif head.check != _check(letter, payload):
+            why = "damaged"
+        elif head.number <= before:
+            why = "seen before"
+        if why:
+            self.refusals.add(why, name)
+            return Taken(before, damaged=head.number == before + 1)
         self.heard[head.machine] = time.monotonic()
         self._taken[head.machine] = head.number
         try:
@@ -284,6 +274,24 @@ class Receiver:
         except (ValueError, KeyError, IndexError) as error:  # msgspec's are ValueErrors, too
             self.refusals.add(f"{error}" if type(error) is ValueError else "not understood", name)
         return Taken(head.number)
+
+    def _read_head(self, who: bytes, parts: list[memoryview]) -> Head | None:
+        """The head of a frame of this run, from one of its machines; None for any other."""
+        why = "not a frame"
+        if len(parts) in (3, 4):
+            try:
+                head = _head.decode(parts[1])
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                why = "no head"
+            else:
+                if head.run != self._run:
+                    why = "of another run"
+                elif who == f"{head.machine} {self._link}".encode() and head.machine in self._taken:
+                    return head
+                else:
+                    why = "from a machine that is not in the run"
+        self.refusals.add(why)
+        return None
 
     def read_monitor(self) -> None:
         with contextlib.suppress(zmq.Again):
