@@ -76,7 +76,7 @@ class Between:
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=members.hosts[members.machine])]
         options._timeout = datetime.timedelta(seconds=max(timeouts.join, timeouts.meeting))
-        store = PrefixStore(f"between/{name}", members.store)
+        store = PrefixStore(f"between/{next(members.numbers)}/{name}", members.store)
         self._gloo: Any = ProcessGroupGloo(store, self._index[members.rank], len(ranks), options)
         self._gloo._set_default_timeout(self._limit)
         self.order = list(range(len(machines)))
