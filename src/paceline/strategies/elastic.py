@@ -137,7 +137,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         topic = super()._meet(intent, length)
         if topic is Intent.UPDATE:
             self._active = [rank for rank, passive in enumerate(self._meeting.passive) if not passive]
-        while gone := self._meeting.departed - self._gone:
+        while gone := set(self._meeting.departed) - self._gone:
             new = self._lose(gone, counted=topic is Intent.PUBLISH)
             if topic is not Intent.PUBLISH:
                 break
