@@ -100,7 +100,7 @@ def pushes(events: Iterable[Event]) -> Counter[int]:
 
 @pytest.mark.parametrize("strategy", POLICIES)
 def test_workers_join_and_leave_under_every_policy(strategy: str, tmp_path: Path) -> None:
-    with playing(command(tmp_path, strategy, samples=2400, epochs=1), tmp_path) as run:
+    with playing(command(tmp_path, strategy, samples=1600, epochs=1), tmp_path) as run:
         run.note("training-1")
         assert scale(run, 3) == "from 2 to 3 workers: rank 2 will join"
         size = run.note("training-2")["size"]
