@@ -145,6 +145,8 @@ class Reduction:
         self.first, self.last = math.inf, -math.inf
         """When training began and, as far as is counted, ended."""
         self.updates = 0
+        self._newest = -1
+        """The newest version that is counted, of workers who all update alike."""
         self._first_update: tuple[int, float] = (-1, math.inf)
         """Version and moment."""
         self._last_update = -math.inf
@@ -247,7 +249,7 @@ class Reduction:
         assert self.buckets is not None
         updates = rows[(rows["kind"] == UPDATING) & ~rows["skipped"]]
         # Of workers that all update alike, the first one counts; the version is there when the last one has done it.
-        counted = updates[updates["rank"] == (0 if (updates["rank"] >= 0).any() else -1)]
+        counted = self._each_once(updates)
         moments = ends(counted)
         self.updates += len(moments)
         self.buckets.add_points(("updates",), moments, np.ones(len(moments)))
@@ -260,6 +262,19 @@ class Reduction:
         ):
             samples.add(when, many, *self.update_span)
             self.buckets.add_points(samples.key, when, many)
+
+    def _each_once(self, updates: Rows) -> Rows:
+        """Every version once: as the first worker made it or, when that is gone, the lowest that is left."""
+        if not (updates["rank"] >= 0).any():
+            return updates[updates["rank"] == -1]
+        new = updates[(updates["rank"] >= 0) & (updates["version"] > self._newest)]
+        if not len(new):
+            return new
+        order = np.lexsort((new["rank"], new["version"]))
+        _, first = np.unique(new["version"][order], return_index=True)
+        counted = new[order][first]
+        self._newest = int(counted["version"].max())
+        return counted
 
     def _span(self, updates: Rows) -> None:
         """When the first and the last update were made."""
