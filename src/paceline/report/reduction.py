@@ -59,6 +59,8 @@ class Tally:
     state: str = "joined"
     heard: float = 0.0
     """When it last did something."""
+    came: float = -math.inf
+    """When it joined; the last of those who had this rank."""
     version: int = 0
     stale: float = 0.0
     """Of its last push."""
@@ -161,10 +163,15 @@ class Reduction:
         for join in groups.get(Join, ()):
             self.strategy = join.strategy
             self.wall = join.wall - join.start
-            self.tallies[join.rank].heard = join.start
+            tally = self.tallies[join.rank]
+            tally.heard = max(tally.heard, join.start)
+            if join.start > tally.came:
+                tally.came, tally.state = join.start, "joined"
             self.joined = min(self.joined, join.start)
         for kind, word in ((Leave, "left"), (Lost, "died")):
             for event in groups.get(kind, ()):
+                if event.start < self.tallies[event.rank].came:
+                    continue  # another had this rank before
                 self.tallies[event.rank].state = word
                 self.tallies[event.rank].heard = event.start
         for metric in groups.get(Metric, ()):
