@@ -123,18 +123,18 @@ def rounds_of(victim: int, lost_at: int | None, counted: bool, samples: int = 97
     rounds: list[list[int]] = []
     gone = False
     for _ in range(epochs):
-        start, left = 0, []
-        while start < samples:
-            keys = list(range(start, min(start + BATCH * (WORKERS - gone), samples)))
-            start += len(keys)
+        order, left = list(range(samples)), []
+        while order:
+            size = BATCH * (WORKERS - gone)
+            if len(order) < size:  # what the lost one had goes with what is left
+                order, left = order + left, []
+            keys, order = order[:size], order[size:]
             if len(rounds) == lost_at:
                 gone = True
                 if not counted:
                     left = keys[BATCH * victim : BATCH * (victim + 1)]
                     keys = [key for key in keys if key not in left]
             rounds.append(keys)
-        if left:
-            rounds.append(left)
     return rounds
 
 
