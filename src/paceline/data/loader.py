@@ -118,7 +118,7 @@ class _Shares:
         parts: list[list[Any]] = [[] for _ in range(self._crew.size)]
         for rank, batch in zip(ranks, order[start : start + len(ranks)], strict=False):
             parts[rank] = batch
-        return parts, start + len(ranks)
+        return parts, min(start + len(ranks), len(order))
 
     def _cut(self, order: list[Any], start: int, number: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
         """The next round, a part of a batch for each of these; none if what is left is dropped."""
@@ -128,7 +128,7 @@ class _Shares:
         if len(batch) < total and self._loader.drop_last:
             return [], start
         shares = self._balancer.shares(number) if len(ranks) == size else even(total, len(ranks))
-        return _placed(batch, scaled(shares, len(batch)), ranks, size), start + total
+        return _placed(batch, scaled(shares, len(batch)), ranks, size), start + len(batch)
 
     def _order(self, sampler: Any) -> list[Any]:
         """What the sampler says on the lead, on every worker."""
