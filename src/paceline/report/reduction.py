@@ -279,7 +279,7 @@ class Reduction:
             return new
         order = np.lexsort((new["rank"], new["version"]))
         _, first = np.unique(new["version"][order], return_index=True)
-        counted = new[order][first]
+        counted: Rows = new[order][first]
         self._newest = int(counted["version"].max())
         return counted
 
