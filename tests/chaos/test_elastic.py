@@ -18,7 +18,7 @@ from support import PREAMBLE, Outcome, state_of, wait_until, write_script
 
 from paceline.cluster.control import ask
 from paceline.errors import UsageError
-from paceline.events import Compute, Event, Join, Leave, Lost, Push, Roster
+from paceline.events import Compute, Event, Join, Leave, Lost, Push, Roster, Update
 
 SCRIPT = (
     PREAMBLE
@@ -27,7 +27,7 @@ import torch, paceline
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-options = {"samples": 960, "epochs": 2, "leave": None, "loaders": 0, **json.loads(sys.argv[1])}
+options = {"samples": 960, "epochs": 2, "leave": None, "load": None, "save": None, "loaders": 0, **json.loads(sys.argv[1])}
 team = paceline.join()
 torch.manual_seed(3)
 inputs = torch.randn(options["samples"], 6)
@@ -37,6 +37,8 @@ model = torch.nn.Sequential(*layers)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
 loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=options["loaders"])
 model, optimizer, loader = team.setup(model, optimizer, loader)
+if options["load"]:
+    team.load(options["load"])
 note(f"here-{team.rank}", tracked=int(model[1].num_batches_tracked), version=team._trainer.version)
 number = 0
 for epoch in range(options["epochs"]):
@@ -55,7 +57,9 @@ for epoch in range(options["epochs"]):
     team.barrier()
     seen = team.per_replica(team.rank).values
     note(f"epoch-{epoch}-{team.rank}", size=team.world_size, seen=[one for one in seen if one is not None])
-note(f"end-{team.rank}", size=team.world_size)
+note(f"end-{team.rank}", size=team.world_size, version=team._trainer.version)
+if options["save"]:
+    team.save(options["save"])
 """
 )
 POLICIES = [
@@ -182,6 +186,22 @@ def test_one_who_joins_gets_the_newest_version_and_the_statistics_of_another(tmp
     assert run.note("here-0")["tracked"] == 0
     assert here["tracked"] >= 4  # of a worker that had trained on as many
     assert here["version"] >= 4
+
+
+def test_one_who_joins_does_not_go_back_to_a_checkpoint(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved.pt")
+    with playing(command(tmp_path, "async", samples=160, epochs=1, save=saved), tmp_path) as run:
+        well(run.finish(60))
+    version = run.note("end-0")["version"]
+    with playing(command(tmp_path, "async", samples=1600, epochs=1, load=saved), tmp_path) as run:
+        run.note("training-1")
+        scale(run, 3)
+        assert run.note("here-2")["version"] >= version + 4
+        run.note("training-2")
+        outcome = run.finish(60)
+    events = well(outcome)
+    updates = max(event.version for event in events if isinstance(event, Update))
+    assert {run.note(f"end-{rank}")["version"] for rank in (0, 1, 2)} == {version + updates}
 
 
 @pytest.mark.parametrize("strategy", ["sync", "k-sync:k=2", "ssp:s=1"])
