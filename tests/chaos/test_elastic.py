@@ -27,7 +27,8 @@ import torch, paceline
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-options = {"samples": 960, "epochs": 2, "leave": None, "load": None, "save": None, "loaders": 0, **json.loads(sys.argv[1])}
+options = {"samples": 960, "epochs": 2, "leave": None, "load": None, "save": None, "loaders": 0}
+options |= json.loads(sys.argv[1])
 team = paceline.join()
 torch.manual_seed(3)
 inputs = torch.randn(options["samples"], 6)
