@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import random
+import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checker import events_of, played
+from checker import events_of, played, playing
 from support import PREAMBLE, Outcome, write_script
 from torch.nn.functional import mse_loss
 
@@ -68,6 +73,7 @@ if is_victim and options["when"] == "after":
 
     trainer._meeting.meet = late
 
+note(f"started-{team.rank}")
 seen = []
 for epoch in range(options["epochs"]):
     epoch_seen = []
@@ -123,18 +129,18 @@ def rounds_of(victim: int, lost_at: int | None, counted: bool, samples: int = 97
     rounds: list[list[int]] = []
     gone = False
     for _ in range(epochs):
-        start, left = 0, []
-        while start < samples:
-            keys = list(range(start, min(start + BATCH * (WORKERS - gone), samples)))
-            start += len(keys)
+        order, left = list(range(samples)), []
+        while order:
+            size = BATCH * (WORKERS - gone)
+            if len(order) < size:  # what the lost one had goes with what is left
+                order, left = order + left, []
+            keys, order = order[:size], order[size:]
             if len(rounds) == lost_at:
                 gone = True
                 if not counted:
                     left = keys[BATCH * victim : BATCH * (victim + 1)]
                     keys = [key for key in keys if key not in left]
             rounds.append(keys)
-        if left:
-            rounds.append(left)
     return rounds
 
 
@@ -221,3 +227,27 @@ def test_without_elastic_a_death_still_ends_the_run(tmp_path: Path) -> None:
     outcome = played(words, tmp_path)
     assert outcome.code == 1
     assert "WorkerLost" in outcome.err
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_worker_is_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
+    script = write_script(tmp_path, SCRIPT)
+    fixed = [str(script), "--workers", "3", "--strategy", "all-reduce", "--name", "run", "--timeout", "20", "--elastic"]
+    chance = random.Random(seed)
+    with playing([*fixed, "--", json.dumps({"samples": 1200, "epochs": 3})], tmp_path) as run:
+        victim = chance.randrange(3)
+        pid = run.note(f"started-{victim}")["pid"]
+        time.sleep(chance.random() * 0.3)
+        ended = run.ended or run.noted("end-0")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        outcome = run.finish(60)
+    assert not ended
+    assert outcome.code == 0, outcome.err
+    ends = [outcome.run.note(f"end-{rank}") for rank in range(3) if rank != victim]
+    assert ends[0]["values"] == ends[1]["values"]
+    assert ends[0]["finite"]
+    assert outcome.run.processes() == []
+    for epoch in range(3):
+        trained = [key for end in ends for key in end["seen"][epoch]]
+        assert len(set(trained)) == len(trained)

@@ -241,13 +241,12 @@ def _make_folder(script: Path, name: str | None) -> Path:
 
 def _tell(endings: list[Ending], progress: Progress) -> int:
     """Say once what went wrong, and decide the exit code."""
-    lost = [ending for ending in endings if ending.spared]
+    # Who was started again, or came too late to join, is no loss.
+    lost = [ending for ending in endings if ending.spared and not ending.replaced and ending.farewell is None]
     failed = [ending for ending in endings if ending.failed]
     if lost and len(lost) == sum(ending.rank >= 0 and not ending.replaced for ending in endings):
         failed, lost = lost, []  # nobody was left to go on
     for ending in lost:
-        if ending.replaced or ending.farewell is not None:
-            continue  # said when it happened, or it came too late to join
         progress.note(f"warning: {ending.spoken}; the others went on without it")
     if not failed:
         return 0

@@ -61,6 +61,3 @@ class Leavings:
         """All that is left, in order; it is nobody's any more."""
         left, self._left = self._left, {}
         return [left[place] for place in sorted(left)]
-
-    def put_back(self, parts: list[list[Any]]) -> None:
-        self._left = {(number, -1): part for number, part in enumerate(parts)}

@@ -87,44 +87,48 @@ class _Shares:
         """Per round, one list of indices per worker."""
         order = self._order(self._loader.batch_sampler if self._custom else self._loader.sampler)
         number, start, leavings = self.first, 0, self.leavings
-        while start < len(order):
+        while True:
             ranks = leavings.sharers(number)
-            parts, start = (
-                self._batches(order, start, ranks) if self._custom else self._cut(order, start, number, ranks)
-            )
-            if not parts:
-                break
-            yield leavings.note(number, parts)
-            number += 1
-        while left := leavings.take():  # what was for one who was lost
-            ranks = leavings.takers
+            if len(order) - start < self._whole(ranks):
+                if start >= len(order):
+                    ranks = leavings.takers
+                # What was for one who was lost comes with what is left: only the last round may be short, since whoever
+                # has no part in it is done with the epoch.
+                left = leavings.take()
+                order += left if self._custom else [key for part in left for key in part]
+            if start >= len(order):
+                return
             if self._custom:
-                parts, start = self._batches(left, 0, ranks)
-                leavings.put_back(left[start:])
+                parts, start = self._batches(order, start, ranks)
             else:
-                keys = [key for part in left for key in part]
-                take = (self._each or -(-self._total // len(ranks))) * len(ranks)
-                parts = _placed(keys[:take], even(len(keys[:take]), len(ranks)), ranks, self._crew.size)
-                leavings.put_back([keys[take:]] if keys[take:] else [])
+                parts, start = self._cut(order, start, number, ranks)
+            if not parts:
+                return
             yield leavings.note(number, parts)
             number += 1
+
+    def _whole(self, ranks: list[int]) -> int:
+        """Samples, or batches, in a round of these workers."""
+        if self._custom:
+            return len(ranks)
+        return self._total if len(ranks) == self._crew.size or self._each is None else self._each * len(ranks)
 
     def _batches(self, order: list[Any], start: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
         """The next round, one whole batch for each of these."""
         parts: list[list[Any]] = [[] for _ in range(self._crew.size)]
         for rank, batch in zip(ranks, order[start : start + len(ranks)], strict=False):
             parts[rank] = batch
-        return parts, start + len(ranks)
+        return parts, min(start + len(ranks), len(order))
 
     def _cut(self, order: list[Any], start: int, number: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
         """The next round, a part of a batch for each of these; none if what is left is dropped."""
         size = self._crew.size
-        total = self._total if len(ranks) == size or self._each is None else self._each * len(ranks)
+        total = self._whole(ranks)
         batch = order[start : start + total]
         if len(batch) < total and self._loader.drop_last:
             return [], start
         shares = self._balancer.shares(number) if len(ranks) == size else even(total, len(ranks))
-        return _placed(batch, scaled(shares, len(batch)), ranks, size), start + total
+        return _placed(batch, scaled(shares, len(batch)), ranks, size), start + len(batch)
 
     def _order(self, sampler: Any) -> list[Any]:
         """What the sampler says on the lead, on every worker."""

@@ -462,6 +462,12 @@ class ShardedOptimizer:
             self._inner.state.pop(piece.parameter, None)
             if mark:
                 spec = self._spec_of[self._layout.flats[piece.flat].dtype][piece.group]
+                if mark == _AT_HEAD:  # as its former owner had left it
+                    for name, (is_full, _) in spec.items():
+                        own, head = self._home(piece, name), self._home(piece, name, piece.head)
+                        if not is_full and own is not None and head is not None:
+                            own.copy_(head)
+                    self._placed[piece.number] = _OWN
                 homes = {name: self._home(piece, name) for name in spec}
                 self._inner.state[piece.parameter] = {name: home for name, home in homes.items() if home is not None}
         self._unsettled = sum(not piece.settled for piece in self._own)

@@ -49,6 +49,8 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         """The one of two in which the newest version lies."""
         self._agreed: Agreement | None = None
         """What the running update is made of."""
+        self._scale = 1.0
+        """What its mean is multiplied with."""
         self._active: list[int] = []
         """Who brought a gradient to the last update, and so still takes part in the epoch."""
         self.lost: Callable[[set[int], bool, list[int]], None] = lambda _ranks, _counted, _takers: None
@@ -142,7 +144,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         topic = super()._meet(intent, length)
         if topic is Intent.UPDATE:
             self._active = [rank for rank, passive in enumerate(self._meeting.passive) if not passive]
-        while gone := self._meeting.departed - self._gone:
+        while gone := set(self._meeting.departed) - self._gone:
             new = self._lose(gone, counted=topic is Intent.PUBLISH)
             if topic is not Intent.PUBLISH:
                 break
@@ -188,6 +190,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
 
     def _update_shard(self, agreed: Agreement) -> int:
         self._agreed = agreed
+        self._scale = self._whole(agreed) * (1.0 if self._clipped is None else self._clipped)
         groups = self._rate.scaled(agreed.groups, self.version)
         if groups is not self._groups:
             self._groups = groups
@@ -200,8 +203,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         for start, size in own.ranges():
             self._kept.bytes(start, size)[:] = self._state.bytes(start, size)
         self._begun.write(shard, (self.version + 1) & 0xFFFFFFFF)
-        scale = self._whole(agreed) * (1.0 if self._clipped is None else self._clipped)
-        return own.update(agreed.weights, agreed.used, scale, (self._buffer, self._buffer ^ 1))
+        return own.update(agreed.weights, agreed.used, self._scale, (self._buffer, self._buffer ^ 1))
 
     def _whole(self, agreed: Agreement) -> float:
         """What makes a mean of the gradients, if one is missing whose samples were counted on."""
