@@ -15,6 +15,7 @@ import os
 import pathlib
 import platform
 import queue
+import shutil
 import socket
 import subprocess
 import sys
@@ -35,15 +36,20 @@ _LOOK = 0.4
 
 _SWEEP = """
 import fcntl, os, shutil, sys
+if os.fork():
+    os._exit(0)
 sys.stdin.buffer.read()
-with open(os.path.join(sys.argv[1], ".lock"), "ab") as lock:
-    try:
+try:
+    with open(os.path.join(sys.argv[1], ".lock"), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        sys.exit()
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+except OSError:
+    pass
 """
-"""Removes the run's folder on this node once nobody holds its lock any more, however its holders ended."""
+"""Removes the run's folder on this node once nobody holds its lock any more, however its holders ended.
+
+Nobody's child, because Ray ends the children of whoever it ends.
+"""
 
 
 class Agent:
@@ -163,10 +169,7 @@ class Agent:
         self._outbox.close()
         if self._holder is not None:
             self._holder.close()
-        assert self._sweeper.stdin is not None
-        self._lock.close()
-        self._sweeper.stdin.close()
-        self._sweeper.wait(10.0)
+        self._leave_folder()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -247,6 +250,18 @@ class Agent:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._sweeper.wait(30.0)
+
+    def _leave_folder(self) -> None:
+        """Remove it, if this is the last agent of the run on this machine."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        except OSError:
+            pass  # another one is still there
+        self._lock.close()
+        assert self._sweeper.stdin is not None
+        self._sweeper.stdin.close()
 
 
 class Outbox:
