@@ -118,18 +118,16 @@ def locked_memory() -> Finding:
 
 def ports() -> Finding:
     """A port of the loopback that one can listen on and reach."""
-    with socket.socket() as server:
-        server.settimeout(5.0)
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        with socket.create_connection(server.getsockname(), 5.0) as client:
-            taken, _ = server.accept()
-            with taken:
-                client.sendall(b"!")
-                heard = taken.recv(1)
+    try:
+        with socket.socket() as server:
+            server.settimeout(5.0)
+            server.bind(("127.0.0.1", 0))
+            server.listen()
+            with socket.create_connection(server.getsockname(), 5.0), server.accept()[0]:
+                pass
+    except OSError as error:
+        return cannot("ports", f"the loopback cannot be reached: {error.strerror or error}", "ip link set lo up")
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    if heard != b"!":
-        return cannot("ports", "the loopback does not carry what is sent", "ip link set lo up")
     return ok("ports", f"loopback works, {int(high) - int(low):,} ports to choose from")
 
 
