@@ -73,7 +73,8 @@ class RayEngine:
         self._hiring: dict[Any, Member] = {}
         """Places whose agent was lost and is being replaced, by the answer that is awaited."""
         self._folder = Path(launch.folder or ".")
-        self._run = secrets.token_hex(6)
+        self._run, self._key = secrets.token_hex(6), secrets.token_hex(32)
+        """The run's name on the nodes; and what proves, between machines, that one belongs to it."""
         self._members: list[Member] = []
         self._supervision = Supervision(launch.timeouts)
         self._bases: dict[tuple[Any, str], int] = {}
@@ -156,6 +157,7 @@ class RayEngine:
         self._common = {
             **{key: value for key, value in os.environ.items() if key.startswith(_TRAVELS)},
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", self._cluster.room.threads),
+            "PACELINE_KEY": os.environ.get("PACELINE_KEY") or self._key,
             **self._environment,
         }
         self._common.pop(Launch.VARIABLE, None)
