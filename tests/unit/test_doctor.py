@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from paceline.doctor import libraries, links, machine
-from paceline.doctor.findings import Diagnosis, Machine, cannot, limits, ok, worst
+from paceline.doctor.findings import Diagnosis, Finding, Machine, cannot, limits, ok, worst
 
 
 def matrix(size: int, value: float, **other: float) -> list[list[float | None]]:
@@ -127,10 +127,11 @@ def test_too_many_threads_are_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert libraries.torch_itself().verdict == "works with limits"
 
 
-def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+def test_a_check_that_breaks_is_a_finding() -> None:
+    def broken_check() -> Finding:
         raise OSError("no such thing")
 
-    monkeypatch.setattr(machine, "memory", broken)
-    found = [finding for finding in machine.examine().findings if "no such thing" in finding.found]
-    assert [finding.verdict for finding in found] == ["works with limits"]
+    first, second = machine.examine([broken_check, machine.system]).findings
+    assert (first.what, first.verdict) == ("broken check", "works with limits")
+    assert "no such thing" in first.found
+    assert second.verdict == "ok"

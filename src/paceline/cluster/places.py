@@ -73,7 +73,7 @@ class Cluster:
         except (ConnectionError, TimeoutError, OSError) as error:
             raise UsageError(_no_cluster(where, error)) from None
         except (RuntimeError, ValueError) as error:
-            raise UsageError(f"Ray at '{where}' did not take this run: {_first_line(error)}") from None
+            raise UsageError(f"Ray at '{where}' did not take this run: {first_line(error)}") from None
         for module in (agent_module, crew_module):
             ray.cloudpickle.register_pickle_by_value(module)  # a node need not import ours to run them
         self._check_room()
@@ -160,9 +160,8 @@ class Cluster:
 
 
 def _import() -> Any:
-    # Before Ray is imported: it tells nobody that it is used, and leaves accelerators of other libraries visible.
+    # Before Ray is imported: it tells nobody that it is used.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
         import ray.util.scheduling_strategies
@@ -179,7 +178,8 @@ def _no_cluster(where: str, error: BaseException) -> str:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What matters of Ray's long messages."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

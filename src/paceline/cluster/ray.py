@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from paceline.cluster.crew import Gone
-from paceline.cluster.places import Cluster, Room
+from paceline.cluster.places import Cluster, Room, first_line
 from paceline.cluster.servers import Start, arguments_of
 from paceline.cluster.supervision import Ending, Interrupted, Relay, Supervision, interruptible
 from paceline.config import Launch
@@ -121,7 +121,10 @@ class RayEngine:
             if left and time.monotonic() >= until:
                 raise JoinError(f"{what}: no answer in {self._launch.timeouts.join:g} s (--timeout)")
             self._tick()
-        return [self._cluster.get(reference) for reference in references]
+        try:
+            return [self._cluster.get(reference) for reference in references]
+        except self._cluster.Lost as error:
+            raise JoinError(f"{what}: {first_line(error)}") from None
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -130,10 +133,7 @@ class RayEngine:
         kept = {member.bundle: member for member in self._members if not member.lost}
         missing = [bundle for bundle in range(self._workers) if bundle not in kept]
         agents = [self._cluster.hire(bundle, self._run) for bundle in missing]
-        try:
-            facts = self._all([agent.facts.remote() for agent in agents], "the nodes that workers are to run on")
-        except self._cluster.Lost as error:
-            raise JoinError(f"Ray could not start an agent for a worker: {error}") from None
+        facts = self._all([agent.facts.remote() for agent in agents], "starting an agent for each worker")
         for bundle, agent, fact in zip(missing, agents, facts, strict=True):
             self._cluster.check(fact)
             kept[bundle] = Member(bundle, agent, fact)
@@ -314,7 +314,7 @@ class RayEngine:
             facts = self._cluster.get(reference)
             self._cluster.check(facts)
         except (*self._cluster.Lost, JoinError) as error:
-            self._note(f"rank {member.rank} could not be started again: {error}")
+            self._note(f"rank {member.rank} could not be started again: {first_line(error)}")
             return None
         member.host, member.machine = facts["host"], facts["machine"]
         self._members[member.rank] = member

@@ -8,7 +8,7 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.doctor import libraries, sharing
@@ -16,41 +16,6 @@ from paceline.doctor.findings import Finding, Machine, cannot, limits, ok
 
 _FEW_FILES = 1024
 _LITTLE = 1 << 30
-
-
-def examine() -> Machine:
-    """All checks. One that fails in a way that nobody thought of is a finding as well."""
-    checks: list[Callable[[], Finding]] = [
-        system,
-        cores,
-        memory,
-        libraries.devices,
-        sharing.shared_memory,
-        sharing.siblings,
-        sharing.direct_reads,
-        sharing.waking,
-        sharing.huge_pages,
-        loader_memory,
-        open_files,
-        processes,
-        locked_memory,
-        libraries.torch_itself,
-        libraries.bfloat16,
-        libraries.gloo,
-        libraries.zeromq,
-        libraries.ray,
-        ports,
-        name,
-        folder,
-    ]
-    findings = []
-    for check in checks:
-        try:
-            findings.append(check())
-        except Exception as error:
-            what = check.__name__.replace("_", " ")
-            findings.append(limits(what, f"could not look: {type(error).__name__}: {error}", "see the message"))
-    return Machine(host=socket.gethostname(), findings=findings)
 
 
 def system() -> Finding:
@@ -183,3 +148,41 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TB"
+
+
+Check = Callable[[], Finding]
+CHECKS: tuple[Check, ...] = (
+    system,
+    cores,
+    memory,
+    libraries.devices,
+    sharing.shared_memory,
+    sharing.siblings,
+    sharing.direct_reads,
+    sharing.waking,
+    sharing.huge_pages,
+    loader_memory,
+    open_files,
+    processes,
+    locked_memory,
+    libraries.torch_itself,
+    libraries.bfloat16,
+    libraries.gloo,
+    libraries.zeromq,
+    libraries.ray,
+    ports,
+    name,
+    folder,
+)
+
+
+def examine(checks: Sequence[Check] = CHECKS) -> Machine:
+    """All checks. One that fails in a way that nobody thought of is a finding as well."""
+    findings = []
+    for check in checks:
+        try:
+            findings.append(check())
+        except Exception as error:
+            what = check.__name__.replace("_", " ")
+            findings.append(limits(what, f"could not look: {type(error).__name__}: {error}", "see the message"))
+    return Machine(host=socket.gethostname(), findings=findings)
