@@ -7,6 +7,7 @@ the collectives.
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,6 +60,43 @@ FIGURES = {
 }
 
 
+SCALED = [
+    "--workers",
+    "2",
+    "--strategy",
+    "k-async:k=2",
+    "--slow",
+    "all:0.12+exp(0.08)",
+    "--name",
+    "figure",
+]
+
+
+def elastic() -> str:
+    """A run in which workers come and go, whole."""
+    with tempfile.TemporaryDirectory() as work:
+        command = [sys.executable, "-m", "paceline"]
+        run = subprocess.Popen(
+            [*command, "run", str(SCRIPT), *SCALED, "--quiet", "--", "--epochs", "6"],
+            cwd=work,
+            stdout=subprocess.DEVNULL,
+        )
+        streams = Path(work) / "runs" / "figure" / "streams"
+        for workers, known in ((4, 1), (2, 3)):
+            while run.poll() is None and not any("compute" in line for line in _lines(streams / f"{known}.jsonl")):
+                time.sleep(0.1)
+            time.sleep(1.5)
+            subprocess.run([*command, "scale", "figure", str(workers)], cwd=work, check=True)
+        if run.wait(120):
+            raise RuntimeError("the run failed")
+        events = list(read(Path(work) / "runs" / "figure" / "events.jsonl"))
+    return timeline(events, "k-async:k=2: two workers, two more join, two leave", whole=True)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
 def main(folder: Path, names: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     chosen = {name: figure for name, figure in FIGURES.items() if not names or name in names}
@@ -75,6 +113,9 @@ def main(folder: Path, names: list[str]) -> int:
             events = list(read(Path(work) / "runs" / "figure" / "events.jsonl"))
         drawn = timeline(events, figure.title, figure.updates, staleness=figure.staleness)
         (folder / f"{name}.svg").write_text(drawn)
+    if not names or "elastic" in names:
+        print("elastic", flush=True)
+        (folder / "elastic.svg").write_text(elastic())
     return 0
 
 

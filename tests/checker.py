@@ -52,12 +52,13 @@ class Promise:
     size: int
     """Workers that push as one."""
     grows: bool
+    grouped: bool = False
 
     @classmethod
     def of(cls, spec: str, workers: int) -> Promise:
         name, _, rest = spec.partition(":")
-        size = 1
-        if name == "groups":
+        size, grouped = 1, name == "groups"
+        if grouped:
             rest, _, between = rest.partition(",between=")
             size = int(rest.removeprefix("size="))
             name, _, rest = (between or "async").partition(":")
@@ -66,7 +67,7 @@ class Promise:
         if grows:
             name, options = options.get("of", "k-async"), {"k": options.get("start", "1")}
         k = workers // size if name == "sync" else int(options.get("k", 1))
-        return cls(name, k, int(options["s"]) if name == "ssp" else None, size, grows)
+        return cls(name, k, int(options["s"]) if name == "ssp" else None, size, grows, grouped)
 
     def lockstep(self, workers: int) -> bool:
         """Whether everybody is in every update, each with samples of its own."""
@@ -107,6 +108,7 @@ class _Replay:
         """Whether workers have come or gone."""
         self.unit = {rank: rank // self.promise.size for rank in range(began)}
         """Which group each worker is in, or the worker itself."""
+        self.groups = began // self.promise.size
         self.gone_since_update = False
         self.pushes: dict[int, Push] = {}
         self.ended: dict[int, str] = {}
@@ -182,11 +184,10 @@ class _Replay:
         self.changed = True
         self.gone_since_update = self.gone_since_update or bool(self.here - now)
         for rank in sorted(now - self.here):
-            sizes = Counter(dict.fromkeys(range(self.workers // self.promise.size), 0))
-            sizes.update(self.unit[other] for other in self.here)
-            groups = range(len(set(self.unit.values())))
-            self.unit[rank] = rank if self.promise.size == 1 else min(groups, key=lambda unit: (sizes[unit], unit))
-            if self.promise.size == 1:
+            sizes = Counter(self.unit[other] for other in self.here)
+            groups = range(self.groups)
+            self.unit[rank] = min(groups, key=lambda unit: (sizes[unit], unit)) if self.promise.grouped else rank
+            if not self.promise.grouped:
                 self.at_least[rank] = self.at_most[rank] = 0
             self.late.add(rank)
             self.fresh.add(rank)
@@ -261,10 +262,11 @@ class _Replay:
         """As many as the policy promises; fewer only if no more could have come."""
         promise = self.promise
         units = [self.unit[push.rank] for push in used]
-        again = any(push.rank in self.late for push in used)  # a rank may have been another worker's before
+        # A rank may have been another worker's before, and a group may have grown.
+        again = any(push.rank in self.late for push in used)
         if promise.family not in _BATCHES and len(set(units)) * promise.size < len(used) and not again:
             self._say(f"{what} uses several gradients of one worker")
-        count = len(used) if promise.size == 1 else len(set(units))
+        count = len(set(units)) if promise.grouped else len(used)
         if promise.grows:
             self.k = self.most = max(self.k, count)
         if count > (self.workers if promise.grows else self.most):
@@ -284,9 +286,8 @@ class _Replay:
             self._say(f"{what} is of {count} of {self.k}, though rank {min(late)} is not done")
 
     def _check_groups(self, what: str, used: list[Push]) -> None:
-        size = self.promise.size
         present = {push.rank for push in used}
-        for group in {self.unit[rank] for rank in present} if size > 1 else ():
+        for group in {self.unit[rank] for rank in present} if self.promise.grouped else ():
             members = {rank for rank in self.here - self.late if self.unit[rank] == group}
             for rank in members - present:
                 computes = rank in self._holders() and not self.carries

@@ -28,9 +28,11 @@ from paceline.events.summary import merge
 from paceline.parameters.variables import Mirrored, PerReplica
 from paceline.policies import POLICIES, make_policy
 from paceline.strategies import TRAINERS, Options, Surroundings, Trainer
+from paceline.strategies.all_reduce import AllReduceTrainer
 from paceline.strategies.alone import AloneTrainer
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
+from paceline.strategies.elastic import ElasticAllReduceTrainer
 from paceline.strategies.stopwatch import Stopwatch, Turns
 from paceline.transport import Intent
 
@@ -109,6 +111,7 @@ class Team:
         self._turns: Turns | None = None
         self._round: tuple[TeamLoader, int] | None = None
         self._step, self._accumulating_step = _Step(self, False), _Step(self, True)
+        self._loaders: list[TeamLoader] = []
         self._closed = False
         self._process = os.getpid()
         where = (socket.gethostname(), str(self.device), str(self.strategy))
@@ -123,8 +126,12 @@ class Team:
 
     @property
     def is_lead(self) -> bool:
-        """Whether this is rank 0, who prints and saves."""
-        return self.rank == 0
+        """Whether this is the one who prints and saves: rank 0, or in an elastic all-reduce the lowest that is left."""
+        return self.rank == self.lead
+
+    @property
+    def lead(self) -> int:
+        return 0 if self._trainer is None else self._trainer.lead
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -186,14 +193,22 @@ class Team:
             device=self.device,
             say=self._say_once,
         )
-        elastic = self._launch.elastic or self._launch.joins is not None
-        kind = TRAINERS[type(self.strategy)] if self._started_with > 1 or elastic else AloneTrainer
+        kind = self._kind()
         self._model, self._optimizer = model, optimizer
         self._trainer = kind(model, optimizer, options, around)
         self._trainer.updated = self._after_update
+        if isinstance(self._trainer, ElasticAllReduceTrainer):
+            self._trainer.lost = self._lose
         self._turns = Turns(self._stopwatch)
         shared = [self._share(loader, global_batch, balance) for loader in loaders]
         return (model, optimizer, *shared)
+
+    def _kind(self) -> type[Trainer]:
+        elastic = self._launch.elastic or self._launch.joins is not None
+        if self._started_with == 1 and not (elastic and type(self.strategy) in POLICIES):
+            return AloneTrainer
+        kind = TRAINERS[type(self.strategy)]
+        return ElasticAllReduceTrainer if elastic and kind is AllReduceTrainer else kind
 
     def loader(self, loader: DataLoader[Any], *, global_batch: int | None = None) -> TeamLoader | LeasedLoader:
         """This worker's share of one more loader."""
@@ -250,7 +265,12 @@ class Team:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint that this run has left: not None if the team was started again. `load` takes it."""
+        """The newest checkpoint that this run has left: not None if the team was started again. `load` takes it.
+
+        None for one who joins the others where they are.
+        """
+        if self._launch.joins is not None:
+            return None
         found = list((self._folder / "checkpoints").glob("*.pt")) if self._folder is not None else []
         return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name)) if found else None
 
@@ -346,7 +366,7 @@ class Team:
         return self._started_with
 
     def from_lead(self, payload: bytes) -> bytes:
-        return self._members.gather(payload, Intent.EPOCH)[0]
+        return self._members.gather(payload, Intent.EPOCH)[self.lead]
 
     def ask_batch(self) -> None:
         if torch.is_grad_enabled():
@@ -363,6 +383,12 @@ class Team:
             self._trainer.finish_epoch()
             self._recorder.flush()
 
+    def _lose(self, ranks: set[int], counted: bool, takers: list[int]) -> None:
+        """These are gone: their part of what is not trained on yet is for the others."""
+        for loader in self._loaders:
+            number = self._round[1] if self._round is not None and self._round[0] is loader else -1
+            loader.lose(ranks, number, counted, takers)
+
     def _after_update(self) -> None:
         if self._round is not None and self._trainer is not None:
             loader, number = self._round
@@ -372,7 +398,9 @@ class Team:
         leased: LeasedLoader | None = self._trainer.share_loader(loader, global_batch) if self._trainer else None
         if leased is not None:
             return leased
-        return TeamLoader(loader, self, global_batch=global_batch, balance=balance, changed=self._rebalanced)
+        shared = TeamLoader(loader, self, global_batch=global_batch, balance=balance, changed=self._rebalanced)
+        self._loaders.append(shared)
+        return shared
 
     def _rebalanced(self, start: int, shares: list[int]) -> None:
         self._recorder.add(Balance(self.rank, time.perf_counter(), start, shares))

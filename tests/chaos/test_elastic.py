@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,11 +14,11 @@ from typing import Any
 
 import pytest
 from checker import QuickRun, events_of, playing, violations
-from support import PREAMBLE, Outcome, wait_until, write_script
+from support import PREAMBLE, Outcome, state_of, wait_until, write_script
 
 from paceline.cluster.control import ask
 from paceline.errors import UsageError
-from paceline.events import Compute, Event, Join, Leave, Lost, Push, Roster
+from paceline.events import Compute, Event, Join, Leave, Lost, Push, Roster, Update
 
 SCRIPT = (
     PREAMBLE
@@ -25,7 +27,8 @@ import torch, paceline
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-options = {"samples": 960, "epochs": 2, "leave": None, **json.loads(sys.argv[1])}
+options = {"samples": 960, "epochs": 2, "leave": None, "load": None, "save": None, "loaders": 0}
+options |= json.loads(sys.argv[1])
 team = paceline.join()
 torch.manual_seed(3)
 inputs = torch.randn(options["samples"], 6)
@@ -33,8 +36,10 @@ data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 layers = torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
 model = torch.nn.Sequential(*layers)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-loader = DataLoader(data, batch_size=8, shuffle=True)
+loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=options["loaders"])
 model, optimizer, loader = team.setup(model, optimizer, loader)
+if options["load"]:
+    team.load(options["load"])
 note(f"here-{team.rank}", tracked=int(model[1].num_batches_tracked), version=team._trainer.version)
 number = 0
 for epoch in range(options["epochs"]):
@@ -53,7 +58,9 @@ for epoch in range(options["epochs"]):
     team.barrier()
     seen = team.per_replica(team.rank).values
     note(f"epoch-{epoch}-{team.rank}", size=team.world_size, seen=[one for one in seen if one is not None])
-note(f"end-{team.rank}", size=team.world_size)
+note(f"end-{team.rank}", size=team.world_size, version=team._trainer.version)
+if options["save"]:
+    team.save(options["save"])
 """
 )
 POLICIES = [
@@ -100,7 +107,7 @@ def pushes(events: Iterable[Event]) -> Counter[int]:
 
 @pytest.mark.parametrize("strategy", POLICIES)
 def test_workers_join_and_leave_under_every_policy(strategy: str, tmp_path: Path) -> None:
-    with playing(command(tmp_path, strategy, samples=2400, epochs=1), tmp_path) as run:
+    with playing(command(tmp_path, strategy, samples=1600, epochs=1), tmp_path) as run:
         run.note("training-1")
         assert scale(run, 3) == "from 2 to 3 workers: rank 2 will join"
         size = run.note("training-2")["size"]
@@ -112,6 +119,49 @@ def test_workers_join_and_leave_under_every_policy(strategy: str, tmp_path: Path
     assert pushes(events)[2] >= 4
     assert not outcome.run.noted("end-2")  # it left in the middle
     assert all(outcome.run.noted(f"end-{rank}") for rank in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words", "options"),
+    [
+        ("async", ["--servers", "lead"], {}),
+        ("k-async:k=2", ["--servers", "all"], {}),
+        ("k-batch-sync:k=2", ["--servers", "2"], {}),
+        ("k-sync:k=1", ["--compress", "topk:0.1"], {}),
+        ("async", ["--correct", "dc-asgd"], {"loaders": 1}),
+    ],
+)
+def test_one_joins_wherever_the_server_is_and_whatever_is_pushed(
+    strategy: str, words: list[str], options: dict[str, Any], tmp_path: Path
+) -> None:
+    with playing(command(tmp_path, strategy, *words, samples=1600, epochs=1, **options), tmp_path) as run:
+        run.note("training-1")
+        scale(run, 3)
+        run.note("training-2")
+        scale(run, 2)
+        outcome = run.finish(60)
+    events = well(outcome)
+    assert [0, 1, 2] in rosters(events)
+    assert pushes(events)[2] >= 4
+
+
+def test_one_worker_becomes_two(tmp_path: Path) -> None:
+    with playing(command(tmp_path, "sync", "--elastic", workers=1, samples=1600, epochs=1), tmp_path) as run:
+        run.note("training-0")
+        scale(run, 2)
+        run.note("training-1")
+        outcome = run.finish(60)
+    assert rosters(well(outcome))[:2] == [[0], [0, 1]]
+
+
+def test_groups_take_in_who_joins(tmp_path: Path) -> None:
+    with playing(command(tmp_path, "groups:size=2", workers=4, samples=3200, epochs=1), tmp_path) as run:
+        run.note("training-3")
+        scale(run, 5)
+        run.note("training-4")
+        scale(run, 3)
+        outcome = run.finish(60)
+    assert [0, 1, 2, 3, 4] in rosters(well(outcome))
 
 
 def test_two_become_four_and_four_become_two(tmp_path: Path) -> None:
@@ -137,6 +187,22 @@ def test_one_who_joins_gets_the_newest_version_and_the_statistics_of_another(tmp
     assert run.note("here-0")["tracked"] == 0
     assert here["tracked"] >= 4  # of a worker that had trained on as many
     assert here["version"] >= 4
+
+
+def test_one_who_joins_does_not_go_back_to_a_checkpoint(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved.pt")
+    with playing(command(tmp_path, "async", samples=160, epochs=1, save=saved), tmp_path) as run:
+        well(run.finish(60))
+    version = run.note("end-0")["version"]
+    with playing(command(tmp_path, "async", samples=1600, epochs=1, load=saved), tmp_path) as run:
+        run.note("training-1")
+        scale(run, 3)
+        assert run.note("here-2")["version"] >= version + 4
+        run.note("training-2")
+        outcome = run.finish(60)
+    events = well(outcome)
+    updates = max(event.version for event in events if isinstance(event, Update))
+    assert {run.note(f"end-{rank}")["version"] for rank in (0, 1, 2)} == {version + updates}
 
 
 @pytest.mark.parametrize("strategy", ["sync", "k-sync:k=2", "ssp:s=1"])
@@ -217,3 +283,26 @@ def test_a_summary_counts_those_who_came_later(tmp_path: Path) -> None:
     steps = Counter(event.rank for event in events if isinstance(event, Compute))
     assert summary["workers"]["2"]["minibatches"] == steps[2] > 0
     wait_until(lambda: outcome.run.processes() == [], 5, "all to be gone")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_workers_are_killed_at_any_moment_and_come_back(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    strategy = chance.choice(["sync", "k-sync:k=2", "groups:size=2", "k-batch-sync:k=3"])
+    words = ["--restarts", "4"]
+    with playing(command(tmp_path, strategy, *words, workers=4, samples=3200, epochs=2), tmp_path) as run:
+        for _ in range(4):
+            victim = chance.randrange(4)
+            pid = run.note(f"here-{victim}")["pid"]
+            run.note("training-0"), time.sleep(chance.random() * 0.5)
+            if run.ended or not alive(pid):
+                continue
+            (run.notes / f"here-{victim}.json").unlink()
+            os.kill(pid, signal.SIGKILL)
+        outcome = run.finish(90)
+    events = well(outcome)
+    assert [event for event in events if isinstance(event, Lost)]
+
+
+def alive(pid: int) -> bool:
+    return state_of(pid) not in ("", "Z")

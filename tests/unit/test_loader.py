@@ -23,7 +23,7 @@ class Hand:
     """A worker who only takes batches."""
 
     def __init__(self, rank: int, size: int, wire: Wire) -> None:
-        self.rank, self.size, self._wire = rank, size, wire
+        self.rank, self.size, self.lead, self._wire = rank, size, 0, wire
         self.taken: list[tuple[int, float, int]] = []
         self.epochs = self.asked = 0
 

@@ -63,6 +63,14 @@ def run(
         str | None,
         typer.Option(help="What is pushed: none, bf16, fp16, int8, topk:0.01 (error feedback). [default: none]"),
     ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="Go on without a worker that is lost, under any strategy; all-reduce then re-forms from the last "
+            "version. --restarts implies it.",
+        ),
+    ] = False,
     restarts: Annotated[
         int | None,
         typer.Option(
@@ -131,6 +139,9 @@ def run(
     if not script.is_file():
         raise UsageError(f"there is no script at {script}")
     chosen = None if strategy is None else str(_check(strategy, workers))
+    policy = chosen is not None and type(parse_strategy(chosen)) in POLICIES
+    if restarts and on == "local" and chosen is not None and not policy:
+        raise UsageError("--restarts needs a parameter server; under all-reduce the others go on with --elastic")
     for one in correct or []:
         parse_correction(one)
     parse_servers(servers or "1")
@@ -159,7 +170,8 @@ def run(
         servers=servers,
         corrections=correct or [],
         compress=compress,
-        elastic=restarts > 0,
+        # On Ray a team without a server is started again as a whole.
+        elastic=elastic or (restarts > 0 and (policy or on == "local")),
     )
     config = {
         "script": str(script),
@@ -169,6 +181,7 @@ def run(
         "servers": servers,
         "correct": correct or [],
         "compress": compress,
+        "elastic": elastic,
         "restarts": restarts,
         "slow": slow or [],
         "seed": seed,
@@ -230,13 +243,12 @@ def _make_folder(script: Path, name: str | None) -> Path:
 
 def _tell(endings: list[Ending], progress: Progress) -> int:
     """Say once what went wrong, and decide the exit code."""
-    lost = [ending for ending in endings if ending.spared]
+    # Who was started again, or came too late to join, is no loss.
+    lost = [ending for ending in endings if ending.spared and not ending.replaced and ending.farewell is None]
     failed = [ending for ending in endings if ending.failed]
     if lost and len(lost) == sum(ending.rank >= 0 and not ending.replaced for ending in endings):
         failed, lost = lost, []  # nobody was left to go on
     for ending in lost:
-        if ending.replaced or ending.farewell is not None:
-            continue  # said when it happened, or it came too late to join
         progress.note(f"warning: {ending.spoken}; the others went on without it")
     if not failed:
         return 0

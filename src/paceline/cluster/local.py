@@ -138,8 +138,10 @@ class LocalEngine:
 
     def _start_servers(self, start: Start) -> None:
         """The lead has asked for servers."""
-        self._supervision.spare, self._supervision.joining = start.spare, True
+        self._supervision.spare, self._supervision.joining = start.spare, bool(start.address)
         self._server = start.address
+        if not start.address:  # there is nothing to join
+            return
         launch = msgspec.structs.replace(self._launch, joins=start.address)
         self._joining = launch.to_environment()
         environment = {**self._environment, "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1")}

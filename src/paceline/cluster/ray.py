@@ -185,8 +185,8 @@ class RayEngine:
     def _start_servers(self, start: Start) -> None:
         """The lead has asked for servers: they share memory with the workers of its machine, so there they run."""
         lead = self._members[0]
-        self._supervision.spare, self._supervision.joining = start.spare, True
-        self._joins = start.address
+        self._supervision.spare, self._supervision.joining = start.spare, bool(start.address)
+        self._joins = start.address or None  # without one there is nothing to join
         for index in range(start.servers):
             lead.running.add(-1 - index)
             lead.agent.serve.remote(index, arguments_of(start, index), self._common)

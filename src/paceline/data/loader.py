@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.config import positive
 from paceline.data.balance import Balancer
-from paceline.data.split import scaled
+from paceline.data.leavings import Leavings
+from paceline.data.split import even, scaled
 from paceline.errors import UsageError
 
 
@@ -30,6 +31,10 @@ class Crew(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def lead(self) -> int:
+        """Who draws the order of an epoch."""
 
     def ask_batch(self) -> None:
         """The script asks for its next batch."""
@@ -47,8 +52,12 @@ class Crew(Protocol):
 class _Shares:
     """A batch sampler that gives this worker's part of every round, and remembers how large each part was."""
 
-    def __init__(self, loader: DataLoader[Any], crew: Crew, balancer: Balancer, total: int) -> None:
-        self._loader, self._crew, self._balancer, self._total = loader, crew, balancer, total
+    def __init__(
+        self, loader: DataLoader[Any], crew: Crew, balancer: Balancer, total: int, each: int | None = None
+    ) -> None:
+        """each: the batch of one worker, if it stays when a worker is lost, and not the whole."""
+        self._loader, self._crew, self._balancer, self._total, self._each = loader, crew, balancer, total, each
+        self.leavings = Leavings(crew.size)
         # A loader that was given a batch sampler has no batch size: not even if it is one of torch's own.
         self._custom = loader.batch_sampler is not None and loader.batch_size is None
         self.first = 0
@@ -76,44 +85,87 @@ class _Shares:
 
     def _rounds(self) -> Iterator[list[list[Any]]]:
         """Per round, one list of indices per worker."""
-        size = self._crew.size
-        if self._custom:
-            batches = self._order(self._loader.batch_sampler)
-            for start in range(0, len(batches), size):
-                group = batches[start : start + size]
-                yield group + [[]] * (size - len(group))
-            return
-        order = self._order(self._loader.sampler)
-        number = self.first
-        for start in range(0, len(order), self._total):
-            batch = order[start : start + self._total]
-            if len(batch) < self._total and self._loader.drop_last:
+        order = self._order(self._loader.batch_sampler if self._custom else self._loader.sampler)
+        number, start, leavings = self.first, 0, self.leavings
+        while True:
+            ranks = leavings.sharers(number)
+            if len(order) - start < self._whole(ranks):
+                if start >= len(order):
+                    ranks = leavings.takers
+                # What was for one who was lost comes with what is left: only the last round may be short, since whoever
+                # has no part in it is done with the epoch.
+                left = leavings.take()
+                order += left if self._custom else [key for part in left for key in part]
+            if start >= len(order):
                 return
-            parts, begin = [], 0
-            for share in scaled(self._balancer.shares(number), len(batch)):
-                parts.append(batch[begin : begin + share])
-                begin += share
-            yield parts
+            if self._custom:
+                parts, start = self._batches(order, start, ranks)
+            else:
+                parts, start = self._cut(order, start, number, ranks)
+            if not parts:
+                return
+            yield leavings.note(number, parts)
             number += 1
+
+    def _whole(self, ranks: list[int]) -> int:
+        """Samples, or batches, in a round of these workers."""
+        if self._custom:
+            return len(ranks)
+        return self._total if len(ranks) == self._crew.size or self._each is None else self._each * len(ranks)
+
+    def _batches(self, order: list[Any], start: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
+        """The next round, one whole batch for each of these."""
+        parts: list[list[Any]] = [[] for _ in range(self._crew.size)]
+        for rank, batch in zip(ranks, order[start : start + len(ranks)], strict=False):
+            parts[rank] = batch
+        return parts, min(start + len(ranks), len(order))
+
+    def _cut(self, order: list[Any], start: int, number: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
+        """The next round, a part of a batch for each of these; none if what is left is dropped."""
+        size = self._crew.size
+        total = self._whole(ranks)
+        batch = order[start : start + total]
+        if len(batch) < total and self._loader.drop_last:
+            return [], start
+        shares = self._balancer.shares(number) if len(ranks) == size else even(total, len(ranks))
+        return _placed(batch, scaled(shares, len(batch)), ranks, size), start + len(batch)
 
     def _order(self, sampler: Any) -> list[Any]:
         """What the sampler says on the lead, on every worker."""
         if self._crew.size == 1:
             return list(sampler)
         payload = b""
-        if self._crew.rank == 0:
-            drawn = [item.tolist() if isinstance(item, torch.Tensor) else item for item in sampler]
-            try:
-                payload = msgspec.msgpack.encode(drawn)
-            except (TypeError, OverflowError) as error:
-                payload = msgspec.msgpack.encode({"error": str(error)})
-        order = msgspec.msgpack.decode(self._crew.from_lead(payload))
+        while True:
+            if self._crew.rank == self._crew.lead:
+                payload = self._draw(sampler)
+            # The one who should draw may be lost before it does; then another will.
+            if told := self._crew.from_lead(payload):
+                break
+        order = msgspec.msgpack.decode(told)
         if isinstance(order, dict):
             raise UsageError(
                 f"the loader's sampler gives keys that cannot travel between workers ({order['error']}); "
                 "they must be numbers, strings, or lists of them"
             )
         return list(order)
+
+    @staticmethod
+    def _draw(sampler: Any) -> bytes:
+        drawn = [item.tolist() if isinstance(item, torch.Tensor) else item for item in sampler]
+        try:
+            return msgspec.msgpack.encode(drawn)
+        except (TypeError, OverflowError) as error:
+            return msgspec.msgpack.encode({"error": str(error)})
+
+
+def _placed(batch: list[Any], shares: Sequence[int], ranks: list[int], size: int) -> list[list[Any]]:
+    """A batch cut into shares, one for each of these ranks; nothing for the others."""
+    parts: list[list[Any]] = [[] for _ in range(size)]
+    begin = 0
+    for rank, share in zip(ranks, shares, strict=True):
+        parts[rank] = batch[begin : begin + share]
+        begin += share
+    return parts
 
 
 class Batches(Protocol):
@@ -179,7 +231,8 @@ class TeamLoader:
         self.global_batch = global_batch_of(loader, crew.size, global_batch)
         """Samples in a round, all workers together."""
         self._balancer = Balancer(crew.size, self.global_batch, on=balance, changed=changed)
-        self._shares = _Shares(loader, crew, self._balancer, self.global_batch)
+        each = loader.batch_size if global_batch is None else None
+        self._shares = _Shares(loader, crew, self._balancer, self.global_batch, each)
         self._inner = with_batches_from(loader, self._shares, workers=loader.num_workers)
         self._rounds = 0
 
@@ -189,6 +242,7 @@ class TeamLoader:
     def __iter__(self) -> Iterator[Any]:
         self._shares.given.clear()
         self._shares.first = self._rounds
+        self._shares.leavings.begin(self._rounds)
         self._rounds += len(self._shares)
         for batch in announced(self._inner, self._crew.ask_batch):
             samples, weight, number = self._shares.given.popleft()
@@ -196,11 +250,21 @@ class TeamLoader:
             yield batch
         self._crew.finish_epoch()
 
+    def lose(self, ranks: set[int], round_number: int, counted: bool, takers: list[int]) -> None:
+        """These are gone, in this round; `counted` if what they had of it was trained on.
+
+        takers: who still takes part in the epoch, and gets what they leave.
+        """
+        self._shares.leavings.lose(ranks, round_number + counted, round_number + self._ahead, takers)
+
+    @property
+    def _ahead(self) -> int:
+        """How many rounds the loader's processes may have been given before they are needed."""
+        return 1 + self._loader.num_workers * (self._loader.prefetch_factor or 0)
+
     def measure(self, paces: Sequence[tuple[float, int]], round_number: int) -> None:
         """What each worker needed for a round; from this a balanced loader splits later ones."""
-        # The loader's processes may have been given this many rounds before they are needed.
-        ahead = 1 + self._loader.num_workers * (self._loader.prefetch_factor or 0)
-        self._balancer.measure(paces, round_number, ahead)
+        self._balancer.measure(paces, round_number, self._ahead)
 
     def __getattr__(self, name: str) -> Any:
         """What is not ours is the user's own loader's: dataset, collate_fn, batch_size, …"""

@@ -108,6 +108,10 @@ class RateScaling:
         if self.warmup < 0:
             raise UsageError(f"warmup is {self.warmup}; it must be a number of updates, 0 or more")
 
+    def of(self, workers: int) -> RateScaling:
+        """The same rule for another number of workers."""
+        return dataclasses.replace(self, workers=workers)
+
     def scaled(self, groups: list[dict[str, Any]], update: int) -> list[dict[str, Any]]:
         """These groups with their learning rates scaled; the very same where there is nothing to scale."""
         return multiplied(groups, self.factor(update))

@@ -402,6 +402,19 @@ class ShardedOptimizer:
         self._unsettled -= 1
         self._placed[piece.number] = _OWN
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where in the memory of the state this worker's part of it lies: offsets and sizes in bytes."""
+        starts, scalars, marks = self._addresses()
+        found = []
+        for number, flat in enumerate(self._layout.flats):
+            start, stop = flat.shards[self._rank]
+            for name, dtype in self._full(flat.dtype).items():
+                found.append((starts[number, name] + start * dtype.itemsize, (stop - start) * dtype.itemsize))
+        if self._own:
+            first, count, width = self._own[0].number, len(self._own), 8 * len(self._names)
+            found += [(scalars + first * width, count * width), (marks + first, count)]
+        return [(start, size) for start, size in found if size]
+
     def state(self) -> list[torch.Tensor]:
         """The state of all workers together, one flat tensor per name and dtype."""
         return list(self._state.values())
@@ -436,6 +449,12 @@ class ShardedOptimizer:
             self._inner.state.pop(piece.parameter, None)
             if mark:
                 spec = self._spec_of[self._layout.flats[piece.flat].dtype][piece.group]
+                if mark == _AT_HEAD:  # as its former owner had left it
+                    for name, (is_full, _) in spec.items():
+                        own, head = self._home(piece, name), self._home(piece, name, piece.head)
+                        if not is_full and own is not None and head is not None:
+                            own.copy_(head)
+                    self._placed[piece.number] = _OWN
                 homes = {name: self._home(piece, name) for name in spec}
                 self._inner.state[piece.parameter] = {name: home for name, home in homes.items() if home is not None}
         self._unsettled = sum(not piece.settled for piece in self._own)

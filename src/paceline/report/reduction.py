@@ -59,6 +59,8 @@ class Tally:
     state: str = "joined"
     heard: float = 0.0
     """When it last did something."""
+    came: float = -math.inf
+    """When it joined; the last of those who had this rank."""
     version: int = 0
     stale: float = 0.0
     """Of its last push."""
@@ -145,6 +147,8 @@ class Reduction:
         self.first, self.last = math.inf, -math.inf
         """When training began and, as far as is counted, ended."""
         self.updates = 0
+        self._newest = -1
+        """The newest version that is counted, of workers who all update alike."""
         self._first_update: tuple[int, float] = (-1, math.inf)
         """Version and moment."""
         self._last_update = -math.inf
@@ -159,10 +163,15 @@ class Reduction:
         for join in groups.get(Join, ()):
             self.strategy = join.strategy
             self.wall = join.wall - join.start
-            self.tallies[join.rank].heard = join.start
+            tally = self.tallies[join.rank]
+            tally.heard = max(tally.heard, join.start)
+            if join.start > tally.came:
+                tally.came, tally.state = join.start, "joined"
             self.joined = min(self.joined, join.start)
         for kind, word in ((Leave, "left"), (Lost, "died")):
             for event in groups.get(kind, ()):
+                if event.start < self.tallies[event.rank].came:
+                    continue  # another had this rank before
                 self.tallies[event.rank].state = word
                 self.tallies[event.rank].heard = event.start
         for metric in groups.get(Metric, ()):
@@ -247,7 +256,7 @@ class Reduction:
         assert self.buckets is not None
         updates = rows[(rows["kind"] == UPDATING) & ~rows["skipped"]]
         # Of workers that all update alike, the first one counts; the version is there when the last one has done it.
-        counted = updates[updates["rank"] == (0 if (updates["rank"] >= 0).any() else -1)]
+        counted = self._each_once(updates)
         moments = ends(counted)
         self.updates += len(moments)
         self.buckets.add_points(("updates",), moments, np.ones(len(moments)))
@@ -260,6 +269,19 @@ class Reduction:
         ):
             samples.add(when, many, *self.update_span)
             self.buckets.add_points(samples.key, when, many)
+
+    def _each_once(self, updates: Rows) -> Rows:
+        """Every version once: as the first worker made it or, when that is gone, the lowest that is left."""
+        if not (updates["rank"] >= 0).any():
+            return updates[updates["rank"] == -1]
+        new = updates[(updates["rank"] >= 0) & (updates["version"] > self._newest)]
+        if not len(new):
+            return new
+        order = np.lexsort((new["rank"], new["version"]))
+        _, first = np.unique(new["version"][order], return_index=True)
+        counted: Rows = new[order][first]
+        self._newest = int(counted["version"].max())
+        return counted
 
     def _span(self, updates: Rows) -> None:
         """When the first and the last update were made."""

@@ -52,10 +52,13 @@ class _Scale(NamedTuple):
         return all(self.begin <= moment <= self.end for moment in moments)
 
 
-def timeline(events: Iterable[Event], title: str, updates: int = 8, *, staleness: bool = False) -> str:
+def timeline(
+    events: Iterable[Event], title: str, updates: int = 8, *, staleness: bool = False, whole: bool = False
+) -> str:
     """An SVG of some updates in a row that are typical for a run.
 
     staleness: with a number at every push, how many versions old it was.
+    whole: of the whole run, from its first gradient to its last; without arrows, which would be too many.
     """
     events = list(events)
     served = any(isinstance(event, Push) for event in events)
@@ -63,7 +66,7 @@ def timeline(events: Iterable[Event], title: str, updates: int = 8, *, staleness
     legend = _legend(events, served)
     if not moments:
         return _frame(title, 1, ["<text x='20' y='70'>there was no update in this run</text>"], legend)
-    begin, end = _window(moments, updates)
+    begin, end = (moments[0], moments[-1]) if whole else _window(moments, updates)
     if end <= begin:
         begin, end = min(e.start for e in events), max(e.start + getattr(e, "seconds", 0.0) for e in events)
     ranks = sorted({event.rank for event in events if event.rank >= 0})
@@ -74,12 +77,12 @@ def timeline(events: Iterable[Event], title: str, updates: int = 8, *, staleness
         if event.rank in scale.rows:
             shapes += [_drawn(scale, event.rank, bar) for bar in _bars(event, served)]
     bottom = _TOP + len(lanes) * _ROW
-    for moment in moments:
+    for moment in moments if not whole else ():
         if scale.shows(moment):
             x = scale.x(moment)
             line = f"x1='{x:.1f}' y1='{_TOP - 4}' x2='{x:.1f}' y2='{bottom - 4}'"
             shapes.append(f"<line {line} stroke='#333' opacity='.35'/>")
-    if served:
+    if served and not whole:
         shapes += _arrows(events, scale, moments, staleness)
     shapes.append(_axis(end - begin, bottom + 12))
     return _frame(title, len(lanes), shapes, legend)
@@ -87,12 +90,12 @@ def timeline(events: Iterable[Event], title: str, updates: int = 8, *, staleness
 
 def _moments(events: list[Event], served: bool) -> list[float]:
     """When versions were published: by the server, or by workers who all update alike."""
-    who = -1 if served else 0
-    return sorted(
-        event.start + (event.seconds if served else 0.0)
-        for event in events
-        if isinstance(event, Update) and event.rank == who
-    )
+    made = [event for event in events if isinstance(event, Update) and (event.rank == -1) == served]
+    if served:
+        return sorted(event.start + event.seconds for event in made)
+    # Of workers who all update alike the lowest that is there counts.
+    first = {event.version: event.start for event in sorted(made, key=lambda event: event.rank, reverse=True)}
+    return sorted(first.values())
 
 
 def _window(moments: list[float], updates: int) -> tuple[float, float]:

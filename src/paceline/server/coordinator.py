@@ -384,6 +384,8 @@ class Coordinator:
     def _fail(self, error: TeamError) -> None:
         """Tell all workers that the run can not go on."""
         self._recorder.flush()
+        if self._door is not None:
+            self._door.close()  # nobody can join any more, nor need be heard
         for seat in self._seats.values():
             self._seats.tell(seat, Failed(type(error).__name__, str(error), list(error.ranks)))
         # They raise it, and leave; whoever computes finds it when it next looks.

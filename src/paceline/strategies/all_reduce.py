@@ -46,6 +46,9 @@ def on_host(parameters: Iterable[torch.nn.Parameter]) -> bool:
 class AllReduceTrainer(Trainer):
     """One worker's part in training a model by all-reduce."""
 
+    shards_each = 1
+    """Into how many shards per worker the parameters are cut."""
+
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
         self._members = members = around.members
@@ -78,7 +81,7 @@ class AllReduceTrainer(Trainer):
         self._clipped: float | None = None
         """What to multiply the mean gradient with, once it has been made and clipped."""
 
-        self._layout = layout = Layout(named, self._size)
+        self._layout = layout = Layout(named, self._size * self.shards_each)
         self._table = Table(members, optimizer, len(layout.slots))
         self._reduction: Reduction
         if shareable:
@@ -204,7 +207,7 @@ class AllReduceTrainer(Trainer):
         pace = self._pace() if final else (0.0, 0)
         # Once the mean is made it lies in the shared buffer, where this worker's own gradient must not go again.
         used = self._gradients.settle() if self._clipped is None else self._gradients.used()
-        self._table.bring(self._weight * unscale, skip, used, pace)
+        self._table.bring(self._weight, unscale, skip, used, pace)
 
     def _pace(self) -> tuple[float, int]:
         """Seconds and samples of this worker's step, the exchange of visible gradients taken out."""
@@ -316,7 +319,7 @@ class AllReduceTrainer(Trainer):
         seconds, samples = self._paced or (0.0, 0)
         pace = self._stopwatch.stop(self.version, again=self._paced is not None)
         self._paced = seconds + pace[0], samples + pace[1]
-        self._table.bring(self._weight, False, self._gradients.settle(), (0.0, 0))
+        self._table.bring(self._weight, 1.0, False, self._gradients.settle(), (0.0, 0))
         self._meet(Intent.REDUCE)
         self._exchange()
         self._stopwatch.restart(time.perf_counter())

@@ -108,6 +108,11 @@ class Trainer(ABC):
     def report_loss(self, loss: float) -> None:
         """The script has reported a loss."""
 
+    @property
+    def lead(self) -> int:
+        """Who decides what one must decide, where that may change."""
+        return 0
+
     def gather(self, payload: bytes, intent: Intent) -> list[bytes] | None:
         """Everybody's payload, by rank, where the strategy knows better than the team who takes part; else None."""
         return None

@@ -68,6 +68,8 @@ class ParameterServerTrainer(Trainer):
         self._rank, self.size = around.members.rank, around.members.size
         self._thread: threading.Thread | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._pushed = False
+        """Whether it has pushed anything."""
         self._joins = around.launch.joins
         """Of a run that goes on already, the address of its server."""
         self._model, self._optimizer, self._launch = model, optimizer, around.launch
@@ -122,7 +124,12 @@ class ParameterServerTrainer(Trainer):
 
     @version.setter
     def version(self, value: int) -> None:
-        self._before = value - self._at
+        self._before = value - (0 if self._late else self._at)
+
+    @property
+    def _late(self) -> bool:
+        """Whether this worker has joined, and its script still does what the others' did before they trained."""
+        return self._joins is not None and not self._pushed
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
@@ -361,7 +368,7 @@ class ParameterServerTrainer(Trainer):
             skip,
             self._leases.wanted(),
         )
-        self._loss = self._clip = None
+        self._loss, self._clip, self._pushed = None, None, True
         self._stopwatch.slow_link(self._exchanged)
         sent = time.perf_counter()
         answer: Go = self._desk.call(message)
@@ -467,12 +474,14 @@ class ParameterServerTrainer(Trainer):
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         """The lead's counts; the others take the hyperparameters."""
         type(self._optimizer).load_state_dict(self._optimizer, state)
-        if self._rank == 0:
+        if self._rank == 0 and not self._late:
             with self.still(reload=True):
                 self._import_state()
         self._optimizer.state.clear()
 
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        if self._late:
+            return  # what the run has made of it since then counts
         here = [rank for rank, said in enumerate(self.gather(b"here", Intent.BARRIER)) if said]
         # One after the other: the lead writes what all share, the others then find it, and their own buffers.
         for rank in here:

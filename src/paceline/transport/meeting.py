@@ -76,6 +76,11 @@ class Meeting(Steps):
         self.passive: list[bool] = [False] * size
         """Who came to the last meeting only to help."""
 
+    @property
+    def departed(self) -> frozenset[int]:
+        """Who was not at the last meeting because it has died or left."""
+        return frozenset(self._departed)
+
     @classmethod
     def memory_size(cls, size: int) -> int:
         return cls.fixed_size(size) + 2 * size * (cls.CAPACITY + 4096)
