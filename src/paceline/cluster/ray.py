@@ -18,8 +18,9 @@ from typing import Any
 
 import msgspec
 
+from paceline.cluster.checkpoints import newest_checkpoint
 from paceline.cluster.crew import Gone
-from paceline.cluster.places import Cluster, Room, first_line
+from paceline.cluster.places import Cluster, first_line
 from paceline.cluster.servers import Start, arguments_of
 from paceline.cluster.supervision import Ending, Interrupted, Relay, Supervision, interruptible
 from paceline.config import Launch
@@ -339,11 +340,6 @@ class RayEngine:
         self._cluster.release([member.agent for member in hired if not member.lost])
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    found = list((folder / "checkpoints").glob("*.pt"))
-    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name)) if found else None
-
-
 def _write(path: Path, offset: int, data: bytes) -> None:
     with path.open("r+b" if path.exists() else "wb") as file:
         file.seek(offset)
@@ -375,6 +371,3 @@ def parse_environment(words: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"--env is '{word}'; it must be NAME=VALUE, or the NAME of a variable that is set here")
         found[name] = value if equals else os.environ[name]
     return found
-
-
-__all__ = ["Cluster", "RayEngine", "Room", "newest_checkpoint", "parse_each", "parse_environment"]
