@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.agent import Outbox
 from paceline.cluster.checkpoints import newest_checkpoint
-from paceline.cluster.places import Room
-from paceline.cluster.ray import parse_each, parse_environment
+from paceline.cluster.outbox import Outbox
+from paceline.cluster.places import Room, parse_each, parse_environment
 from paceline.errors import UsageError
 
 

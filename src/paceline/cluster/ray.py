@@ -7,7 +7,6 @@ many nodes Ray believes that machine to be.
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import signal
@@ -24,7 +23,7 @@ from paceline.cluster.places import Cluster, first_line
 from paceline.cluster.servers import Start, arguments_of
 from paceline.cluster.supervision import Ending, Interrupted, Relay, Supervision, interruptible
 from paceline.config import Launch
-from paceline.errors import JoinError, UsageError
+from paceline.errors import JoinError
 
 _TICK = 0.2
 _LISTEN = 2.0
@@ -345,29 +344,3 @@ def _write(path: Path, offset: int, data: bytes) -> None:
         file.seek(offset)
         file.write(data)
         file.truncate()
-
-
-def parse_each(text: str) -> dict[str, float]:
-    """`cpu=1,gpu=1` as Ray counts it."""
-    each = {"CPU": 1.0}
-    for part in filter(None, text.split(",")):
-        key, _, value = part.partition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if key not in ("cpu", "gpu") or not 0 <= number < math.inf:
-            raise UsageError(f"--each is '{text}'; it must be like cpu=1,gpu=1, with numbers of 0 or more")
-        each[key.upper()] = number
-    return {key: value for key, value in each.items() if value}
-
-
-def parse_environment(words: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE`, or `NAME` for the value that it has here."""
-    found = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not name or (not equals and name not in os.environ):
-            raise UsageError(f"--env is '{word}'; it must be NAME=VALUE, or the NAME of a variable that is set here")
-        found[name] = value if equals else os.environ[name]
-    return found
