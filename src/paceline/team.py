@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from paceline.cluster.checkpoints import newest_checkpoint
 from paceline.cluster.membership import Members, come_together
 from paceline.cluster.process import keep_freed_memory
 from paceline.config import AllReduce, Launch, Place, Strategy, Timeouts, parse_strategy
@@ -275,9 +276,13 @@ class Team:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint that this run has left: not None if the team was started again. `load` takes it."""
-        found = list((self._folder / "checkpoints").glob("*.pt")) if self._folder is not None else []
-        return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name)) if found else None
+        """The newest checkpoint that this run has left: not None if the team was started again. `load` takes it.
+
+        None for one who joins the others where they are.
+        """
+        if self._launch.joins is not None or self._folder is None:
+            return None
+        return newest_checkpoint(self._folder)
 
     def save(self, path: str | Path | None = None, **extra: Any) -> Path:
         """Write a checkpoint that plain `torch.load` reads: `model`, `optimizer`, `version` and what else is given.

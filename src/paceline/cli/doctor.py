@@ -87,7 +87,8 @@ def _engine(on: str, workers: int, launch: Launch, relay: Callable[[int, str, by
         return LocalEngine(script, [], workers, launch, relay=relay)
     if on != "ray" and not on.startswith("ray://"):
         raise UsageError(f"--on is '{on}'; it must be 'local', 'ray' or 'ray://HOST:PORT'")
-    from paceline.cluster.ray import Cluster, RayEngine, Room
+    from paceline.cluster.places import Cluster, Room
+    from paceline.cluster.ray import RayEngine
 
     cluster = Cluster(None if on == "ray" else on, None, Room(workers=workers, each={"CPU": 1.0}, place="spread"))
     return RayEngine(cluster, "paceline:doctor/member.py", [], workers, launch, relay=relay, restarts=0)

@@ -57,7 +57,8 @@ def prepare(
         )
     if on != "ray" and not on.startswith("ray://"):
         raise UsageError(f"--on is '{on}'; it must be 'local', 'ray' or 'ray://HOST:PORT'")
-    from paceline.cluster.ray import Cluster, RayEngine, Room, parse_each, parse_environment
+    from paceline.cluster.places import Cluster, Room, parse_each, parse_environment
+    from paceline.cluster.ray import RayEngine
 
     environment = parse_environment(env)
     room = Room(workers=workers, each=parse_each(each or ""), servers=_beside(strategy, servers), place=place)

@@ -139,7 +139,8 @@ def run(
     if not script.is_file():
         raise UsageError(f"there is no script at {script}")
     chosen = None if strategy is None else str(_check(strategy, workers))
-    if restarts and chosen is not None and chosen.startswith("all-reduce"):
+    policy = chosen is not None and type(parse_strategy(chosen)) in POLICIES
+    if restarts and on == "local" and chosen is not None and not policy:
         raise UsageError("--restarts needs a parameter server; under all-reduce the others go on with --elastic")
     for one in correct or []:
         parse_correction(one)
@@ -169,7 +170,8 @@ def run(
         servers=servers,
         corrections=correct or [],
         compress=compress,
-        elastic=elastic or restarts > 0,
+        # On Ray a team without a server is started again as a whole.
+        elastic=elastic or (restarts > 0 and (policy or on == "local")),
     )
     config = {
         "script": str(script),

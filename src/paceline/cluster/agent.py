@@ -1,6 +1,6 @@
 """What runs on a node of a Ray cluster: starts the processes of one worker there, and hands on what they say and write.
 
-Ray is sent this file's code by value, so it is plain Python, like `crew` and `bootstrap`: the node's Ray process
+Ray is sent this file's code by value, so it is plain Python, like `crew`, `outbox` and `bootstrap`: the node's Ray process
 imports neither torch nor anything of ours. The driver pulls (`listen`), so a slow driver slows the worker's output,
 and never fills the node's memory.
 """
@@ -15,35 +15,39 @@ import os
 import pathlib
 import platform
 import queue
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from paceline.cluster.crew import Crew
+from paceline.cluster.outbox import Outbox
 
 _LINES = 2000
 """Lines that wait for the driver; more make the worker wait."""
 _CHUNK = 4 << 20
 """Bytes of files in one answer."""
-_LOOK = 0.4
-"""Seconds between looks for new files."""
 
 _SWEEP = """
 import fcntl, os, shutil, sys
+if os.fork():
+    os._exit(0)
 sys.stdin.buffer.read()
-with open(os.path.join(sys.argv[1], ".lock"), "ab") as lock:
-    try:
+try:
+    with open(os.path.join(sys.argv[1], ".lock"), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        sys.exit()
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+except OSError:
+    pass
 """
-"""Removes the run's folder on this node once nobody holds its lock any more, however its holders ended."""
+"""Removes the run's folder on this node once nobody holds its lock any more, however its holders ended.
+
+Nobody's child, because Ray ends the children of whoever it ends.
+"""
 
 
 class Agent:
@@ -163,10 +167,7 @@ class Agent:
         self._outbox.close()
         if self._holder is not None:
             self._holder.close()
-        assert self._sweeper.stdin is not None
-        self._lock.close()
-        self._sweeper.stdin.close()
-        self._sweeper.wait(10.0)
+        self._leave_folder()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -247,73 +248,18 @@ class Agent:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._sweeper.wait(30.0)
 
-
-class Outbox:
-    """Which files of a folder the driver has not got yet. Streams grow; all others are whole, once they have a name."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        self._folder = folder
-        self._sent: dict[str, int] = {}
-        """Of a stream, how many bytes; of another file, when it was written."""
-        self._open: tuple[str, Any, int] | None = None
-        """The file that is being sent, and up to where."""
-        self._next = 0.0
-
-    def knows(self, path: str) -> None:
-        """The driver has this file: it sent it."""
-        self._sent[path] = (self._folder / path).stat().st_mtime_ns
-
-    def news(self, most: int, at_once: bool = False) -> list[tuple[Any, ...]]:
-        if not at_once and self._open is None and time.monotonic() < self._next:
-            return []
-        self._next = time.monotonic() + _LOOK
-        news: list[tuple[Any, ...]] = []
-        for path in sorted((self._folder / "streams").glob("*.jsonl")):
-            name = f"streams/{path.name}"
-            sent = self._sent.get(name, 0)
-            with path.open("rb") as file:
-                file.seek(sent)
-                data = file.read(most)
-            if data:
-                news.append(("grown", name, sent, data))
-                self._sent[name] = sent + len(data)
-                most -= len(data)
-        while most > 0 and (part := self._part(most)) is not None:
-            news.append(part)
-            most -= len(part[3])
-        return news
-
-    def _part(self, most: int) -> tuple[Any, ...] | None:
-        if self._open is None:
-            self._open = self._new_file()
-        if self._open is None:
-            return None
-        name, file, start = self._open
-        data = file.read(most)
-        last = file.tell() == os.fstat(file.fileno()).st_size
-        self._open = None if last else (name, file, start + len(data))
-        if last:
-            file.close()
-        return ("file", name, start, data, last)
-
-    def _new_file(self) -> tuple[str, Any, int] | None:
-        for path in sorted(self._folder.rglob("*")):
-            inside = path.relative_to(self._folder)
-            hidden = any(part.startswith(".") for part in inside.parts)
-            if hidden or inside.parts[0] in ("streams", "farewells") or not path.is_file():
-                continue
-            file = path.open("rb")
-            written = os.fstat(file.fileno()).st_mtime_ns
-            if self._sent.get(str(inside)) != written:
-                self._sent[str(inside)] = written
-                return str(inside), file, 0
-            file.close()
-        return None
-
-    def close(self) -> None:
-        if self._open is not None:
-            self._open[1].close()
+    def _leave_folder(self) -> None:
+        """Remove it, if this is the last agent of the run on this machine."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        except OSError:
+            pass  # another one is still there
+        self._lock.close()
+        assert self._sweeper.stdin is not None
+        self._sweeper.stdin.close()
 
 
 def _machine() -> str:

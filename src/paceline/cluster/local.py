@@ -138,7 +138,7 @@ class LocalEngine:
 
     def _start_servers(self, start: Start) -> None:
         """The lead has asked for servers."""
-        self._supervision.spare, self._supervision.joining = start.spare, True
+        self._supervision.spare, self._supervision.joining = start.spare, bool(start.address)
         self._server = start.address
         if not start.address:  # there is nothing to join
             return

@@ -8,15 +8,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.cluster import agent as agent_module
 from paceline.cluster import crew as crew_module
+from paceline.cluster import outbox as outbox_module
 from paceline.errors import JoinError, UsageError
 
 _IGNORED = ["/runs/", ".git/", ".venv/", "__pycache__/", ".mypy_cache/", ".ruff_cache/", ".pytest_cache/"]
@@ -52,6 +54,32 @@ class Room:
         return str(max(1, int(self.each.get("CPU", 1))))
 
 
+def parse_each(text: str) -> dict[str, float]:
+    """`cpu=1,gpu=1` as Ray counts it."""
+    each = {"CPU": 1.0}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if key not in ("cpu", "gpu") or not 0 <= number < math.inf:
+            raise UsageError(f"--each is '{text}'; it must be like cpu=1,gpu=1, with numbers of 0 or more")
+        each[key.upper()] = number
+    return {key: value for key, value in each.items() if value}
+
+
+def parse_environment(words: Sequence[str]) -> dict[str, str]:
+    """`NAME=VALUE`, or `NAME` for the value that it has here."""
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name or (not equals and name not in os.environ):
+            raise UsageError(f"--env is '{word}'; it must be NAME=VALUE, or the NAME of a variable that is set here")
+        found[name] = value if equals else os.environ[name]
+    return found
+
+
 class Cluster:
     """A connection to a Ray cluster, and places for workers there."""
 
@@ -73,8 +101,8 @@ class Cluster:
         except (ConnectionError, TimeoutError, OSError) as error:
             raise UsageError(_no_cluster(where, error)) from None
         except (RuntimeError, ValueError) as error:
-            raise UsageError(f"Ray at '{where}' did not take this run: {_first_line(error)}") from None
-        for module in (agent_module, crew_module):
+            raise UsageError(f"Ray at '{where}' did not take this run: {first_line(error)}") from None
+        for module in (agent_module, crew_module, outbox_module):
             ray.cloudpickle.register_pickle_by_value(module)  # a node need not import ours to run them
         self._check_room()
 
@@ -160,9 +188,8 @@ class Cluster:
 
 
 def _import() -> Any:
-    # Before Ray is imported: it tells nobody that it is used, and leaves accelerators of other libraries visible.
+    # Before Ray is imported: it tells nobody that it is used.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
         import ray.util.scheduling_strategies
@@ -179,7 +206,8 @@ def _no_cluster(where: str, error: BaseException) -> str:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What matters of Ray's long messages."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

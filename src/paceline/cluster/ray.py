@@ -7,7 +7,6 @@ many nodes Ray believes that machine to be.
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import signal
@@ -18,12 +17,13 @@ from typing import Any
 
 import msgspec
 
+from paceline.cluster.checkpoints import newest_checkpoint
 from paceline.cluster.crew import Gone
-from paceline.cluster.places import Cluster, Room
+from paceline.cluster.places import Cluster, first_line
 from paceline.cluster.servers import Start, arguments_of
 from paceline.cluster.supervision import Ending, Interrupted, Relay, Supervision, interruptible
 from paceline.config import Launch
-from paceline.errors import JoinError, UsageError
+from paceline.errors import JoinError
 
 _TICK = 0.2
 _LISTEN = 2.0
@@ -73,7 +73,8 @@ class RayEngine:
         self._hiring: dict[Any, Member] = {}
         """Places whose agent was lost and is being replaced, by the answer that is awaited."""
         self._folder = Path(launch.folder or ".")
-        self._run = secrets.token_hex(6)
+        self._run, self._key = secrets.token_hex(6), secrets.token_hex(32)
+        """The run's name on the nodes; and what proves, between machines, that one belongs to it."""
         self._members: list[Member] = []
         self._supervision = Supervision(launch.timeouts)
         self._bases: dict[tuple[Any, str], int] = {}
@@ -120,7 +121,10 @@ class RayEngine:
             if left and time.monotonic() >= until:
                 raise JoinError(f"{what}: no answer in {self._launch.timeouts.join:g} s (--timeout)")
             self._tick()
-        return [self._cluster.get(reference) for reference in references]
+        try:
+            return [self._cluster.get(reference) for reference in references]
+        except self._cluster.Lost as error:
+            raise JoinError(f"{what}: {first_line(error)}") from None
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -129,10 +133,7 @@ class RayEngine:
         kept = {member.bundle: member for member in self._members if not member.lost}
         missing = [bundle for bundle in range(self._workers) if bundle not in kept]
         agents = [self._cluster.hire(bundle, self._run) for bundle in missing]
-        try:
-            facts = self._all([agent.facts.remote() for agent in agents], "the nodes that workers are to run on")
-        except self._cluster.Lost as error:
-            raise JoinError(f"Ray could not start an agent for a worker: {error}") from None
+        facts = self._all([agent.facts.remote() for agent in agents], "starting an agent for each worker")
         for bundle, agent, fact in zip(missing, agents, facts, strict=True):
             self._cluster.check(fact)
             kept[bundle] = Member(bundle, agent, fact)
@@ -156,6 +157,7 @@ class RayEngine:
         self._common = {
             **{key: value for key, value in os.environ.items() if key.startswith(_TRAVELS)},
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", self._cluster.room.threads),
+            "PACELINE_KEY": os.environ.get("PACELINE_KEY") or self._key,
             **self._environment,
         }
         self._common.pop(Launch.VARIABLE, None)
@@ -183,8 +185,8 @@ class RayEngine:
     def _start_servers(self, start: Start) -> None:
         """The lead has asked for servers: they share memory with the workers of its machine, so there they run."""
         lead = self._members[0]
-        self._supervision.spare, self._supervision.joining = start.spare, True
-        self._joins = start.address
+        self._supervision.spare, self._supervision.joining = start.spare, bool(start.address)
+        self._joins = start.address or None  # without one there is nothing to join
         for index in range(start.servers):
             lead.running.add(-1 - index)
             lead.agent.serve.remote(index, arguments_of(start, index), self._common)
@@ -312,7 +314,7 @@ class RayEngine:
             facts = self._cluster.get(reference)
             self._cluster.check(facts)
         except (*self._cluster.Lost, JoinError) as error:
-            self._note(f"rank {member.rank} could not be started again: {error}")
+            self._note(f"rank {member.rank} could not be started again: {first_line(error)}")
             return None
         member.host, member.machine = facts["host"], facts["machine"]
         self._members[member.rank] = member
@@ -337,42 +339,8 @@ class RayEngine:
         self._cluster.release([member.agent for member in hired if not member.lost])
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    found = list((folder / "checkpoints").glob("*.pt"))
-    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name)) if found else None
-
-
 def _write(path: Path, offset: int, data: bytes) -> None:
     with path.open("r+b" if path.exists() else "wb") as file:
         file.seek(offset)
         file.write(data)
         file.truncate()
-
-
-def parse_each(text: str) -> dict[str, float]:
-    """`cpu=1,gpu=1` as Ray counts it."""
-    each = {"CPU": 1.0}
-    for part in filter(None, text.split(",")):
-        key, _, value = part.partition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if key not in ("cpu", "gpu") or not 0 <= number < math.inf:
-            raise UsageError(f"--each is '{text}'; it must be like cpu=1,gpu=1, with numbers of 0 or more")
-        each[key.upper()] = number
-    return {key: value for key, value in each.items() if value}
-
-
-def parse_environment(words: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE`, or `NAME` for the value that it has here."""
-    found = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not name or (not equals and name not in os.environ):
-            raise UsageError(f"--env is '{word}'; it must be NAME=VALUE, or the NAME of a variable that is set here")
-        found[name] = value if equals else os.environ[name]
-    return found
-
-
-__all__ = ["Cluster", "RayEngine", "Room", "newest_checkpoint", "parse_each", "parse_environment"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -53,7 +54,8 @@ def gloo() -> Finding:
     try:
         with tempfile.TemporaryDirectory() as scratch:
             store = dist.FileStore(str(Path(scratch) / "store"), 1)  # type: ignore[attr-defined]
-            group = dist.ProcessGroupGloo(store, 0, 1)  # type: ignore[attr-defined]
+            kind: Any = dist.ProcessGroupGloo
+            group = kind(store, 0, 1)
             group.allreduce([torch.ones(4)]).wait()
             del group, store
     except RuntimeError as error:
@@ -66,8 +68,7 @@ def zeromq() -> Finding:
     """One encrypted message over the loopback."""
     if importlib.util.find_spec("zmq") is None:
         return limits("ZeroMQ", "not installed", "pip install pyzmq, for a parameter server over several machines")
-    import zmq
-
+    zmq: Any = importlib.import_module("zmq")
     version = f"{zmq.zmq_version()}, pyzmq {zmq.pyzmq_version()}"
     if not zmq.has("curve"):
         return limits("ZeroMQ", f"{version}, without CURVE", "install a pyzmq that has it: between machines it must")

@@ -1,0 +1,44 @@
+"""`paceline doctor` as it is used: on this machine, with members, under torchrun, and where something cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from support import PACELINE, TORCHRUN, finished
+
+
+def test_members_of_one_machine_measure_each_other(tmp_path: Path) -> None:
+    outcome = finished([PACELINE, "doctor", "--workers", "3", "--json"], tmp_path, 100)
+    assert outcome.code == 0, outcome.err
+    facts = json.loads(outcome.out)
+    assert facts["verdict"] in ("ok", "works with limits")
+    (machine,) = facts["machines"]
+    lines = {finding["what"]: finding for finding in machine["findings"]}
+    assert all(finding["change"] for finding in lines.values() if finding["verdict"] != "ok")
+    for needed in ("shared memory", "memory of others", "waking", "gloo", "ports"):
+        assert lines[needed]["verdict"] == "ok", lines[needed]
+    assert not [finding for finding in lines.values() if "could not look" in finding["found"]]
+    latency, bandwidth = facts["links"]["latency"], facts["links"]["bandwidth"]
+    for row in range(3):
+        for column in range(3):
+            assert (latency[row][column] is None) == (bandwidth[row][column] is None) == (row == column)
+    assert list(tmp_path.glob("runs")) == []
+
+
+def test_under_torchrun_the_lead_tells_it_once(tmp_path: Path) -> None:
+    words = [TORCHRUN, "--nproc-per-node", "2", "-m", "paceline", "doctor"]
+    outcome = finished(words, tmp_path, 100)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("shared memory") == 1
+    assert "bandwidth from row to column, MB/s" in outcome.out
+
+
+def test_a_machine_without_a_loopback_cannot(tmp_path: Path) -> None:
+    outcome = finished(["unshare", "--net", PACELINE, "doctor", "--json"], tmp_path, 100)
+    assert outcome.code == 1, outcome.err
+    facts = json.loads(outcome.out)
+    assert facts["verdict"] == "cannot"
+    (finding,) = [finding for finding in facts["machines"][0]["findings"] if finding["verdict"] == "cannot"]
+    assert finding["what"] == "ports"
+    assert finding["change"] == "ip link set lo up"

@@ -1,0 +1,211 @@
+"""Runs in a Ray cluster of two nodes: as on one machine, brought back when killed, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rays import CORES, RayNetwork, ray_network
+from support import PACELINE, PREAMBLE, finished, wait_until, write_script
+
+pytestmark = pytest.mark.timeout(400)
+
+SCRIPT = (
+    PREAMBLE
+    + """
+import torch, paceline
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from beside import EPOCHS
+
+team = paceline.join()
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+inputs = torch.randn(128, 8)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+model, optimizer, loader = team.setup(model, optimizer, loader)
+first = 0
+if team.checkpoint is not None:
+    first = team.load(team.checkpoint)["epoch"] + 1
+    print(f"rank {team.rank} resumes with epoch {first}")
+pause = float(os.environ.get("PAUSE", "0"))
+for epoch in range(first, EPOCHS):
+    for x, y in loader:
+        with team.step():
+            loss = mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        time.sleep(pause)
+    team.report(loss=loss)
+    team.save(epoch=epoch)
+    note(f"epoch-{team.rank}", epoch=epoch, parent=os.getppid())
+print(f"ends on {os.environ['RANK']} of {os.environ['LOCAL_WORLD_SIZE']} with {os.environ.get('GREETING')}")
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[RayNetwork]:
+    with ray_network() as network:
+        yield network
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a script and a module of the user's own."""
+    write_script(tmp_path, "EPOCHS = 4\n", "beside.py")
+    write_script(tmp_path, SCRIPT)
+    return tmp_path
+
+
+def nothing_left(network: RayNetwork) -> None:
+    """No agent, no worker, no folder; and all room is free again."""
+    wait_until(lambda: not network.agents() and not network.folders(), 20, f"{network.agents()} {network.folders()}")
+    code = "import ray; ray.init(log_to_driver=False); print(ray.available_resources()['CPU'])"
+    variables = {**os.environ, **network.variables}
+    words = network.inside(sys.executable, "-c", code)
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert float(done.stdout) == 2 * CORES, done.stdout + done.stderr
+
+
+def test_the_same_script_gives_the_same_loss_as_on_one_machine(network: RayNetwork, project: Path) -> None:
+    local = finished([PACELINE, "run", "train.py", "--workers", "2", "--name", "here"], project, 120)
+    assert local.code == 0, local.err
+    words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "there", "--all-output")
+    outcome = network.finished(project, *words, "--env", "GREETING=hello", "--env", "RUN_NOTES")
+    assert outcome.code == 0, outcome.err
+    run = outcome.run
+    assert run.summary("there")["last"] == local.run.summary("here")["last"]
+    assert run.summary("there")["updates"] == local.run.summary("here")["updates"] == 32
+    # Both nodes are one machine; what the user's script says comes from every rank, under its name.
+    for rank in (0, 1):
+        line = f"ends on {rank} of 2 with hello"
+        assert f"[{rank}] {line}" in outcome.out
+        assert line in (project / "runs" / "there" / "output" / f"{rank}.log").read_text()
+    saved = {path.name: path.read_bytes() for path in (project / "runs" / "there" / "checkpoints").iterdir()}
+    assert sorted(saved) == [f"{version:08d}.pt" for version in (8, 16, 24, 32)]
+    assert {event["rank"] for event in run.events("there") if event["type"] == "Join"} == {0, 1}
+    assert "done: 32 updates" in outcome.err
+    nothing_left(network)
+
+
+@pytest.mark.parametrize(("strategy", "again"), [("all-reduce", "the team is"), ("async", "it is")])
+def test_a_killed_worker_is_brought_back(network: RayNetwork, project: Path, strategy: str, again: str) -> None:
+    words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "hurt", "--strategy", strategy)
+    with network.run(project, *words, "--all-output", "--env", "RUN_NOTES", "--env", "PAUSE=0.1") as run:
+        os.kill(run.note("epoch-1", 180)["pid"], signal.SIGKILL)
+        outcome = run.finish(180)
+    assert outcome.code == 0, outcome.err
+    assert f"rank 1 was killed by signal 9 (SIGKILL); {again} started again" in outcome.err
+    joined = [event["pid"] for event in run.events("hurt") if event["type"] == "Join" and event["rank"] == 1]
+    assert len(set(joined)) == 2
+    if strategy == "all-reduce":
+        assert "rank 1 resumes with epoch" in outcome.out
+        assert run.summary("hurt")["updates"] == 32
+    assert "ends on 1" in outcome.out
+    nothing_left(network)
+
+
+def test_a_killed_server_brings_the_team_back(network: RayNetwork, project: Path) -> None:
+    words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "hurt", "--strategy", "sync")
+    with network.run(project, *words, "--place", "pack", "--env", "RUN_NOTES", "--env", "PAUSE=0.1") as run:
+        agent = run.note("epoch-0", 180)["parent"]
+        children = Path(f"/proc/{agent}/task/{agent}/children").parent.parent
+        found = [int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()]
+        (server,) = [pid for pid in found if b"server/main.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(server, signal.SIGKILL)
+        outcome = run.finish(180)
+    assert outcome.code == 0, outcome.err
+    assert "server 0 was killed by signal 9 (SIGKILL); the team is started again with checkpoint" in outcome.err
+    assert "rank 0 resumes with epoch" in outcome.out
+    nothing_left(network)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_what_ends_the_driver_ends_all(network: RayNetwork, project: Path, number: signal.Signals) -> None:
+    words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "stopped")
+    with network.run(project, *words, "--env", "RUN_NOTES", "--env", "PAUSE=0.3") as run:
+        worker = run.note("epoch-0", 180)["pid"]
+        run.process.send_signal(number)
+        outcome = run.finish(60)
+        wait_until(lambda: not Path(f"/proc/{worker}").exists(), 20, "the end of a worker")
+    if number == signal.SIGINT:
+        assert outcome.code == 130
+        assert "stopped by SIGINT; all workers have ended" in outcome.err
+        assert outcome.tracebacks == 0
+        assert (project / "runs" / "stopped" / "summary.json").exists()
+    nothing_left(network)
+
+
+def test_an_error_of_the_script_is_told_once_and_not_tried_again(network: RayNetwork, project: Path) -> None:
+    write_script(project, "import paceline\nteam = paceline.join()\nteam.barrier()\nraise KeyError('mine')\n", "bad.py")
+    outcome = network.finished(project, "run", "bad.py", "--on", "ray", "--workers", "2", "--name", "bad")
+    assert outcome.code == 1
+    assert outcome.err.count("KeyError: 'mine'\n") + outcome.err.count('KeyError: "mine"\n') >= 1
+    assert outcome.tracebacks == 1
+    assert "started again" not in outcome.err
+
+
+def test_too_little_room_is_one_sentence(network: RayNetwork, project: Path) -> None:
+    outcome = network.finished(project, "run", "train.py", "--on", "ray", "--workers", "9")
+    assert outcome.code == 2
+    sentence = outcome.err.strip().splitlines()[-1]
+    assert sentence.startswith(f"paceline: 9 workers need 9 CPU; the cluster has {2 * CORES} CPU ({2 * CORES} free)")
+    assert "on 2 nodes" in sentence
+    assert not (project / "runs").exists()
+
+
+def test_the_doctor_examines_the_nodes_and_their_links(network: RayNetwork, project: Path) -> None:
+    outcome = network.finished(project, "doctor", "--on", "ray", "--json")
+    assert outcome.code == 0, outcome.err
+    facts = json.loads(outcome.out)
+    assert len(facts["machines"]) == 1  # both nodes are this machine
+    assert len(facts["links"]["hosts"]) == 2
+    assert facts["links"]["latency"][0][1] > 0 and facts["links"]["bandwidth"][1][0] > 0
+    assert facts["links"]["bandwidth"][0][0] is None
+
+
+def test_no_cluster_is_one_sentence(tmp_path: Path) -> None:
+    write_script(tmp_path, "")
+    words = [PACELINE, "run", "train.py", "--on", "ray"]
+    outcome = finished(words, tmp_path, RAY_ADDRESS="127.0.0.1:9", RAY_USAGE_STATS_ENABLED="0")
+    assert outcome.code == 2
+    assert "paceline: no Ray cluster answers at '127.0.0.1:9'; start one with `ray start --head`" in outcome.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_ray_it_says_how_to_get_it(tmp_path: Path) -> None:
+    write_script(tmp_path, "")
+    (tmp_path / "none").mkdir()
+    write_script(tmp_path / "none", "raise ModuleNotFoundError('No module named ray')\n", "ray.py")
+    words = [PACELINE, "run", "train.py", "--on", "ray"]
+    outcome = finished(words, tmp_path, PYTHONPATH=str(tmp_path / "none"))
+    assert outcome.code == 2
+    assert outcome.err == "paceline: --on ray needs Ray, which is not installed here: pip install 'paceline[ray]'\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--on", "moon"], "--on is 'moon'; it must be 'local', 'ray' or 'ray://HOST:PORT'"),
+        (["--on", "ray", "--place", "up"], "--place is 'up'; it must be one of 'spread', 'pack'"),
+        (["--on", "ray", "--each", "cpu=x"], "--each is 'cpu=x'; it must be like cpu=1,gpu=1"),
+        (["--on", "ray", "--env", "NO_SUCH"], "--env is 'NO_SUCH'; it must be NAME=VALUE, or the NAME of a variable"),
+        (["--env", "A=1"], "--each and --env are for --on ray"),
+        (["--on", "ray", "--restarts", "-1"], "--restarts is -1; it must be 0 or more"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
+    write_script(tmp_path, "")
+    outcome = finished([PACELINE, "run", "train.py", *words], tmp_path)
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"paceline: {sentence}")
+    assert len(outcome.err.splitlines()) == 1

@@ -1,0 +1,137 @@
+"""The doctor's judgement: of links, of limits, and of strangers at the door."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import threading
+
+import pytest
+
+from paceline.doctor import libraries, links, machine
+from paceline.doctor.findings import Diagnosis, Finding, Machine, cannot, limits, ok, worst
+
+
+def matrix(size: int, value: float, **other: float) -> list[list[float | None]]:
+    rows: list[list[float | None]] = [[None if a == b else value for b in range(size)] for a in range(size)]
+    for key, special in other.items():
+        rows[int(key[1])][int(key[2])] = special
+    return rows
+
+
+def test_even_links_are_ok() -> None:
+    (finding,) = links.judge(matrix(3, 50e-6), matrix(3, 1e9))
+    assert finding.verdict == "ok"
+    assert finding.found == "latency 50 µs, bandwidth 1,000 MB/s (the middle ones)"
+
+
+def test_a_slow_link_is_named_with_its_direction() -> None:
+    (finding,) = links.judge(matrix(4, 50e-6), matrix(4, 1e9, _20=1e8))
+    assert finding.verdict == "works with limits"
+    assert "2 to 0 carries 100 MB/s" in finding.found
+    assert "0 to 2" not in finding.found
+    assert finding.change
+
+
+def test_a_distant_member_is_named_once() -> None:
+    (finding,) = links.judge(matrix(4, 50e-6, _13=1e-3, _31=1e-3), matrix(4, 1e9))
+    assert "1 and 3 are 1,000 µs apart" in finding.found
+    assert finding.found.count("apart") == 1
+
+
+def test_without_a_key_it_says_what_to_set() -> None:
+    nothing: list[list[float | None]] = [[None, None], [None, None]]
+    (finding,) = links.judge(nothing, nothing)
+    assert finding.verdict == "works with limits"
+    assert "PACELINE_KEY" in finding.change
+
+
+def test_the_gravest_finding_is_the_verdict() -> None:
+    fine, less, no = ok("a", ""), limits("b", "", "x"), cannot("c", "", "y")
+    assert Diagnosis(machines=[Machine(host="h", findings=[fine])]).verdict == "ok"
+    assert Diagnosis(machines=[Machine(host="h", findings=[less, fine])]).verdict == "works with limits"
+    assert Diagnosis(machines=[Machine(host="h", findings=[no, less])]).verdict == "cannot"
+    assert worst([]) == "ok"
+
+
+def test_a_stranger_is_hung_up_on_and_a_member_is_measured() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.settimeout(10.0)
+        served: list[str] = []
+
+        def serve() -> None:
+            with links._caller(listener, b"secret") as wire:
+                links._follow(wire)
+                served.append("member")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        address = listener.getsockname()
+        with socket.create_connection(address, 10.0) as stranger:
+            with pytest.raises(ConnectionError, match=r"does not know the key|has gone|reset"):
+                links._greet(stranger, b"guess", first=True)
+                links._read(stranger, 1)
+            assert not served
+        with socket.create_connection(address, 10.0) as wire:
+            links._greet(wire, b"secret", first=True)
+            latency, out, back = links._lead(wire)
+        thread.join(10.0)
+        assert served == ["member"]
+        assert 0 < latency < 1 and out > 1e6 and back > 1e6
+
+
+def test_an_echo_of_our_own_proof_is_no_proof() -> None:
+    """Whoever only sends back what it gets must not pass."""
+    here, there = socket.socketpair()
+
+    def echo() -> None:
+        with there:
+            while data := there.recv(4096):
+                there.sendall(data)
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    with here, pytest.raises(ConnectionError, match="does not know the key"):
+        here.settimeout(10.0)
+        own_greet(here)
+    thread.join(10.0)
+
+
+def own_greet(wire: socket.socket) -> None:
+    """As `_greet`, on a socket that is not TCP."""
+
+    class Plain:
+        def __getattr__(self, name: str) -> object:
+            return (lambda *_: None) if name == "setsockopt" else getattr(wire, name)
+
+    links._greet(Plain(), b"secret", first=True)  # type: ignore[arg-type]
+
+
+def test_few_open_files_are_a_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+    try:
+        finding = machine.open_files()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert finding.verdict == "works with limits"
+    assert finding.found == "at most 500"
+    assert finding.change.startswith("ulimit -n 4096")
+    assert machine.open_files().verdict == ("ok" if soft >= 1024 or soft < 0 else "works with limits")
+
+
+def test_too_many_threads_are_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "4096")
+    assert libraries.torch_itself().verdict == "works with limits"
+
+
+def test_a_check_that_breaks_is_a_finding() -> None:
+    def broken_check() -> Finding:
+        raise OSError("no such thing")
+
+    first, second = machine.examine([broken_check, machine.system]).findings
+    assert (first.what, first.verdict) == ("broken check", "works with limits")
+    assert "no such thing" in first.found
+    assert second.verdict == "ok"
