@@ -128,6 +128,7 @@ def run(
         "compress": compress,
         "slow": slow or [],
         "seed": seed,
+        "cores": len(os.sched_getaffinity(0)),
         "timeout": timeout,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

@@ -13,6 +13,7 @@ import numpy as np
 from paceline.errors import UsageError
 from paceline.policies import Decision, Order, Policy, Push
 from paceline.simulate.cluster import Cluster
+from paceline.simulate.crowd import Crowd
 from paceline.simulate.distributions import Distribution
 from paceline.simulate.network import Network, Nothing, Served
 from paceline.simulate.result import Result, Shares, result
@@ -22,7 +23,7 @@ _AHEAD = 4096
 """Draws that are made at once: one at a time would take longer than the rest of the loop."""
 _PATIENCE = 1000
 """Gradients per worker without an update, after which none is expected any more."""
-_SENT, _ARRIVED, _DIED, _BACK = range(4)
+_SENT, _ARRIVED, _STARTS, _THROUGH, _DIED, _BACK = range(6)
 _COMPUTING, _SENDING, _HERE, _AWAY = range(4)
 """What a worker does; `here` is its gradient, at the server."""
 
@@ -64,6 +65,7 @@ class Engine:
         """For what goes wrong."""
         self._network = network or (Served(cluster) if cluster.wired else Nothing())
         self._loss = loss
+        self._crowd = Crowd(cluster) if cluster.crowded else None
         self._direct = isinstance(self._network, Nothing)
         self._version = [0] * count
         self._step = [0] * count
@@ -71,6 +73,8 @@ class Engine:
         self._does = [_COMPUTING] * count
         self._began, self._ends = [0.0] * count, [0.0] * count
         """Of the step that is under way."""
+        self._alone = [0.0] * count
+        """How long it would take on a core of its own."""
         self._since = [0.0] * count
         """When its gradient came to the server."""
         self._shares = [Shares() for _ in range(count)]
@@ -109,6 +113,8 @@ class Engine:
                     self._does[rank] = _SENDING
                     arrival = self._network.push(rank, self.now, self._ends[rank])
                     heapq.heappush(heap, (arrival, _ARRIVED, rank, step))
+            elif kind <= _THROUGH:
+                self._share_cores(kind, rank, step)
             elif kind == _DIED:
                 self._die(rank)
             else:
@@ -126,7 +132,8 @@ class Engine:
         staleness = self._policy.version - version
         push = Push(self._tickets, rank, version)
         if self._trace is not None:
-            self._trace.computed(rank, began, end, version)
+            alone = self._alone[rank]
+            self._trace.computed(rank, began, end, version, self._crowd.needs(rank, alone) if self._crowd else alone)
             self._trace.arrived(push, now, staleness)
         cluster = self._cluster
         moment = max(now, self._server_free) + cluster.push_seconds
@@ -192,9 +199,45 @@ class Engine:
         seconds = self._draw[rank]()
         if self._cluster.spells is not None:
             seconds *= self._spell(rank, start)
-        end = start + seconds
-        self._began[rank], self._ends[rank] = start, end
-        heapq.heappush(self._heap, (end - self._cluster.overlap * seconds, _SENT, rank, self._step[rank]))
+        self._began[rank], self._alone[rank] = start, seconds
+        if self._crowd is None:
+            self._end(rank, start, seconds)
+        else:
+            self._ends[rank] = math.inf
+            self._uncrowd(rank)
+            heapq.heappush(self._heap, (start, _STARTS, rank, self._step[rank]))
+
+    def _end(self, rank: int, start: float, seconds: float) -> None:
+        """A step lasts so long, as is known by now."""
+        self._ends[rank] = end = start + seconds
+        sent = max(self.now, end - self._cluster.overlap * seconds)
+        heapq.heappush(self._heap, (sent, _SENT, rank, self._step[rank]))
+
+    # -- cores that are shared ---------------------------------------------------------------------------------------
+
+    def _share_cores(self, kind: int, which: int, number: int) -> None:
+        """A worker starts to compute, or the first on a machine is through: for the others it changes when they are."""
+        crowd = self._crowd
+        assert crowd is not None
+        if kind == _STARTS:
+            if number == self._step[which]:
+                self._expect(crowd.enter(which, self.now, self._alone[which]))
+            return
+        rank = crowd.through(which, number, self.now)
+        if rank is not None:
+            start = self._began[rank]
+            self._end(rank, start, crowd.length(rank, self._alone[rank], self.now - start))
+            self._expect(which)
+
+    def _uncrowd(self, rank: int) -> None:
+        """A worker computes no longer, if it did."""
+        if self._crowd is not None and (machine := self._crowd.leave(rank, self.now)) is not None:
+            self._expect(machine)
+
+    def _expect(self, machine: int) -> None:
+        assert self._crowd is not None
+        if (expected := self._crowd.next(machine)) is not None:
+            heapq.heappush(self._heap, (expected[0], _THROUGH, machine, expected[1]))
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 
@@ -220,6 +263,7 @@ class Engine:
         restart = self.now + self._cluster.failures.restart
         if self._policy.spare and len(self._policy.workers) > 1:
             self._step[rank] += 1
+            self._uncrowd(rank)
             if self._does[rank] == _HERE:
                 self._shares[rank].waiting += self.now - self._since[rank]
             self._does[rank] = _AWAY
