@@ -27,8 +27,8 @@ from paceline.simulate.replica import Model
 
 _DRAWN = 200
 """Updates that a timeline shows."""
-_WIDTH = 130
-"""Characters that a table needs; a narrower terminal wraps its lines."""
+_WIDTH = 110
+"""Characters that a table needs beside the strategies' names; a narrower terminal wraps its lines."""
 
 
 def simulate_command(
@@ -187,7 +187,7 @@ def _convergence(known: list[Calibration], goal: float | None) -> Convergence | 
 
 def _print(known: list[Calibration], answers: list[dict[str, Any]], theory: bool) -> None:
     console = Console()
-    console.width = max(console.width, _WIDTH)
+    console.width = max(console.width, _WIDTH + max(len(answer["strategy"]) for answer in answers))
     if known:
         console.print(known[0].words, highlight=False)
     table = Table(box=None)
@@ -209,7 +209,7 @@ def _print(known: list[Calibration], answers: list[dict[str, Any]], theory: bool
         row += [_number(formula.get("seconds_per_update"))] if theory else []
         row += [f"{answer['samples_per_second']:.4g}", f"{answer['staleness']['mean']:.3f}"]
         row += [_number(formula.get("staleness"))] if theory else []
-        share = sum(waiting) / len(waiting) if waiting else 0.0
+        share = max(0.0, sum(waiting) / len(waiting)) if waiting else 0.0
         row += [f"{share:.1%}", f"{answer['cancelled']:,}"]
         if goals:
             reached = answer["goal"]

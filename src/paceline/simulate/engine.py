@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from paceline.errors import UsageError
-from paceline.policies import Decision, Order, Policy, Push
+from paceline.policies import Decision, Groups, Order, Policy, Push
 from paceline.simulate.cluster import Cluster
 from paceline.simulate.crowd import Crowd
 from paceline.simulate.distributions import Distribution
@@ -20,7 +20,9 @@ from paceline.simulate.result import Result, Shares, result
 from paceline.simulate.trace import Trace
 
 _AHEAD = 4096
-"""Draws that are made at once: one at a time would take longer than the rest of the loop."""
+"""Draws that are made at once, at most: one at a time would take longer than the rest of the loop."""
+_FIRST = 16
+"""Draws that are made at first: many workers may make few steps."""
 _PATIENCE = 1000
 """Gradients per worker without an update, after which none is expected any more."""
 _SENT, _ARRIVED, _STARTS, _THROUGH, _DIED, _BACK = range(6)
@@ -28,13 +30,16 @@ _COMPUTING, _SENDING, _HERE, _AWAY = range(4)
 """What a worker does; `here` is its gradient, at the server."""
 
 
-def _stream(of: Distribution, factor: float, source: np.random.Generator, size: int) -> Callable[[], float]:
+def _stream(of: Distribution, factor: float, source: np.random.Generator, most: int) -> Callable[[], float]:
     """One draw after the other, each times a factor."""
     draws: list[float] = []
+    size = _FIRST
 
     def draw() -> float:
+        nonlocal size
         if not draws:
             draws.extend((of.draw(source, size) * factor).tolist())
+            size = min(4 * size, most)
         return draws.pop()
 
     return draw
@@ -59,13 +64,14 @@ class Engine:
         self._policy, self._cluster, self._inside, self._trace = policy, cluster, inside or {}, trace
         count = cluster.workers
         source = np.random.default_rng(seed)
-        size = max(16, min(_AHEAD, 4_000_000 // count))
-        self._draw = [_stream(*cluster.steps_of(rank), own, size) for rank, own in enumerate(source.spawn(count))]
+        most = max(_FIRST, min(_AHEAD, 4_000_000 // count))
+        self._draw = [_stream(*cluster.steps_of(rank), own, most) for rank, own in enumerate(source.spawn(count))]
         self._luck = source.spawn(1)[0]
         """For what goes wrong."""
         self._network = network or (Served(cluster) if cluster.wired else Nothing())
         self._loss = loss
         self._crowd = Crowd(cluster) if cluster.crowded else None
+        self._grouped = isinstance(policy, Groups)
         self._direct = isinstance(self._network, Nothing)
         self._version = [0] * count
         self._step = [0] * count
@@ -138,7 +144,10 @@ class Engine:
         cluster = self._cluster
         moment = max(now, self._server_free) + cluster.push_seconds
         decision = self._policy.arrive(push)
-        if push not in decision.drop:
+        if self._grouped:
+            # A group pushes as one worker, once its members have agreed.
+            self.ages[staleness] += len(decision.together)
+        elif push not in decision.drop:
             self.ages[staleness] += 1
         # A group agrees among itself; the server is free for others meanwhile.
         agreeing = self._inside[decision.together[0].worker] if len(decision.together) > 1 else 0.0
