@@ -83,7 +83,9 @@ def simulate_command(
         int | None,
         typer.Option(help="Workers that share a machine, its link and its cores. [default: 1, or as in --from]"),
     ] = None,
-    cores: Annotated[int | None, typer.Option(help="Of a machine. [default: always enough, or as in --from]")] = None,
+    cores: Annotated[
+        int | None, typer.Option(help="Of a machine, for all its workers. [default: always enough, or as in --from]")
+    ] = None,
     servers: Annotated[
         str, typer.Option(help="Where the parameters are: a number of machines, 'lead' (rank 0's) or 'all'.")
     ] = "1",
@@ -119,6 +121,8 @@ def simulate_command(
     base = known[0].for_workers(workers) if known else Cluster(workers=4 if workers is None else workers)
     if per_machine is None and (latency is not None or bandwidth is not None):
         per_machine = 1  # each at the end of a link of its own
+    if per_machine is None and cores is not None:
+        per_machine = base.workers
     plain = {
         "cores": None if cores is None else dataclasses.replace(base.cores or Cores(cores), count=cores),
         "batch": batch,

@@ -85,6 +85,8 @@ def calibrate(path: Path) -> Calibration:
     seen = Recording()
     for block in read_run(path):
         seen.take(block)
+    if not seen.count:
+        raise UsageError(f"{path} holds no steps of any worker; it must be the folder or the events of a run")
     workers = {rank: steps for rank, steps in seen.workers().items() if len(steps.lengths) + len(steps.left) >= _FEW}
     if not seen.updates or all(not steps.lengths for steps in workers.values()):
         raise UsageError(f"{path} has too few steps to learn from; every worker should make at least {_FEW}")
