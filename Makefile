@@ -45,6 +45,9 @@ bench: setup
 	$(BIN)/python benchmarks/time_to_accuracy.py
 	$(BIN)/python benchmarks/recording.py
 	$(BIN)/python benchmarks/report.py
+	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/planning.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

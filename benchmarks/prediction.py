@@ -78,17 +78,21 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--minibatches", type=int, default=1600, help="of each run")
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--cluster", action="append", choices=CLUSTERS, help="only these")
     options = options.parse_args()
+    clusters = options.cluster or list(CLUSTERS)
     errors: list[float] = []
     by_cluster: dict[str, list[tuple[float, float, str]]] = {}
     with tempfile.TemporaryDirectory() as parent:
         learned = {}
-        for number, cluster in enumerate(CLUSTERS):
+        for number, cluster in enumerate(clusters):
             print(f"learning from '{cluster}'", file=sys.stderr, flush=True)
             folder = Path(parent) / f"learned{number}"
             learned[cluster] = calibrate(run(cluster, *LEARNED, options.minibatches, options.seed, folder))
         print("cluster      strategy            workers   predicted   measured     error")
         for number, (cluster, strategy, workers) in enumerate(QUESTIONS):
+            if cluster not in clusters:
+                continue
             told, _ = simulate(strategy, learned[cluster].for_workers(workers), updates=20_000, seed=7)
             folder = Path(parent) / f"run{number}"
             where = run(cluster, strategy, workers, options.minibatches, options.seed + 1, folder)

@@ -9,9 +9,10 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.events import Compute, Join, Metric, Pull, Push, Update
-from paceline.simulate.calibrate import Calibration, calibrate, sheet, survival
+from paceline.simulate.calibrate import Calibration, calibrate, sheet
 from paceline.simulate.cluster import Cluster, Link
 from paceline.simulate.distributions import Constant, Exponential, Gamma
+from paceline.simulate.fitting import survival
 from paceline.simulate.predict import simulate
 
 

@@ -67,6 +67,7 @@ def test_people_get_a_table() -> None:
         ("--servers nowhere", "servers is 'nowhere'"),
         ("--compress zip", "compress is 'zip'"),
         ("--per-machine 0", "at least 1"),
+        ("--cores 0", "there must be at least 1"),
         ("--overlap 2", "below 1"),
         ("--goal 0.5", "--goal needs --from"),
         ("--from nowhere", "there is no run at nowhere"),
@@ -87,6 +88,12 @@ def test_links_and_servers_are_described_in_units() -> None:
         assert one["seconds_per_update"] == pytest.approx(one["theory"]["seconds_per_update"])
     assert told[0]["seconds_per_update"] == pytest.approx(1 + 0.002 + 8 * 0.8)
     assert told[0]["traffic"]["server_in"] == [50 * 4 * 100e6]
+
+
+def test_cores_are_shared_by_the_workers_of_a_machine() -> None:
+    assert json.loads(simulate("-s sync -w 4 --compute 1 --cores 2 --updates 9 --json"))["seconds_per_update"] == 2.0
+    told = json.loads(simulate("-s sync -w 4 --compute 1 --cores 2 --per-machine 2 --updates 9 --json"))
+    assert told["seconds_per_update"] == 1.0
 
 
 def test_trouble_is_described_in_units() -> None:

@@ -136,6 +136,7 @@ def test_groups_give_their_value(count: int, size: int, value: float) -> None:
     told = simulate(spec, workers, EXP, updates=20_000, seed=4)
     assert abs(told.seconds_per_update - value) <= max(0.01 * value, 3 * told.standard_error + 0.0005)
     assert predict(spec, workers, EXP).staleness == count - 1
+    assert told.staleness.mean == pytest.approx(count - 1, rel=0.01)
 
 
 @pytest.mark.parametrize(("workers", "k", "value"), [(8, 4, 1.300), (64, 48, 1.731), (64, 64, 7.875)])

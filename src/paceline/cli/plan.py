@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 import sys
@@ -87,6 +88,8 @@ def plan(
         known = _profile(console, script, arguments or [], 2 if workers is None else workers, slow or [], seconds, seed)
     convergence, target = _target(known, wanted)
     cluster = with_links(known[0].for_workers(workers), latency, bandwidth, [], None)
+    if latency is not None or bandwidth is not None:
+        cluster = dataclasses.replace(cluster, per_machine=1)
     model = Model(layers=layers, activations=quantities.size("--activations", activations))
     with console.status("simulating") as status:
         choices = rank(

@@ -185,6 +185,7 @@ def run(
         "restarts": restarts,
         "slow": slow or [],
         "seed": seed,
+        "cores": len(os.sched_getaffinity(0)),
         "timeout": timeout,
         "on": on,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,15 +20,15 @@ from paceline.errors import UsageError
 from paceline.report.page import write_report
 from paceline.report.source import open_run
 from paceline.simulate.calibrate import Calibration, calibrate, sheet
-from paceline.simulate.cluster import Cluster
+from paceline.simulate.cluster import Cluster, Cores
 from paceline.simulate.convergence import Convergence, fit_runs
 from paceline.simulate.predict import predict, simulate
 from paceline.simulate.replica import Model
 
 _DRAWN = 200
 """Updates that a timeline shows."""
-_WIDTH = 130
-"""Characters that a table needs; a narrower terminal wraps its lines."""
+_WIDTH = 110
+"""Characters that a table needs beside the strategies' names; a narrower terminal wraps its lines."""
 
 
 def simulate_command(
@@ -78,7 +79,13 @@ def simulate_command(
         list[str] | None,
         typer.Option(metavar="RANK:LATENCY,BANDWIDTH", help="One worker's own link: '2:10ms,10Mbit/s'. Repeatable."),
     ] = None,
-    per_machine: Annotated[int, typer.Option(help="Workers that share a machine, and its link.")] = 1,
+    per_machine: Annotated[
+        int | None,
+        typer.Option(help="Workers that share a machine, its link and its cores. [default: 1, or as in --from]"),
+    ] = None,
+    cores: Annotated[
+        int | None, typer.Option(help="Of a machine, for all its workers. [default: always enough, or as in --from]")
+    ] = None,
     servers: Annotated[
         str, typer.Option(help="Where the parameters are: a number of machines, 'lead' (rank 0's) or 'all'.")
     ] = "1",
@@ -112,7 +119,18 @@ def simulate_command(
     """
     known = [calibrate(path) for path in learn or []]
     base = known[0].for_workers(workers) if known else Cluster(workers=4 if workers is None else workers)
-    plain = {"batch": batch, "compress": compress, "overlap": overlap, "per_machine": per_machine, "servers": servers}
+    if per_machine is None and (latency is not None or bandwidth is not None):
+        per_machine = 1  # each at the end of a link of its own
+    if per_machine is None and cores is not None:
+        per_machine = base.workers
+    plain = {
+        "cores": None if cores is None else dataclasses.replace(base.cores or Cores(cores), count=cores),
+        "batch": batch,
+        "compress": compress,
+        "overlap": overlap,
+        "per_machine": per_machine,
+        "servers": servers,
+    }
     cluster = described(
         base, plain, compute=compute, size=size, push_seconds=push_seconds, update_seconds=update_seconds
     )
@@ -173,7 +191,7 @@ def _convergence(known: list[Calibration], goal: float | None) -> Convergence | 
 
 def _print(known: list[Calibration], answers: list[dict[str, Any]], theory: bool) -> None:
     console = Console()
-    console.width = max(console.width, _WIDTH)
+    console.width = max(console.width, _WIDTH + max(len(answer["strategy"]) for answer in answers))
     if known:
         console.print(known[0].words, highlight=False)
     table = Table(box=None)
@@ -195,7 +213,7 @@ def _print(known: list[Calibration], answers: list[dict[str, Any]], theory: bool
         row += [_number(formula.get("seconds_per_update"))] if theory else []
         row += [f"{answer['samples_per_second']:.4g}", f"{answer['staleness']['mean']:.3f}"]
         row += [_number(formula.get("staleness"))] if theory else []
-        share = sum(waiting) / len(waiting) if waiting else 0.0
+        share = max(0.0, sum(waiting) / len(waiting)) if waiting else 0.0
         row += [f"{share:.1%}", f"{answer['cancelled']:,}"]
         if goals:
             reached = answer["goal"]

@@ -65,6 +65,8 @@ class Compute(_Event, frozen=True, gc=False):
     """Of `seconds`, how many at their end were slowness put on with --slow."""
     forward: float = 0.0
     """Of `seconds`, how many until the backward pass began."""
+    core: float = 0.0
+    """Seconds that it kept a core busy, loading included: fewer than it took where others needed the core, too."""
 
 
 class Wait(_Event, frozen=True, gc=False):

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 from paceline.config import parse_compression, parse_servers
 from paceline.errors import UsageError
 from paceline.simulate.distributions import Distribution, Exponential
@@ -64,6 +66,36 @@ class Failures:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cores:
+    """Of a machine, that its workers share: when more of them compute than there are, all take longer."""
+
+    count: int
+    active: tuple[float, ...] = ()
+    """The share of each worker's step in which it keeps a core busy; all of it if empty."""
+    slept: tuple[float, ...] = ()
+    """The share, at its end, that is slept on purpose, and is the longer the longer the rest was; none if empty."""
+    fixed: tuple[bool, ...] = ()
+    """Workers whose steps last as long as drawn, however crowded it is."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(f"a machine has {self.count} cores; there must be at least 1")
+        if any(not 0 <= share <= 1 for share in (*self.active, *self.slept)):
+            raise UsageError("a share of a step must be from 0 to 1")
+
+    def of(self, ranks: Iterable[int | None]) -> Cores:
+        """For workers that are like these; like most of them, where it is not said whom."""
+        like = list(ranks)
+        usual = float(np.median(self.active)) if self.active else 1.0
+        return Cores(
+            self.count,
+            tuple(usual if one is None else self.active[one] for one in like) if self.active else (),
+            tuple(0.0 if one is None else self.slept[one] for one in like) if self.slept else (),
+            tuple(all(self.fixed) if one is None else self.fixed[one] for one in like) if self.fixed else (),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Cluster:
     """Times are in seconds, sizes in bytes."""
 
@@ -74,6 +106,8 @@ class Cluster:
     """Persistent slowness: how many times as long each worker's steps take; all alike if empty."""
     own: tuple[Distribution | None, ...] = ()
     """Workers whose steps are of another kind; their factors do not count."""
+    cores: Cores | None = None
+    """Of each machine; None if there are always enough."""
     spells: Spells | None = None
     failures: Failures | None = None
     batch: int = 1
@@ -102,13 +136,23 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise UsageError(f"there are {self.workers} workers; there must be at least 1")
-        if self.factors and len(self.factors) != self.workers:
-            raise UsageError(f"there are {len(self.factors)} factors for {self.workers} workers; it must be one each")
+        cores = self.cores or Cores(1)
+        for name, each in (
+            ("factors", self.factors),
+            ("distributions", self.own),
+            ("shares", cores.active),
+            ("shares", cores.slept),
+            ("marks", cores.fixed),
+        ):
+            if each and len(each) != self.workers:
+                raise UsageError(f"there are {len(each)} {name} for {self.workers} workers; it must be one each")
         if any(not 0 < factor < math.inf for factor in self.factors):
             raise UsageError("a worker's factor must be above 0")
-        if self.own and len(self.own) != self.workers:
-            raise UsageError(f"there are {len(self.own)} distributions for {self.workers} workers; one each")
-        for name, value in (("size", self.size), ("push", self.push_seconds), ("update", self.update_seconds)):
+        for name, value in (
+            ("size", self.size),
+            ("push", self.push_seconds),
+            ("update", self.update_seconds),
+        ):
             if not 0 <= value < math.inf:
                 raise UsageError(f"the {name} is {value:g}; it must be 0 or more")
         if self.per_machine < 1:
@@ -143,8 +187,16 @@ class Cluster:
 
     @property
     def alike(self) -> bool:
-        """Whether all workers are, and nothing goes wrong."""
-        return not (self.factors or self.own or self.spells or self.failures)
+        """Whether all workers are, and nothing goes wrong or is short."""
+        return not (self.factors or self.own or self.spells or self.failures or self.crowded)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether workers may have to share cores."""
+        cores = self.cores
+        if cores is None or cores.count >= min(self.per_machine, self.workers):
+            return False
+        return not (cores.fixed and all(cores.fixed))
 
     @property
     def wired(self) -> bool:
@@ -155,9 +207,15 @@ class Cluster:
     def machine_links(self) -> list[Link]:
         """Of each machine; that of its slowest worker, where they differ."""
         found = [self.link] * self.machines
-        for rank, link in self.links:
-            found[rank // self.per_machine] = link
-        return found
+        if self.per_machine == 1:
+            for rank, link in self.links:
+                found[rank] = link
+            return found
+        own = dict(self.links)
+        return [
+            narrowest(own.get(rank, self.link) for rank in range(first, min(self.workers, first + self.per_machine)))
+            for first in range(0, self.workers, self.per_machine)
+        ]
 
     def narrowest(self) -> Link:
         """What the slowest of all links allows."""

@@ -11,29 +11,35 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from paceline.errors import UsageError
-from paceline.policies import Decision, Order, Policy, Push
+from paceline.policies import Decision, Groups, Order, Policy, Push
 from paceline.simulate.cluster import Cluster
+from paceline.simulate.crowd import Crowd
 from paceline.simulate.distributions import Distribution
 from paceline.simulate.network import Network, Nothing, Served
 from paceline.simulate.result import Result, Shares, result
 from paceline.simulate.trace import Trace
 
 _AHEAD = 4096
-"""Draws that are made at once: one at a time would take longer than the rest of the loop."""
+"""Draws that are made at once, at most: one at a time would take longer than the rest of the loop."""
+_FIRST = 16
+"""Draws that are made at first: many workers may make few steps."""
 _PATIENCE = 1000
 """Gradients per worker without an update, after which none is expected any more."""
-_SENT, _ARRIVED, _DIED, _BACK = range(4)
+_SENT, _ARRIVED, _STARTS, _THROUGH, _DIED, _BACK = range(6)
 _COMPUTING, _SENDING, _HERE, _AWAY = range(4)
 """What a worker does; `here` is its gradient, at the server."""
 
 
-def _stream(of: Distribution, factor: float, source: np.random.Generator, size: int) -> Callable[[], float]:
+def _stream(of: Distribution, factor: float, source: np.random.Generator, most: int) -> Callable[[], float]:
     """One draw after the other, each times a factor."""
     draws: list[float] = []
+    size = _FIRST
 
     def draw() -> float:
+        nonlocal size
         if not draws:
             draws.extend((of.draw(source, size) * factor).tolist())
+            size = min(4 * size, most)
         return draws.pop()
 
     return draw
@@ -58,12 +64,14 @@ class Engine:
         self._policy, self._cluster, self._inside, self._trace = policy, cluster, inside or {}, trace
         count = cluster.workers
         source = np.random.default_rng(seed)
-        size = max(16, min(_AHEAD, 4_000_000 // count))
-        self._draw = [_stream(*cluster.steps_of(rank), own, size) for rank, own in enumerate(source.spawn(count))]
+        most = max(_FIRST, min(_AHEAD, 4_000_000 // count))
+        self._draw = [_stream(*cluster.steps_of(rank), own, most) for rank, own in enumerate(source.spawn(count))]
         self._luck = source.spawn(1)[0]
         """For what goes wrong."""
         self._network = network or (Served(cluster) if cluster.wired else Nothing())
         self._loss = loss
+        self._crowd = Crowd(cluster) if cluster.crowded else None
+        self._grouped = isinstance(policy, Groups)
         self._direct = isinstance(self._network, Nothing)
         self._version = [0] * count
         self._step = [0] * count
@@ -71,6 +79,8 @@ class Engine:
         self._does = [_COMPUTING] * count
         self._began, self._ends = [0.0] * count, [0.0] * count
         """Of the step that is under way."""
+        self._alone = [0.0] * count
+        """How long it would take on a core of its own."""
         self._since = [0.0] * count
         """When its gradient came to the server."""
         self._shares = [Shares() for _ in range(count)]
@@ -109,6 +119,8 @@ class Engine:
                     self._does[rank] = _SENDING
                     arrival = self._network.push(rank, self.now, self._ends[rank])
                     heapq.heappush(heap, (arrival, _ARRIVED, rank, step))
+            elif kind <= _THROUGH:
+                self._share_cores(kind, rank, step)
             elif kind == _DIED:
                 self._die(rank)
             else:
@@ -126,12 +138,16 @@ class Engine:
         staleness = self._policy.version - version
         push = Push(self._tickets, rank, version)
         if self._trace is not None:
-            self._trace.computed(rank, began, end, version)
+            alone = self._alone[rank]
+            self._trace.computed(rank, began, end, version, self._crowd.needs(rank, alone) if self._crowd else alone)
             self._trace.arrived(push, now, staleness)
         cluster = self._cluster
         moment = max(now, self._server_free) + cluster.push_seconds
         decision = self._policy.arrive(push)
-        if push not in decision.drop:
+        if self._grouped:
+            # A group pushes as one worker, once its members have agreed.
+            self.ages[staleness] += len(decision.together)
+        elif push not in decision.drop:
             self.ages[staleness] += 1
         # A group agrees among itself; the server is free for others meanwhile.
         agreeing = self._inside[decision.together[0].worker] if len(decision.together) > 1 else 0.0
@@ -192,9 +208,45 @@ class Engine:
         seconds = self._draw[rank]()
         if self._cluster.spells is not None:
             seconds *= self._spell(rank, start)
-        end = start + seconds
-        self._began[rank], self._ends[rank] = start, end
-        heapq.heappush(self._heap, (end - self._cluster.overlap * seconds, _SENT, rank, self._step[rank]))
+        self._began[rank], self._alone[rank] = start, seconds
+        if self._crowd is None:
+            self._end(rank, start, seconds)
+        else:
+            self._ends[rank] = math.inf
+            self._uncrowd(rank)
+            heapq.heappush(self._heap, (start, _STARTS, rank, self._step[rank]))
+
+    def _end(self, rank: int, start: float, seconds: float) -> None:
+        """A step lasts so long, as is known by now."""
+        self._ends[rank] = end = start + seconds
+        sent = max(self.now, end - self._cluster.overlap * seconds)
+        heapq.heappush(self._heap, (sent, _SENT, rank, self._step[rank]))
+
+    # -- cores that are shared ---------------------------------------------------------------------------------------
+
+    def _share_cores(self, kind: int, which: int, number: int) -> None:
+        """A worker starts to compute, or the first on a machine is through: for the others it changes when they are."""
+        crowd = self._crowd
+        assert crowd is not None
+        if kind == _STARTS:
+            if number == self._step[which]:
+                self._expect(crowd.enter(which, self.now, self._alone[which]))
+            return
+        rank = crowd.through(which, number, self.now)
+        if rank is not None:
+            start = self._began[rank]
+            self._end(rank, start, crowd.length(rank, self._alone[rank], self.now - start))
+            self._expect(which)
+
+    def _uncrowd(self, rank: int) -> None:
+        """A worker computes no longer, if it did."""
+        if self._crowd is not None and (machine := self._crowd.leave(rank, self.now)) is not None:
+            self._expect(machine)
+
+    def _expect(self, machine: int) -> None:
+        assert self._crowd is not None
+        if (expected := self._crowd.next(machine)) is not None:
+            heapq.heappush(self._heap, (expected[0], _THROUGH, machine, expected[1]))
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 
@@ -220,6 +272,7 @@ class Engine:
         restart = self.now + self._cluster.failures.restart
         if self._policy.spare and len(self._policy.workers) > 1:
             self._step[rank] += 1
+            self._uncrowd(rank)
             if self._does[rank] == _HERE:
                 self._shares[rank].waiting += self.now - self._since[rank]
             self._does[rank] = _AWAY

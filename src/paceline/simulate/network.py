@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from paceline.config import parse_servers
-from paceline.simulate.cluster import Cluster, Link
+from paceline.simulate.cluster import Cluster
 
 
 class Port:
@@ -89,7 +89,8 @@ class Served(Network):
         self._far = far
         """Of a message, the share that leaves its machine."""
         # Everything goes over both links, as one message.
-        self._latency = [_latency(link, own) for link in links]
+        slow = dict(cluster.links)
+        self._latency = [max(slow.get(rank, cluster.link).latency, own.latency) for rank in range(cluster.workers)]
 
     def push(self, rank: int, now: float, ready: float) -> float:
         machine = self._machine[rank]
@@ -97,10 +98,17 @@ class Served(Network):
             return ready
         size = self._pushed * self._far
         through = max(self._out[machine].take(now, size), self._server_in.take(now, size))
-        return max(through, ready) + self._latency[machine]
+        return max(through, ready) + self._latency[rank]
 
     def pull(self, ranks: Sequence[int], now: float, new: Sequence[bool]) -> list[float]:
         size = self._size * self._far
+        if len(ranks) == 1:  # as it mostly is; the rest would say the same, but take longer
+            machine = self._machine[ranks[0]]
+            if machine == self._home:
+                return [now]
+            if new[0]:
+                now = max(self._in[machine].take(now, size), self._server_out.take(now, size))
+            return [now + self._latency[ranks[0]]]
         sent = [fresh and self._machine[rank] != self._home for rank, fresh in zip(ranks, new, strict=True)]
         through = self._server_out.take(now, size * sum(sent)) if any(sent) else now
         into = Counter(self._machine[rank] for rank, some in zip(ranks, sent, strict=True) if some)
@@ -111,7 +119,7 @@ class Served(Network):
             if machine == self._home:
                 ends.append(now)
             else:
-                ends.append((max(here[machine], through) if some else now) + self._latency[machine])
+                ends.append((max(here[machine], through) if some else now) + self._latency[rank])
         return ends
 
     def traffic(self) -> dict[str, list[float]]:
@@ -119,10 +127,6 @@ class Served(Network):
         if self._apart:
             told |= {"server_in": [self._server_in.bytes], "server_out": [self._server_out.bytes]}
         return told
-
-
-def _latency(one: Link, other: Link) -> float:
-    return max(one.latency, other.latency)
 
 
 class Collective(Network):

@@ -160,6 +160,7 @@ class _Question:
             compute=Empirical.of(pooled.tolist()),
             factors=factors,
             own=(),
+            cores=None,
             links=tuple(wide),
             link=_wider(cluster.link, split),
             per_machine=1,
@@ -243,6 +244,7 @@ def _part(cluster: Cluster, first: int, count: int) -> Cluster:
         workers=count,
         factors=cluster.factors[first : first + count],
         own=cluster.own[first : first + count],
+        cores=cluster.cores and cluster.cores.of(range(first, first + count)),
         links=tuple((rank - first, link) for rank, link in cluster.links if first <= rank < first + count),
     )
 

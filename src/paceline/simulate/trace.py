@@ -23,8 +23,8 @@ class Trace:
             events.Join(rank, 0.0, 0, "simulated", "simulated", strategy, 0.0) for rank in range(cluster.workers)
         ]
 
-    def computed(self, rank: int, began: float, end: float, version: int) -> None:
-        self.events.append(events.Compute(rank, began, end - began, version, 1, self._samples))
+    def computed(self, rank: int, began: float, end: float, version: int, core: float) -> None:
+        self.events.append(events.Compute(rank, began, end - began, version, 1, self._samples, core=core))
 
     def arrived(self, push: Push, now: float, staleness: int) -> None:
         size, sent = int(self._cluster.size), int(self._cluster.pushed)

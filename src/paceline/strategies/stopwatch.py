@@ -48,6 +48,8 @@ class Stopwatch:
         """When the forward pass began."""
         self._backward: float | None = None
         """When the backward pass began that is under way, or was the last."""
+        self._core: float | None = None
+        """What this process had kept cores busy for when the step began."""
         self.sleep: Callable[[float], None] = _sleep
         """Sleeps so long; a strategy may put one here that is left early when the step is cancelled."""
 
@@ -62,6 +64,8 @@ class Stopwatch:
         """The script asks for its next batch."""
         self._asked = time.perf_counter()
         self._away = 0.0
+        if self._core is None:
+            self._core = time.process_time()
 
     def away(self, seconds: float) -> None:
         """So long, of the time since it asked, it was not loading but waiting to be told what to load."""
@@ -73,6 +77,8 @@ class Stopwatch:
         if self._started is None:
             self._started = self._since = time.perf_counter()
             self._forward = 0.0
+            if self._core is None:
+                self._core = time.process_time()
             self._drawn = self._draw()  # here, so that a step that is left early has had its turn, too
         self._samples += samples
         self._minibatches += 1
@@ -119,6 +125,7 @@ class Stopwatch:
         """
         start = self._last if self._started is None else self._started
         end = time.perf_counter()
+        core = 0.0 if self._core is None else time.process_time() - self._core
         slowed = 0.0
         if self._slowness is not None:
             # A drawn length is that of all a worker does from when it may, getting its batch included.
@@ -131,7 +138,9 @@ class Stopwatch:
             end = time.perf_counter()
         samples, forward = self._samples, self._forward if self._backward is not None else 0.0
         minibatches = self._minibatches or (0 if again else 1)
-        self._recorder.add(Compute(self._rank, start, end - start, version, minibatches, samples, slowed, forward))
+        self._recorder.add(
+            Compute(self._rank, start, end - start, version, minibatches, samples, slowed, forward, core)
+        )
         self._reset()
         self._free = None
         return end - start, samples
@@ -145,7 +154,7 @@ class Stopwatch:
         self._free = since  # it may begin anew from there; hearing of it and asking for a batch are parts of that
 
     def _reset(self) -> None:
-        self._started = self._drawn = self._backward = self._asked = None
+        self._started = self._drawn = self._backward = self._asked = self._core = None
         self._samples = self._minibatches = 0
         self._forward = 0.0
 

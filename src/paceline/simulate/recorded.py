@@ -1,0 +1,235 @@
+"""What the events of a run say of each worker: its steps, and how long its messages took."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline import events
+from paceline.simulate.cluster import Cores
+from paceline.simulate.crowd import Shortage
+
+Moments = NDArray[np.float64]
+Span = tuple[float, float]
+
+_NOTABLE = 0.05
+"""The share of a step that is spent elsewhere, from which on it is looked at how it varies."""
+
+
+@dataclasses.dataclass
+class Steps:
+    """Of one worker."""
+
+    lengths: list[float] = dataclasses.field(default_factory=list)
+    """Of steps that were ended: loading, computing, and what the script does besides."""
+    busy: list[Span] = dataclasses.field(default_factory=list)
+    """When in each of them it loaded and computed: without what was slept on purpose."""
+    core: list[float] = dataclasses.field(default_factory=list)
+    """How long it kept a core busy in each of them."""
+    left: list[float] = dataclasses.field(default_factory=list)
+    """Of steps that were cancelled, when they were: they would have been longer."""
+    begun: list[float] = dataclasses.field(default_factory=list)
+    """When each of those began."""
+    up: list[float] = dataclasses.field(default_factory=list)
+    """From when a gradient was ready until the server had it."""
+    down: list[float] = dataclasses.field(default_factory=list)
+    """From when the server let the worker go until it went."""
+    forward: float = 0.0
+    computing: float = 0.0
+    samples: int = 0
+    minibatches: int = 0
+
+    @property
+    def latency(self) -> float:
+        """One way, as a mean: a slow link is slow now and then, too."""
+        return (_trimmed(self.up) + _trimmed(self.down)) / 2 if self.up else 0.0
+
+    def phases(self) -> Moments:
+        """When it loaded and computed, cancelled steps included: those compute first, and sleep last."""
+        ended = np.array(self.busy).reshape(-1, 2)
+        begun = np.array(self.begun)
+        usual = float(np.median(ended[:, 1] - ended[:, 0])) if len(ended) else math.inf
+        return np.concatenate([ended, np.stack([begun, begun + np.minimum(usual, self.left)], axis=1)])
+
+
+def uncrowd(workers: Mapping[int, Steps], cores: Cores) -> Cores:
+    """Take out of the steps what they took longer because workers shared cores; and what they need of a core.
+
+    A step that took longer than it kept a core busy either had to wait for a core, or did something else, such as to
+    wait for a disk. It is taken to have waited for a core while cores were short.
+    """
+    count = len(cores.fixed)
+    active, slept = [1.0] * count, [0.0] * count
+    known = {rank: _Share(steps) for rank, steps in workers.items() if steps.busy}
+    shares = np.concatenate([np.full(len(one.phases), one.share) for one in known.values()])
+    shortage = Shortage(np.concatenate([one.phases for one in known.values()]), shares, cores.count)
+    for rank, one in known.items():
+        active[rank], slept[rank] = one.apply(workers[rank], shortage, fixed=cores.fixed[rank])
+    return Cores(cores.count, tuple(active), tuple(slept), cores.fixed)
+
+
+class _Share:
+    """What one worker's steps need of a core, and of anything else."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.phases = steps.phases()
+        self._start, self._end = np.array(steps.busy).T
+        self._took = np.maximum(self._end - self._start, 1e-9)
+        self._core = np.minimum(steps.core, self._took)
+        if not self._core.any():
+            self._core = self._took  # it is not known; then all of it
+
+    @property
+    def share(self) -> float:
+        """Of the time in which it loads and computes, how much it keeps a core busy."""
+        return float(self._core.sum() / self._took.sum())
+
+    def apply(self, steps: Steps, shortage: Shortage, *, fixed: bool) -> tuple[float, float]:
+        """Make the steps as long as they would have been; the share that needs a core, and that is slept on purpose."""
+        lengths = np.array(steps.lengths)
+        if fixed:
+            return min(1.0, float(self._core.sum() / lengths.sum())), 0.0
+        beyond = self._took - self._core - shortage.between(self._start, self._end)
+        usual = max(0.0, float(beyond.mean()))
+        elsewhere = np.full(len(beyond), usual)
+        if usual > _NOTABLE * float(self._took.mean()):
+            elsewhere = np.maximum(0.0, beyond)
+            elsewhere *= usual / float(elsewhere.mean())
+        alone = self._core + elsewhere
+        # With what is slept, and what the script does between steps.
+        whole = float(lengths.sum() / self._took.sum())
+        steps.lengths = (alone * whole).tolist()
+        steps.left = (np.array(steps.left) * float(alone.sum() / self._took.sum())).tolist()
+        return float(self._core.sum() / alone.sum()) / whole, 1.0 - 1.0 / whole
+
+
+class Recording:
+    """What has been read so far."""
+
+    def __init__(self) -> None:
+        self._by_rank: defaultdict[int, list[events.Event]] = defaultdict(list)
+        self._pushes: defaultdict[int, list[float]] = defaultdict(list)
+        self.updates: dict[int, Span] = {}
+        """When each version was made: beginning and end."""
+        self._metrics: list[events.Metric] = []
+        self.strategy = ""
+        self.size = 0
+        self.gradients: list[int] = []
+        self.ages: list[int] = []
+        self._ends: Moments | None = None
+
+    @property
+    def served(self) -> bool:
+        """Whether gradients went to a server."""
+        return bool(self._pushes)
+
+    @property
+    def count(self) -> int:
+        return max(self._by_rank) + 1 if self._by_rank else 0
+
+    def take(self, block: Sequence[events.Event]) -> None:
+        for event in block:
+            match event:
+                case events.Compute() | events.Load() | events.Wait() | events.Pull() | events.Cancel():
+                    self._by_rank[event.rank].append(event)
+                case events.Reduce():
+                    self._by_rank[event.rank].append(event)
+                case events.Push():
+                    self._pushes[event.rank].append(event.start)
+                    self.size = max(self.size, event.bytes + event.saved)
+                    self.ages.append(event.staleness)
+                case events.Update():
+                    if event.rank < 0 or event.rank == 0:
+                        self.updates[event.version] = (event.start, event.start + event.seconds)
+                        self.gradients.append(event.workers)
+                    if event.rank >= 0:
+                        self._by_rank[event.rank].append(event)
+                case events.Metric():
+                    self._metrics.append(event)
+                case events.Join():
+                    self.strategy = event.strategy
+
+    def workers(self) -> dict[int, Steps]:
+        return {rank: self._steps(rank) for rank in sorted(self._by_rank)}
+
+    def _steps(self, rank: int) -> Steps:
+        found = Steps()
+        ready = math.nan
+        loaded = 0.0
+        free: float | None = None
+        gaps: list[float] = []
+        pushes = iter(sorted(self._pushes.get(rank, ())))
+        for event in sorted(self._by_rank[rank], key=_end):
+            match event:
+                case events.Load():
+                    loaded += event.seconds
+                case events.Compute():
+                    if free is not None:
+                        gaps.append(event.start - loaded - free)
+                    found.lengths.append(event.seconds + loaded)
+                    found.busy.append((event.start - loaded, _end(event) - event.slowed))
+                    found.core.append(event.core)
+                    found.forward += event.forward
+                    found.computing += event.seconds - event.slowed
+                    found.samples += event.samples
+                    found.minibatches += event.minibatches
+                    ready, loaded, free = _end(event), 0.0, None
+                case events.Cancel():
+                    found.left.append(event.seconds + loaded)
+                    found.begun.append(event.start - loaded)
+                    loaded, free = 0.0, None
+                case events.Wait() | events.Pull() if self.served:
+                    arrived = next((moment for moment in pushes if moment >= ready), None)
+                    end = free = _end(event)
+                    if arrived is None:
+                        continue
+                    found.up.append(arrived - ready)
+                    # With which update it was let go: the last one before.
+                    let_go = max(arrived, self._last_update(end)) if isinstance(event, events.Wait) else arrived
+                    found.down.append(max(0.0, end - let_go))
+                case events.Update():
+                    free = _end(event)
+        usual = max(0.0, float(np.median(gaps))) if gaps else 0.0
+        found.lengths = [length + usual for length in found.lengths]
+        return found
+
+    def _last_update(self, moment: float) -> float:
+        if self._ends is None:
+            self._ends = np.sort([end for _, end in self.updates.values()])
+        index = int(np.searchsorted(self._ends, moment, "right")) - 1
+        return float(self._ends[index]) if index >= 0 else -math.inf
+
+    def exchange(self) -> float:
+        """What an all-reduce and its update take, of workers that wait for nobody any more."""
+        spent = [
+            sum(event.seconds for event in found if isinstance(event, events.Reduce | events.Update))
+            / max(1, sum(isinstance(event, events.Update) for event in found))
+            for found in self._by_rank.values()
+        ]
+        return float(np.median(spent)) if spent else 0.0
+
+    def losses(self) -> list[tuple[float, float]]:
+        for name in ("loss", "train_loss", "training_loss"):
+            values = [
+                (float(metric.version), value)
+                for metric in self._metrics
+                if (value := metric.values.get(name)) is not None and math.isfinite(value)
+            ]
+            if values:
+                return sorted(values)
+        return []
+
+
+def _end(event: events.Event) -> float:
+    return event.start + float(getattr(event, "seconds", 0.0))
+
+
+def _trimmed(values: Sequence[float]) -> float:
+    """The mean without the largest hundredth, which is of stretches in which something else happened."""
+    ordered = np.sort(values)
+    return float(ordered[: max(1, math.ceil(0.99 * len(ordered)))].mean())
