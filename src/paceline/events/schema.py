@@ -59,6 +59,20 @@ class Compute(_Event, frozen=True, gc=False):
     """Of `seconds`, how many until the backward pass began."""
 
 
+class Pass(_Event, frozen=True, gc=False):
+    """A worker ran a microbatch through its part of a split model, forward or backward."""
+
+    seconds: float
+    kind: str
+    """`F` forward, `B` backward, `W` the gradients of weights where they are made apart."""
+    stage: int
+    """Which part of the model."""
+    microbatch: int
+    samples: int
+    version: int
+    """Of the parameters that it computed with."""
+
+
 class Wait(_Event, frozen=True, gc=False):
     """A worker idled until another one came: a bubble."""
 
@@ -204,6 +218,7 @@ Event = (
     | Lost
     | Load
     | Compute
+    | Pass
     | Wait
     | Reduce
     | Update
