@@ -103,7 +103,8 @@ class Conveyor:
         slow: Callable[[float], None],
     ) -> None:
         """stages: this worker's own; makers, takers: by value; owners: of every stage, its rank in the mailbox."""
-        self._stages, self._makers, self._takers, self._results = stages, makers, takers, results
+        self._chunks = [stage for _, stage in sorted(stages.items())]
+        self._makers, self._takers, self._results = makers, takers, results
         self._last = count - 1
         self._count, self._owners = count, owners
         self._mailbox, self._recorder, self._rank, self._slow = mailbox, recorder, rank, slow
@@ -115,11 +116,10 @@ class Conveyor:
 
     def run(self, order: Sequence[Operation], batch: Batch) -> None:
         """Do these operations, one after the other."""
-        chunks = [stage for _, stage in sorted(self._stages.items())]
         apart = any(operation.kind == "W" for operation in order)
         for operation in order:
             work = {"F": self._forward, "B": self._backward, "W": self._weights}[operation.kind]
-            work(chunks[operation.chunk], operation.microbatch, batch, apart)
+            work(self._chunks[operation.chunk], operation.microbatch, batch, apart)
         self._reap()
 
     def forget(self) -> None:
@@ -203,7 +203,8 @@ class Conveyor:
         self._slow(time.perf_counter() - start)
         seconds = time.perf_counter() - start
         size = batch.sizes[microbatch]
-        self._recorder.add(Pass(self._rank, start, seconds, kind, stage.index, microbatch, size, batch.version))
+        chunk = self._chunks.index(stage)
+        self._recorder.add(Pass(self._rank, start, seconds, kind, stage.index, chunk, microbatch, size, batch.version))
 
     # -- values from stage to stage ----------------------------------------------------------------------------------
 
