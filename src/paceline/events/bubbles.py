@@ -6,7 +6,6 @@ from paceline.config import Mesh, Pipeline, parse_strategy
 from paceline.errors import UsageError
 from paceline.events.schema import Pass
 
-
 _MOST = 10_000
 """Steps that are looked at, the first ones: what is kept must not grow with the run."""
 

@@ -119,7 +119,6 @@ class Deferred(torch.Tensor):
         args, options = pytree.tree_map_only(Deferred, _settled, (args, options))
         return _recorded(func, name, args, options)
 
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         """Only reached by what goes around torch's functions."""
@@ -274,6 +273,34 @@ class Shares:
         self._batch, self._sizes = batch, sizes
         self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
 
+    def check(self, loss: Deferred) -> None:
+        """Refuse a loss that cannot be put together from microbatches; the same on every worker."""
+        seen: set[int] = set()
+        left = [loss] if len(self._sizes) > 1 else []
+        while left:
+            of = left.pop()
+            if id(of) in seen or of.function is None:
+                continue
+            seen.add(id(of))
+            left += _deferred(of)
+            if of.outline.dim():
+                continue
+            name, scalars = _spoken(of.function), [leaf for leaf in _deferred(of) if not leaf.outline.dim()]
+            if len(scalars) < len(_deferred(of)):
+                if _reduction(of) is None:
+                    raise UsageError(
+                        f"the loss takes '{name}' over the whole batch, which cannot be put together from "
+                        "microbatches; use a mean, a sum, or one of torch.nn.functional's losses, or write "
+                        "microbatches=1"
+                    )
+                continue
+            divided = name == "div" and len(of.arguments) > 1 and isinstance(of.arguments[1], Deferred)
+            if name not in _LINEAR or (name in ("mul", "div") and len(scalars) > 1) or divided:
+                raise UsageError(
+                    f"the loss does '{name}' to a mean or sum over the batch, which cannot be done to each microbatch "
+                    "by itself; write microbatches=1"
+                )
+
     def rows(self, tensor: Tensor, microbatch: int) -> Tensor:
         """A microbatch's rows of a tensor with so many for every sample."""
         each = tensor.shape[0] // self._batch
@@ -323,12 +350,6 @@ class Shares:
     def _after(self, of: Deferred, made: Tensor, microbatch: int) -> Tensor:
         """A scalar that was made of scalars."""
         name, scalars = _spoken(of.function), _deferred(of)
-        divided = name == "div" and len(of.arguments) > 1 and isinstance(of.arguments[1], Deferred)
-        if name not in _LINEAR or (name in ("mul", "div") and len(scalars) > 1) or divided:
-            raise UsageError(
-                f"the loss does '{name}' to a mean or sum over the batch, which cannot be done to each microbatch by "
-                "itself; write microbatches=1"
-            )
         if name in ("add", "sub", "rsub") and len(scalars) == 1:
             # A constant counts once, not once for every microbatch.
             share = self._sizes[microbatch] / self._batch
@@ -338,20 +359,20 @@ class Shares:
 
     def _weight(self, of: Deferred, microbatch: int) -> float:
         """What the mean over a microbatch counts in the mean over the batch."""
-        name = _spoken(of.function)
-        if name in ("sum", "nansum"):
-            return 1.0
-        reduction = "mean" if name == "mean" else _bound(of).get("reduction")
-        if reduction is None:
-            raise UsageError(
-                f"the loss takes '{name}' over the whole batch, which cannot be put together from microbatches; use a "
-                "mean, a sum, or one of torch.nn.functional's losses, or write microbatches=1"
-            )
-        return 1.0 if reduction == "sum" else self._sizes[microbatch] / self._batch
+        return 1.0 if _reduction(of) == "sum" else self._sizes[microbatch] / self._batch
 
 
 def _deferred(of: Deferred) -> list[Deferred]:
     return [leaf for leaf in pytree.tree_leaves((of.arguments, of.options)) if isinstance(leaf, Deferred)]
+
+
+def _reduction(of: Deferred) -> str | None:
+    """How a scalar was made of what has rows: by their mean or their sum; None where by neither."""
+    name = _spoken(of.function)
+    if name in ("sum", "nansum", "mean"):
+        return "mean" if name == "mean" else "sum"
+    found = _bound(of).get("reduction")
+    return found if isinstance(found, str) else None
 
 
 def _bound(of: Deferred) -> dict[str, Any]:

@@ -118,6 +118,7 @@ class Passage:
             raise UsageError(
                 f"backward needs a loss of one element; this one has the shape {tuple(loss.outline.shape)}"
             )
+        self._shares.check(loss)
         self._loss = loss
         self._line.backward(self, forwarded=self._forwarded)
         self.over = True
