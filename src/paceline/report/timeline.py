@@ -111,11 +111,8 @@ def _window(moments: list[float], updates: int) -> tuple[float, float]:
 def _bars(event: Event, served: bool) -> list[_Bar]:
     """What an event shows as."""
     match event:
-        case Compute():
+        case Compute() | Pass():
             return _computed(event, served)
-        case Pass():
-            words = f"{event.kind}{event.microbatch} of stage {event.stage} in {event.seconds * 1e3:.2f} ms"
-            return [_Bar(_PASSES[event.kind][0], event.start, event.seconds, words, _PASSES[event.kind][1])]
         case Cancel():
             words = f"after {event.seconds * 1e3:.2f} ms on version {event.version}"
             return [_Bar("cancelled", event.start, event.seconds, words, _colour(event.version), light=True)]
@@ -131,7 +128,10 @@ def _bars(event: Event, served: bool) -> list[_Bar]:
     return []
 
 
-def _computed(event: Compute, served: bool) -> list[_Bar]:
+def _computed(event: Compute | Pass, served: bool) -> list[_Bar]:
+    if isinstance(event, Pass):
+        words = f"{event.kind}{event.microbatch} of stage {event.stage} in {event.seconds * 1e3:.2f} ms"
+        return [_Bar(_PASSES[event.kind][0], event.start, event.seconds, words, _PASSES[event.kind][1])]
     words = f"{event.samples} samples on version {event.version} in {event.seconds * 1e3:.2f} ms"
     if served:
         return [_Bar("computing", event.start, event.seconds, words, _colour(event.version))]

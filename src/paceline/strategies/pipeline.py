@@ -23,8 +23,8 @@ from paceline.config import Pipeline, one_of
 from paceline.errors import UsageError
 from paceline.events import Update
 from paceline.parameters.hyperparameters import RateScaling
-from paceline.plan.costs import measure
-from paceline.plan.partition import Device, Problem, partition
+from paceline.plan.partition import Device, partition
+from paceline.plan.sheet import batch_of, has_rows, mixes, sheet
 from paceline.plan.trace import GraphTrace, Trace, trace
 from paceline.simulate.schedules import SCHEDULES, Operation, Order
 from paceline.strategies.base import Options, Surroundings, Trainer
@@ -79,7 +79,7 @@ class PipelineTrainer(Trainer):
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
 
-    def take_batch(self, samples: int, weight: float) -> None:
+    def takebatch_of(self, samples: int, weight: float) -> None:
         self._stopwatch.start(samples)
         self._stopwatch.drop()  # what a stage computes is told by its passes
         self._samples = samples
@@ -107,7 +107,7 @@ class PipelineTrainer(Trainer):
         line = self._line
         known = line.known(args, kwargs)
         inputs = known.flat_inputs(args, kwargs)
-        batch = _batch(inputs)
+        batch = batch_of(inputs)
         sizes = self._sizes(batch, first=not self._calls and training)
         call = Call(inputs, batch, sizes, line.key(args, kwargs), self._calls, self._seed, self.version)
         self._calls += 1
@@ -120,7 +120,7 @@ class PipelineTrainer(Trainer):
     def _sizes(self, batch: int, first: bool) -> tuple[int, ...]:
         """Samples of each microbatch."""
         wanted = self._spec.microbatches
-        if self._spec.norm == "batch" and _mixes(self._model):
+        if self._spec.norm == "batch" and mixes(self._model):
             if wanted > 1:
                 self._say_once(
                     "batch norm layers take their statistics of the whole batch, so it is not cut into microbatches; "
@@ -276,24 +276,23 @@ class PipelineTrainer(Trainer):
         if any(answer != answers[0] for answer in answers):
             raise UsageError("the workers have traced different models; all must make the same one")
 
+    def _pace(self, rank: int) -> float:
+        """How quick a worker is known to be: those that are made slow on purpose are slow devices."""
+        slow = self._around.launch.slow.get(rank)
+        return 1.0 if slow is None else 1.0 / slow.factor
+
     def _cut(self, traced: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
         """Where each part ends; the lead finds it out."""
         answer: dict[str, Any] = {}
         if self._rank == 0:
             try:
-                inputs = traced.flat_inputs(args, kwargs)
-                batch = _batch(inputs)
-                few = max(1, batch // self._spec.microbatches)
-                if self._spec.norm == "batch" and _mixes(self._model):
-                    few = batch
-                some = [one[:few] if _has_rows(one, batch) else one for one in inputs]
-                costs = measure(traced, self._model, some)
-                problem = Problem(costs, traced.cuts(), traced.crossing())
+                spec = self._spec
+                known = sheet(traced, self._model, args, kwargs, spec.microbatches, spec.norm)
                 found = partition(
-                    problem,
-                    [Device()] * self._parts,
-                    schedule=self._spec.schedule,
-                    microbatches=self._spec.microbatches,
+                    known.problem(),
+                    [Device(pace=self._pace(part % self._size)) for part in range(self._parts)],
+                    schedule=spec.schedule,
+                    microbatches=spec.microbatches,
                     slack=_SLACK,
                 )
                 answer["bounds"] = found.bounds
@@ -345,9 +344,9 @@ class _Line:
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Equal for calls that one trace is good for."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        batch = _batch(leaves)
+        batch = batch_of(leaves)
         shapes = tuple(
-            (leaf.dtype, _has_rows(leaf, batch), tuple(leaf.shape)[1 if _has_rows(leaf, batch) else 0 :])
+            (leaf.dtype, has_rows(leaf, batch), tuple(leaf.shape)[1 if has_rows(leaf, batch) else 0 :])
             if isinstance(leaf, torch.Tensor)
             else leaf
             for leaf in leaves
@@ -386,7 +385,7 @@ class _Line:
 
     def outlines(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any]) -> list[torch.Tensor]:
         """What the model returns for a batch of this size, without values."""
-        key = (self.key(args, kwargs), _batch(inputs), torch.is_autocast_enabled("cpu"))
+        key = (self.key(args, kwargs), batch_of(inputs), torch.is_autocast_enabled("cpu"))
         if key not in self._shapes:
             with self._trainer._plain(), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 weights = {
@@ -522,28 +521,6 @@ def _forwards(microbatches: int, chunks: int) -> Order:
 def _backwards(microbatches: int, chunks: int) -> Order:
     chunked = itertools.product(reversed(range(chunks)), range(microbatches))
     return [Operation("B", number, chunk) for chunk, number in chunked]
-
-
-def _batch(inputs: list[Any]) -> int:
-    """How many samples are in a batch: the rows of the first tensor."""
-    for one in inputs:
-        if isinstance(one, torch.Tensor) and one.dim():
-            return int(one.shape[0])
-    raise UsageError("the model is called without a tensor that has a row for every sample; a pipeline cuts batches")
-
-
-def _has_rows(value: Any, batch: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch
-
-
-def _mixes(model: torch.nn.Module) -> bool:
-    """Whether the samples of a batch have something to do with each other."""
-    return any(
-        module.training
-        for module in model.modules()
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-        or (isinstance(module, torch.nn.modules.instancenorm._InstanceNorm) and module.track_running_stats)
-    )
 
 
 def _like(old: Any, values: dict[Any, Any]) -> Any:
