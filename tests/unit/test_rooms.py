@@ -21,7 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "data": {"config", "errors", "events"},
     "collectives": LEAVES | {"transport", "cluster"},
     "server": LEAVES | {"transport", "cluster", "parameters", "data", "plan"},
-    "strategies": LEAVES | {"transport", "cluster", "parameters", "data", "collectives", "server"},
+    "strategies": LEAVES | {"transport", "cluster", "parameters", "data", "collectives", "server", "plan", "simulate"},
     "team": LEAVES | {"transport", "cluster", "parameters", "data", "strategies"},
     "bench": {"team", "cluster", "collectives", "transport", "config", "errors", "events"},
     "doctor": {"cluster", "transport", "config", "errors"},

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from paceline.events import Compute, Event, Leave, Metric, Update, decode
+from paceline.events import Compute, Event, Leave, Metric, Pass, Update, decode
 
 _TAIL = 48 * 1024
 """Bytes at the end of a worker's stream that tell how it does now."""
@@ -115,7 +115,7 @@ class Progress:
             events = _tail(self._folder / "streams" / f"{rank}.jsonl")
             if events and isinstance(events[-1], Leave):
                 continue
-            computed = [event for event in events if isinstance(event, Compute)]
+            computed = [event for event in events if isinstance(event, Compute | Pass)]
             for event in events:
                 if isinstance(event, Update):
                     update = max(update, event.version)

@@ -36,6 +36,13 @@ class Crew(Protocol):
     def lead(self) -> int:
         """Who draws the order of an epoch."""
 
+    @property
+    def replica(self) -> int:
+        """Which replica of the model the worker is of; those of one replica get the same batches."""
+
+    @property
+    def replicas(self) -> int: ...
+
     def ask_batch(self) -> None:
         """The script asks for its next batch."""
 
@@ -57,7 +64,7 @@ class _Shares:
     ) -> None:
         """each: the batch of one worker, if it stays when a worker is lost, and not the whole."""
         self._loader, self._crew, self._balancer, self._total, self._each = loader, crew, balancer, total, each
-        self.leavings = Leavings(crew.size)
+        self.leavings = Leavings(crew.replicas)
         # A loader that was given a batch sampler has no batch size: not even if it is one of torch's own.
         self._custom = loader.batch_sampler is not None and loader.batch_size is None
         self.first = 0
@@ -68,7 +75,7 @@ class _Shares:
     def __len__(self) -> int:
         """Rounds in an epoch, with or without a part for this worker."""
         if self._custom:
-            count, each = len(self._loader.batch_sampler), self._crew.size  # type: ignore[arg-type]
+            count, each = len(self._loader.batch_sampler), self._crew.replicas  # type: ignore[arg-type]
         else:
             count, each = len(self._loader.sampler), self._total  # type: ignore[arg-type]
         return count // each if self._loader.drop_last else math.ceil(count / each)
@@ -76,7 +83,7 @@ class _Shares:
     def __iter__(self) -> Iterator[list[Any]]:
         number = self.first
         for parts in self._rounds():
-            mine = parts[self._crew.rank]
+            mine = parts[self._crew.replica]
             if mine:
                 whole = sum(len(part) for part in parts)
                 self.given.append((len(mine), len(mine) / whole, number))
@@ -84,7 +91,7 @@ class _Shares:
             number += 1
 
     def _rounds(self) -> Iterator[list[list[Any]]]:
-        """Per round, one list of indices per worker."""
+        """Per round, one list of indices per replica."""
         order = self._order(self._loader.batch_sampler if self._custom else self._loader.sampler)
         number, start, leavings = self.first, 0, self.leavings
         while True:
@@ -111,18 +118,18 @@ class _Shares:
         """Samples, or batches, in a round of these workers."""
         if self._custom:
             return len(ranks)
-        return self._total if len(ranks) == self._crew.size or self._each is None else self._each * len(ranks)
+        return self._total if len(ranks) == self._crew.replicas or self._each is None else self._each * len(ranks)
 
     def _batches(self, order: list[Any], start: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
         """The next round, one whole batch for each of these."""
-        parts: list[list[Any]] = [[] for _ in range(self._crew.size)]
+        parts: list[list[Any]] = [[] for _ in range(self._crew.replicas)]
         for rank, batch in zip(ranks, order[start : start + len(ranks)], strict=False):
             parts[rank] = batch
         return parts, min(start + len(ranks), len(order))
 
     def _cut(self, order: list[Any], start: int, number: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
         """The next round, a part of a batch for each of these; none if what is left is dropped."""
-        size = self._crew.size
+        size = self._crew.replicas
         total = self._whole(ranks)
         batch = order[start : start + total]
         if len(batch) < total and self._loader.drop_last:
@@ -228,9 +235,9 @@ class TeamLoader:
         changed: Callable[[int, list[int]], None] = lambda _start, _shares: None,
     ) -> None:
         self._loader, self._crew = loader, crew
-        self.global_batch = global_batch_of(loader, crew.size, global_batch)
+        self.global_batch = global_batch_of(loader, crew.replicas, global_batch)
         """Samples in a round, all workers together."""
-        self._balancer = Balancer(crew.size, self.global_batch, on=balance, changed=changed)
+        self._balancer = Balancer(crew.replicas, self.global_batch, on=balance, changed=changed)
         each = loader.batch_size if global_batch is None else None
         self._shares = _Shares(loader, crew, self._balancer, self.global_batch, each)
         self._inner = with_batches_from(loader, self._shares, workers=loader.num_workers)

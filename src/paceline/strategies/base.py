@@ -35,6 +35,8 @@ class Options:
     """For stale gradients."""
     compress: str = "none"
     """What a pushed gradient is written as."""
+    loss: Callable[..., Any] | None = None
+    """The script's loss function."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class Trainer(ABC):
     """Per worker, seconds and samples of its last minibatch; equal on all workers after an update."""
     updated: Callable[[], None] = staticmethod(lambda: None)
     """Called after each update."""
+    replica: tuple[int, int] | None = None
+    """Which replica this worker is of, and how many there are; None where every worker is one."""
     cancels = False
     """Whether a step may be cancelled."""
 
