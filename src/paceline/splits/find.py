@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten, tree_map
 
 from paceline.splits.layers import CONVOLUTIONS
-from paceline.splits.outcome import NO, Local, Refusal, Shadow
+from paceline.splits.outcome import NO, Refusal, Shadow
 from paceline.splits.placement import Placement
 from paceline.splits.roles import Role
 from paceline.splits.split import RULES
@@ -34,7 +34,7 @@ _LARGE = 1 << 20
 """Elements of an embedding that is cut for the memory that it takes, though nothing is saved by it."""
 
 WHOLE = Role("whole")
-_CALLS = {
+_CALLS: dict[str, tuple[type[nn.Module], ...]] = {
     "linear": (nn.Linear,),
     "embedding": (nn.Embedding,),
     "conv1d": (nn.Conv1d,),

@@ -92,7 +92,7 @@ def _mask(
     space: Space,
 ) -> torch.Tensor | None:
     """What is added to the scores: for masks of numbers themselves, for masks of flags minus infinity where true."""
-    parts = []
+    parts: list[torch.Tensor] = []
     if mask is not None:
         if mask.dim() == 3:  # one per sample and head
             mask = mask.unflatten(0, (q.shape[0], -1))[:, space.rank * heads : (space.rank + 1) * heads]
@@ -100,7 +100,7 @@ def _mask(
     if padding is not None:
         padding = padding.unsqueeze(0) if padding.dim() == 1 else padding
         parts.append(_as_numbers(padding, q.dtype)[:, None, None, :])
-    return sum(parts[1:], parts[0]) if parts else None
+    return None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 def _as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -68,7 +68,7 @@ def pieces(layer: nn.Module, role: Role) -> list[Piece]:
 
 def install(layer: nn.Module, role: Role, space: Space) -> Callable[[], None]:
     """Let a layer, whose parameters are cut already, do its part; returns what undoes it."""
-    layer.forward = types.MethodType(_forward(layer, role, space), layer)  # type: ignore[method-assign]
+    layer.forward = types.MethodType(_forward(layer, role, space), layer)
     groups = "num_groups" if isinstance(layer, nn.GroupNorm) else "groups"
     shared = role.name == "channels" and isinstance(layer, (nn.GroupNorm, _ConvNd))
     if shared:

@@ -40,7 +40,7 @@ class Split(torch.Tensor):
     def of(local: torch.Tensor, placement: Placement, space: Space) -> Split:
         sizes = list(local.shape)
         sizes[placement.dim] = placement.size
-        split = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        split = torch.Tensor._make_wrapper_subclass(
             Split, sizes, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         split.local, split.placed, split.space = local, placement, space
@@ -83,7 +83,7 @@ class Split(torch.Tensor):
             return func(*tree_map(whole, args), **tree_map(whole, kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise UsageError(

@@ -82,7 +82,8 @@ class _Recorder(TorchFunctionMode):
 
 def traced(model: nn.Module, inputs: Sequence[Any]) -> Graph:
     """Run a model once, without gradients, and write down what it does."""
-    graph, path = Graph(), []
+    graph = Graph()
+    path: list[str] = []
     for tensor in (*model.parameters(), *model.buffers()):
         graph.parameters[id(tensor)] = graph.number(tensor)
     hooks: list[Any] = []
