@@ -124,9 +124,130 @@ class Auto(Strategy, frozen=True, kw_only=True):
     steps: int = 12
 
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-2p")
+NORMS = ("batch", "microbatch")
+
+
+class Pipeline(Strategy, frozen=True, kw_only=True):
+    """The model is cut between its layers; microbatches of every batch follow each other through the parts."""
+
+    spec: ClassVar[str] = "pipeline"
+    stages: int
+    microbatches: int = 8
+    schedule: str = "1f1b"
+    chunks: int = 2
+    """Of the model on each device, where the schedule is interleaved."""
+    norm: str = "batch"
+    """What batch norm layers take their statistics of; a `batch` is then not cut into microbatches."""
+
+    def __post_init__(self) -> None:
+        _split_checked(self, "stages", "microbatches", "chunks")
+        _pipeline_checked(self, self.stages)
+
+
+class Tensor(Strategy, frozen=True, kw_only=True):
+    """The model is cut inside its layers."""
+
+    spec: ClassVar[str] = "tensor"
+    degree: int
+
+    def __post_init__(self) -> None:
+        _split_checked(self, "degree")
+
+
+class Mesh(Strategy, frozen=True, kw_only=True):
+    """Replicas that are split themselves, and a data-parallel strategy between them."""
+
+    spec: ClassVar[str] = "mesh"
+    data: int
+    pipeline: int = 1
+    tensor: int = 1
+    microbatches: int = 8
+    schedule: str = "1f1b"
+    chunks: int = 2
+    norm: str = "batch"
+    sync: str = "all-reduce"
+    """Between replicas: all-reduce, or a parameter server under any policy."""
+
+    def __post_init__(self) -> None:
+        _split_checked(self, "data", "pipeline", "tensor", "microbatches", "chunks")
+        _pipeline_checked(self, self.pipeline)
+        if self.sync.partition(":")[0] != AllReduce.spec and isinstance(
+            parse_strategy(self.sync), Pipeline | Tensor | Mesh
+        ):
+            raise UsageError(
+                f"sync of strategy 'mesh' is '{self.sync}'; between replicas it must be 'all-reduce' or a policy of a "
+                "parameter server, such as 'k-sync:k=1'"
+            )
+
+
+def _split_checked(strategy: Strategy, *names: str) -> None:
+    for name in names:
+        value = getattr(strategy, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(
+                f"option '{name}' of strategy '{strategy.spec}' is {value!r}; it must be a whole number of at least 1"
+            )
+
+
+def _pipeline_checked(strategy: Pipeline | Mesh, stages: int) -> None:
+    for name, allowed in (("schedule", SCHEDULES), ("norm", NORMS)):
+        value = getattr(strategy, name)
+        if value not in allowed:
+            raise UsageError(
+                f"option '{name}' of strategy '{strategy.spec}' is '{value}'; it must be {_listed(allowed)}"
+            )
+    if strategy.schedule == "interleaved" and strategy.microbatches % stages:
+        raise UsageError(
+            f"an interleaved pipeline of {stages} stages has {strategy.microbatches} microbatches; it must be a "
+            "multiple of the stages"
+        )
+
+
+def workers_of(strategy: Strategy) -> int | None:
+    """How many workers a strategy that splits the model needs; None where any number will do."""
+    match strategy:
+        case Pipeline():
+            return strategy.stages
+        case Tensor():
+            return strategy.degree
+        case Mesh():
+            return strategy.data * strategy.pipeline * strategy.tensor
+    return None
+
+
+def check_workers(strategy: Strategy, workers: int) -> None:
+    """Refuse a team of the wrong size for its strategy, with what would do."""
+    needed = workers_of(strategy)
+    if needed is None or needed == workers:
+        return
+    what = {"pipeline": "stages", "tensor": "degree"}.get(strategy.spec)
+    advice = f"start {needed} workers"
+    if what is not None and workers > 1:
+        advice += f", or write {strategy.spec}:{what}={workers}"
+    if what is not None and needed > 1 and workers % needed == 0:
+        advice += f", or mesh:data={workers // needed},{strategy.spec}={needed}"
+    raise UsageError(f"'{strategy}' needs {needed} workers, one for each part; this team has {workers}: {advice}")
+
+
 STRATEGIES: dict[str, type[Strategy]] = {
     kind.spec: kind
-    for kind in (AllReduce, Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, Ssp, Groups, Adaptive, Auto)
+    for kind in (
+        AllReduce,
+        Sync,
+        KSync,
+        KBatchSync,
+        Async,
+        KAsync,
+        KBatchAsync,
+        Ssp,
+        Groups,
+        Adaptive,
+        Auto,
+        Pipeline,
+        Tensor,
+        Mesh,
+    )
 }
 """A new strategy is one class here and one file in `strategies/` or `policies/`."""
 
@@ -169,7 +290,12 @@ def parse_spec(spec: str, kinds: dict[str, type[Spec]], what: str) -> Spec:
         except msgspec.ValidationError:
             allowed = "a whole number" if kind_of_value in (int, int | None) else "a number"
             raise UsageError(f"option '{key}' of {what} '{name}' is '{value}'; it must be {allowed}") from None
-    return msgspec.convert(options, kind, strict=False)
+    try:
+        return msgspec.convert(options, kind, strict=False)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, UsageError):  # what the kind itself has to say about its options
+            raise error.__cause__ from None
+        raise
 
 
 def _listed(names: Iterable[str]) -> str:

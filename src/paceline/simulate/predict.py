@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from paceline import config
-from paceline.config import Strategy, parse_strategy
+from paceline.config import Mesh, Pipeline, Strategy, Tensor, parse_strategy
 from paceline.errors import UsageError
 from paceline.events import Compute, Update, Wait
 from paceline.policies import POLICIES, make_policy
@@ -24,10 +24,7 @@ from paceline.simulate.fast import simulate_collective, simulate_fast
 from paceline.simulate.network import Collective
 from paceline.simulate.replica import (
     AllReduce,
-    Mesh,
     Model,
-    Pipeline,
-    Tensor,
     all_reduce_seconds,
     parse_any,
     pipeline_steps,

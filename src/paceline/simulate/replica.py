@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from paceline.config import STRATEGIES, Strategy, one_of, parse_spec
+from paceline.config import STRATEGIES, Mesh, Pipeline, Strategy, one_of, parse_spec
 from paceline.errors import UsageError
 from paceline.simulate import costs
 from paceline.simulate.cluster import Cluster, Link
@@ -23,38 +23,7 @@ class AllReduce(Strategy, frozen=True, kw_only=True):
     topology: str = "auto"
 
 
-class Pipeline(Strategy, frozen=True, kw_only=True):
-    """The model is cut between its layers."""
-
-    spec: ClassVar[str] = "pipeline"
-    stages: int
-    microbatches: int = 8
-    schedule: str = "1f1b"
-    chunks: int = 2
-    """Of the model on each device, where the schedule is interleaved."""
-
-
-class Tensor(Strategy, frozen=True, kw_only=True):
-    """The model is cut inside its layers."""
-
-    spec: ClassVar[str] = "tensor"
-    degree: int
-
-
-class Mesh(Strategy, frozen=True, kw_only=True):
-    """Replicas that are split, and a data-parallel strategy between them."""
-
-    spec: ClassVar[str] = "mesh"
-    data: int
-    pipeline: int = 1
-    tensor: int = 1
-    microbatches: int = 8
-    schedule: str = "1f1b"
-    chunks: int = 2
-    sync: str = "all-reduce"
-
-
-SPECS: dict[str, type[Strategy]] = {**STRATEGIES, **{kind.spec: kind for kind in (AllReduce, Pipeline, Tensor, Mesh)}}
+SPECS: dict[str, type[Strategy]] = {**STRATEGIES, AllReduce.spec: AllReduce}
 
 
 def parse_any(spec: str | Strategy) -> Strategy:
