@@ -57,9 +57,9 @@ class Cutting:
     def _cut_tensors(self) -> dict[str, torch.Tensor]:
         return {self.names[key]: tensor for key, tensor in self._by_id().items()}
 
-    def buffers(self) -> list[torch.Tensor]:
-        """Those of the model's buffers that are cut."""
-        return [buffer for buffer in self._model.buffers() if id(buffer) in self.placements]
+    def besides(self, held: set[int]) -> list[torch.Tensor]:
+        """What is cut besides these: buffers, and parameters that are not trained."""
+        return [tensor for key, tensor in self._by_id().items() if key not in held]
 
     def part(self, value: torch.Tensor, tensor: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """One worker's part of a whole value of this parameter or buffer; this worker's own if not said whose."""

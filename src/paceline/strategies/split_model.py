@@ -1,0 +1,52 @@
+"""A model that is split over the workers of a replica, as its trainer sees it."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.strategies.base import Options, Surroundings
+from paceline.strategies.parts import Parts
+from paceline.strategies.replicas import Seat, random_state, set_random_state
+from paceline.strategies.splitting import cut_model, share_rest
+from paceline.transport import Intent
+
+
+class SplitModel:
+    """Cuts a model, and says what of it is whose."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings, seat: Seat
+    ) -> None:
+        self._members, self._seat = around.members, seat
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+            raise UsageError(f"'{around.strategy}' needs a model on the CPU: its parts lie in the machine's memory")
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
+        self._members.mirror([*rest, *model.buffers()])
+        self._cutting, self.space = cut_model(model, options, around, seat)
+        self.parts = Parts(model, optimizer, seat, self._cutting, lambda _parameter: 0)
+        if self._cutting is not None:
+            others = share_rest(self._cutting, self._members, seat, held)
+            numbers = {self._cutting.names[key]: of for key, of in self.parts.of.items() if key in self._cutting.names}
+            named = self.parts.named
+            self._cutting.parts = lambda name: (
+                [named[number][1].data for number in numbers[name]] if name in numbers else others[name]
+            )
+
+    def ready(self) -> None:
+        """All values are in their places: let go of others."""
+        if self._cutting is not None:
+            self._cutting.wholes.clear()
+        self.draw_alike()
+
+    def draw_alike(self) -> None:
+        """Let all workers of a replica go on with the same random numbers."""
+        states = self._members.gather(random_state(), Intent.ALLOCATE)
+        set_random_state(states[self._seat.lead])
+
+    def undo(self) -> None:
+        """The model is whole again, in memory of its own."""
+        if self._cutting is not None:
+            self._cutting.undo()
