@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from paceline.cluster.membership import Members, come_together
 from paceline.cluster.process import keep_freed_memory
-from paceline.config import AllReduce, Launch, Place, Strategy, Timeouts, parse_strategy
+from paceline.config import AllReduce, Launch, Place, Strategy, Timeouts, check_workers, parse_strategy
 from paceline.data import TeamLoader
 from paceline.data.leased import LeasedLoader
 from paceline.data.loader import check_loader
@@ -95,6 +95,8 @@ class Team:
             raise UsageError(
                 f"--servers, --correct and --compress are for a parameter server, which '{self.strategy}' does not have"
             )
+        if self.world_size > 1 or launch.strategy:  # with plain python any script's own strategy is a team of one
+            check_workers(self.strategy, self.world_size)
         self._launch = launch
         self.device = _device(place.local_rank)
         self._folder = _folder(launch, name)
@@ -135,6 +137,9 @@ class Team:
         servers: int | str = 1,
         corrections: Sequence[str] = (),
         compress: str = "none",
+        loss: Callable[..., Any] | None = None,
+        tensor_plan: Mapping[str, Any] | None = None,
+        sequence_parallel: bool = False,
     ) -> tuple[Any, ...]:
         """Put the team behind a model, its optimizer and its loaders; returns them, to be used as before.
 
@@ -148,12 +153,18 @@ class Team:
         servers: where a parameter server holds the parameters: so many processes, "lead", or "all" workers.
         corrections: what it does about stale gradients: "lr/staleness", "drop:above=8", "dc-asgd", …
         compress: what a pushed gradient is written as: "bf16", "fp16", "int8", "topk:0.01"; "none" as it is.
+        loss: the loss function, for whoever plans how to split the model; the loop calls it as before.
+        tensor_plan: how layers are split inside, by name or pattern, where it should not be found out from the model's
+            graph: {"blocks.*.up": "column", "blocks.*.down": "row", "head": "whole"}.
+        sequence_parallel: let norms, dropout and what else is between split layers be in parts along the sequence.
         """
         if self._trainer is not None:
             raise UsageError("setup was called before; a team trains one model with one optimizer")
         check(model, optimizer)
         for loader in loaders:
             check_loader(loader)
+        if loss is not None and not callable(loss):
+            raise UsageError(f"loss is a {type(loss).__name__}; it must be a function of the output and the targets")
         if sync_batch_norm and type(self.strategy) in POLICIES:
             raise UsageError(
                 f"sync_batch_norm needs all workers in every step, which '{self.strategy}' does not promise; "
@@ -168,6 +179,10 @@ class Team:
             servers=str(servers),
             corrections=list(corrections),
             compress=compress,
+            loss=loss,
+            loaders=loaders,
+            tensor_plan=tensor_plan,
+            sequence_parallel=sequence_parallel,
         )
         around = Surroundings(
             members=self._members,
@@ -327,8 +342,22 @@ class Team:
     def size(self) -> int:
         return self.world_size
 
+    @property
+    def replica(self) -> int:
+        """Which replica this worker is of: all workers of one get the same batches."""
+        own = self._trainer.replica if self._trainer is not None else None
+        return self.rank if own is None else own[0]
+
+    @property
+    def replicas(self) -> int:
+        own = self._trainer.replica if self._trainer is not None else None
+        return self.world_size if own is None else own[1]
+
     def from_lead(self, payload: bytes) -> bytes:
-        return self._members.gather(payload, Intent.EPOCH)[0]
+        found = self._members.gather(payload, Intent.EPOCH)[0]
+        if self._trainer is not None:
+            self._trainer.drawn()
+        return found
 
     def ask_batch(self) -> None:
         if torch.is_grad_enabled():

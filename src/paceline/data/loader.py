@@ -31,6 +31,13 @@ class Crew(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def replica(self) -> int:
+        """Which replica of the model the worker is of; those of one replica get the same batches."""
+
+    @property
+    def replicas(self) -> int: ...
+
     def ask_batch(self) -> None:
         """The script asks for its next batch."""
 
@@ -59,7 +66,7 @@ class _Shares:
     def __len__(self) -> int:
         """Rounds in an epoch, with or without a part for this worker."""
         if self._custom:
-            count, each = len(self._loader.batch_sampler), self._crew.size  # type: ignore[arg-type]
+            count, each = len(self._loader.batch_sampler), self._crew.replicas  # type: ignore[arg-type]
         else:
             count, each = len(self._loader.sampler), self._total  # type: ignore[arg-type]
         return count // each if self._loader.drop_last else math.ceil(count / each)
@@ -67,7 +74,7 @@ class _Shares:
     def __iter__(self) -> Iterator[list[Any]]:
         number = self.first
         for parts in self._rounds():
-            mine = parts[self._crew.rank]
+            mine = parts[self._crew.replica]
             if mine:
                 whole = sum(len(part) for part in parts)
                 self.given.append((len(mine), len(mine) / whole, number))
@@ -75,8 +82,8 @@ class _Shares:
             number += 1
 
     def _rounds(self) -> Iterator[list[list[Any]]]:
-        """Per round, one list of indices per worker."""
-        size = self._crew.size
+        """Per round, one list of indices per replica."""
+        size = self._crew.replicas
         if self._custom:
             batches = self._order(self._loader.batch_sampler)
             for start in range(0, len(batches), size):
@@ -176,9 +183,9 @@ class TeamLoader:
         changed: Callable[[int, list[int]], None] = lambda _start, _shares: None,
     ) -> None:
         self._loader, self._crew = loader, crew
-        self.global_batch = global_batch_of(loader, crew.size, global_batch)
+        self.global_batch = global_batch_of(loader, crew.replicas, global_batch)
         """Samples in a round, all workers together."""
-        self._balancer = Balancer(crew.size, self.global_batch, on=balance, changed=changed)
+        self._balancer = Balancer(crew.replicas, self.global_batch, on=balance, changed=changed)
         self._shares = _Shares(loader, crew, self._balancer, self.global_batch)
         self._inner = with_batches_from(loader, self._shares, workers=loader.num_workers)
         self._rounds = 0

@@ -76,9 +76,12 @@ class Cutting:
         def gather(_module: nn.Module, _arguments: Any, result: Any) -> Any:
             return tree_map(whole, result)
 
+        def show(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+            self._show(layer, state, prefix)  # a function, as torch notes things on it
+
         self._undo.append(self._model.register_forward_hook(gather).remove)
         for layer in self._layers.values():
-            self._undo.append(layer.register_state_dict_post_hook(self._show).remove)
+            self._undo.append(layer.register_state_dict_post_hook(show).remove)
             self._undo.append(layer.register_load_state_dict_pre_hook(self._take).remove)
         for module in self._model.modules():
             if isinstance(module, nn.TransformerEncoderLayer):
@@ -89,7 +92,7 @@ class Cutting:
         named = [*layer._parameters.items(), *layer._buffers.items()]
         return [(name, value) for name, value in named if value is not None and id(value) in self.placements]
 
-    def _show(self, layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    def _show(self, layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
         for name, value in self._own(layer):
             if prefix + name in state:
                 state[prefix + name] = self.whole(value)

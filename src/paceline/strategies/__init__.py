@@ -1,13 +1,16 @@
 """How a team trains one model. Each strategy is one file and one line here."""
 
-from paceline.config import AllReduce, Strategy
+from paceline.config import AllReduce, Mesh, Strategy, Tensor
 from paceline.policies import POLICIES
 from paceline.strategies.all_reduce import AllReduceTrainer
 from paceline.strategies.base import Options, Surroundings, Trainer
+from paceline.strategies.mesh import MeshTrainer
 from paceline.strategies.parameter_server import ParameterServerTrainer
 
 TRAINERS: dict[type[Strategy], type[Trainer]] = {
     AllReduce: AllReduceTrainer,
+    Mesh: MeshTrainer,
+    Tensor: MeshTrainer,
     **dict.fromkeys(POLICIES, ParameterServerTrainer),
 }
 

@@ -34,6 +34,8 @@ class Options:
     """For stale gradients."""
     compress: str = "none"
     """What a pushed gradient is written as."""
+    loss: Callable[..., Any] | None = None
+    """The script's loss function."""
     loaders: Sequence[DataLoader[Any]] = ()
     """What the model is trained with, as the script made them."""
     tensor_plan: Mapping[str, Any] | None = None
@@ -66,6 +68,8 @@ class Trainer(ABC):
     """Per worker, seconds and samples of its last minibatch; equal on all workers after an update."""
     updated: Callable[[], None] = staticmethod(lambda: None)
     """Called after each update."""
+    replica: tuple[int, int] | None = None
+    """Which replica this worker is of, and how many there are; None where every worker is one."""
     cancels = False
     """Whether a step may be cancelled."""
 

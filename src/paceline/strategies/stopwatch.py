@@ -149,6 +149,15 @@ class Stopwatch:
         self._samples = self._minibatches = 0
         self._forward = 0.0
 
+    def drop(self) -> None:
+        """Forget what is under way: somebody else tells what the worker computes."""
+        self._reset()
+
+    def slow_pass(self, seconds: float) -> None:
+        """A stage has computed for so long: let it take longer, if the worker is slow."""
+        if self._slowness is not None:
+            self.sleep(max(0.0, self._slowness.seconds(seconds, self._source) - seconds))
+
     def restart(self, now: float) -> None:
         """An update is over: what comes next is computing again."""
         self._last = self._since = now
