@@ -18,7 +18,16 @@ from torch.utils.data import DataLoader
 
 from paceline.cluster.membership import Members, come_together
 from paceline.cluster.process import keep_freed_memory
-from paceline.config import AllReduce, Launch, Place, Strategy, Timeouts, check_workers, parse_strategy
+from paceline.config import (
+    AllReduce,
+    Launch,
+    Place,
+    Strategy,
+    Timeouts,
+    between_replicas,
+    check_workers,
+    parse_strategy,
+)
 from paceline.data import TeamLoader
 from paceline.data.leased import LeasedLoader
 from paceline.data.loader import check_loader
@@ -89,8 +98,9 @@ class Team:
     ) -> None:
         self.rank, self.local_rank, self.world_size = place.rank, place.local_rank, place.world_size
         self.strategy = parse_strategy(launch.strategy or strategy or AllReduce())
-        if type(self.strategy) in POLICIES:
-            make_policy(self.strategy, range(self.world_size))  # to refuse here what can not be
+        between, replicas = between_replicas(self.strategy, self.world_size)
+        if type(between) in POLICIES:
+            make_policy(between, range(replicas))  # to refuse here what can not be
         elif launch.servers or launch.corrections or launch.compress:
             raise UsageError(
                 f"--servers, --correct and --compress are for a parameter server, which '{self.strategy}' does not have"
@@ -165,7 +175,7 @@ class Team:
             check_loader(loader)
         if loss is not None and not callable(loss):
             raise UsageError(f"loss is a {type(loss).__name__}; it must be a function of the output and the targets")
-        if sync_batch_norm and type(self.strategy) in POLICIES:
+        if sync_batch_norm and type(between_replicas(self.strategy, 1)[0]) in POLICIES:
             raise UsageError(
                 f"sync_batch_norm needs all workers in every step, which '{self.strategy}' does not promise; "
                 "use all-reduce"

@@ -22,7 +22,8 @@ ROOMS: dict[str, set[str]] = {
     "collectives": LEAVES | {"transport", "cluster"},
     "splits": {"config", "errors", "collectives"},
     "server": LEAVES | {"transport", "cluster", "parameters", "data", "plan"},
-    "strategies": LEAVES | {"transport", "cluster", "parameters", "data", "collectives", "server", "plan", "simulate", "splits"},
+    "strategies": LEAVES
+    | {"transport", "cluster", "parameters", "data", "collectives", "server", "plan", "simulate", "splits"},
     "team": LEAVES | {"transport", "cluster", "parameters", "data", "strategies"},
     "bench": {"team", "cluster", "collectives", "transport", "config", "errors", "events"},
     "simulate": LEAVES,

@@ -1,8 +1,9 @@
 """Everything that happens is an event: one typed record. Reports, figures and oracles are made from these alone."""
 
-from paceline.events.recorder import Recorder
+from paceline.events.recorder import Recorder, ReplicaRecorder
 from paceline.events.schema import (
     Balance,
+    Brought,
     Cancel,
     Compute,
     Epoch,
@@ -27,6 +28,7 @@ from paceline.events.schema import (
 
 __all__ = [
     "Balance",
+    "Brought",
     "Cancel",
     "Compute",
     "Epoch",
@@ -42,6 +44,7 @@ __all__ = [
     "Push",
     "Recorder",
     "Reduce",
+    "ReplicaRecorder",
     "Return",
     "Seen",
     "Switch",

@@ -56,3 +56,14 @@ class Recorder:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class ReplicaRecorder(Recorder):
+    """A server's, to which replicas of several workers are one each: what one did is its first worker's."""
+
+    def __init__(self, folder: Path | None, rank: int, each: int) -> None:
+        super().__init__(folder, rank)
+        self._each = each
+
+    def add(self, event: Event) -> None:
+        super().add(msgspec.structs.replace(event, rank=event.rank * self._each) if event.rank > 0 else event)

@@ -111,6 +111,20 @@ class Push(_Event, frozen=True, gc=False):
     reason: str
 
 
+class Brought(_Event, frozen=True, gc=False):
+    """A worker's part of its replica's gradient is where the server will read it."""
+
+    replica: int
+    push: int
+    """Which of the replica's pushes it is a part of, counted from 1."""
+    version: int
+    """That it was computed on."""
+    parts: int
+    """Of the model's parameters, how many are this worker's."""
+    of: int
+    """How many there are."""
+
+
 class Pull(_Event, frozen=True, gc=False):
     """A worker pushed its gradient and got its next version, without having to wait for another worker."""
 
@@ -208,6 +222,7 @@ Event = (
     | Reduce
     | Update
     | Push
+    | Brought
     | Pull
     | Cancel
     | Lease

@@ -101,9 +101,9 @@ class Cutting:
         for name, value in self._own(layer):
             given = state.get(prefix + name)
             placement = self.placements[id(value)]
-            if isinstance(given, torch.Tensor) and given.dim() > placement.dim:
-                if given.shape[placement.dim] == placement.size:
-                    state[prefix + name] = self.part(given, value)
+            fits = isinstance(given, torch.Tensor) and given.dim() > placement.dim
+            if fits and given.shape[placement.dim] == placement.size:
+                state[prefix + name] = self.part(given, value)
 
     def undo(self) -> None:
         """Let the layers be whole, with the newest values."""

@@ -31,8 +31,8 @@ def find_plan(
         others = [n for n in range(2, 17) if n != workers and Finder(model, graph, n, given).find()]
         would = f"degree={others[0]} would do" if others else "no other degree up to 16 would do either"
         raise UsageError(
-            f"nothing in this model can be split over {workers} workers: it has no Linear, Conv, Embedding or attention "
-            f"whose outputs or heads divide by {workers}; {would}"
+            f"nothing in this model can be split over {workers} workers: it has no Linear, Conv, Embedding or "
+            f"attention whose outputs or heads divide by {workers}; {would}"
         )
     if sequence:
         found = {

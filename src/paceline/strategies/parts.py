@@ -1,7 +1,7 @@
 """The parts of a split model as one list of parameters, equal on all workers, each part there once.
 
-A parameter that is cut is as many parts as it was cut in; this worker's own is the model's parameter itself, and for each
-of the others there is one that stands for it. All lie in shared memory, so that anybody can read the whole.
+A parameter that is cut is as many parts as it was cut in; this worker's own is the model's parameter itself, and for
+each of the others there is one that stands for it. All lie in shared memory, so that anybody can read the whole.
 """
 
 from __future__ import annotations

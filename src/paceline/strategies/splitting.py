@@ -64,7 +64,9 @@ def cut_model(
     if told[:1] == b"!":
         raise UsageError(told[1:].decode())
     member = come_together(members, seat.stage_ranks(), around.say)
-    seed = int.from_bytes(members.gather(torch.initial_seed().to_bytes(8, "little"), Intent.ALLOCATE)[seat.lead], "little")
+    seed = int.from_bytes(
+        members.gather(torch.initial_seed().to_bytes(8, "little"), Intent.ALLOCATE)[seat.lead], "little"
+    )
     space = Space(member, seed % (1 << 31) + seat.stage * 1000)
     return Cutting(model, decode(told), space), space
 
