@@ -23,8 +23,8 @@ def example(loaders: Sequence[DataLoader[Any]]) -> list[Any]:
     """What a model is called with: all of a loader's first batch but its last part, the targets."""
     if not loaders:
         raise UsageError(
-            "to split a model it must be seen at work: give setup the loader that it is trained with, whose batches are "
-            "(inputs, targets)"
+            "to split a model it must be seen at work: give setup the loader that it is trained with, whose batches "
+            "are (inputs, targets)"
         )
     loader: Any = loaders[0]
     count = min(loader.batch_size or 1, len(loader.dataset))
@@ -64,10 +64,8 @@ def cut_model(
     if told[:1] == b"!":
         raise UsageError(told[1:].decode())
     member = come_together(members, seat.stage_ranks(), around.say)
-    seed = int.from_bytes(
-        members.gather(torch.initial_seed().to_bytes(8, "little"), Intent.ALLOCATE)[seat.lead], "little"
-    )
-    space = Space(member, seed % (1 << 31) + seat.stage * 1000)
+    seeds = members.gather(str(torch.initial_seed()).encode(), Intent.ALLOCATE)
+    space = Space(member, int(seeds[seat.lead]) % (1 << 31) + seat.stage * 1000)
     return Cutting(model, decode(told), space), space
 
 
