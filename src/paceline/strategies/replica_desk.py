@@ -32,6 +32,7 @@ class ReplicaMeeting:
         memories = [members.share(Meeting.memory_size(size)) for _ in range(seat.shape.data)]
         memory: Memory = memories[seat.replica]
         self._meeting = Meeting(memory, seat.place, size, members.meeting.timeouts, say)
+        self._meeting.crowd(members.size)
         self._meeting.sign_in()
         members.meeting.meet(Intent.ALLOCATE)
         self._meeting.watch = Pulse(self._meeting)
