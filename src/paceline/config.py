@@ -476,6 +476,15 @@ def _slowness(spec: str, what: str) -> Slowness:
 # -- what a launcher hands to its workers ----------------------------------------------------------------------------
 
 
+class Profiling(msgspec.Struct, frozen=True, kw_only=True):
+    """That a script is to be run only until its model is known, and what each of its operations costs."""
+
+    path: str
+    """Where to write it."""
+    microbatches: int
+    norm: str = "batch"
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """What `paceline run` tells each worker, in one environment variable."""
 
@@ -499,6 +508,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Where the parameters are held: how many processes, or `lead`, or `all`."""
     corrections: list[str] = []
     compress: str | None = None
+    profiling: Profiling | None = None
 
     def to_environment(self) -> dict[str, str]:
         return {self.VARIABLE: msgspec.json.encode(self).decode()}

@@ -40,6 +40,7 @@ from paceline.strategies import TRAINERS, Options, Surroundings, Trainer
 from paceline.strategies.alone import AloneTrainer
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
+from paceline.strategies.profiling import ProfilingTrainer
 from paceline.strategies.stopwatch import Stopwatch, Turns
 from paceline.transport import Intent
 
@@ -204,7 +205,9 @@ class Team:
             device=self.device,
             say=self._say_once,
         )
-        kind = TRAINERS[type(self.strategy)] if self.world_size > 1 else AloneTrainer
+        kind: type[Trainer] = TRAINERS[type(self.strategy)] if self.world_size > 1 else AloneTrainer
+        if self._launch.profiling is not None:
+            kind = ProfilingTrainer
         self._model, self._optimizer = model, optimizer
         self._trainer = kind(model, optimizer, options, around)
         self._trainer.updated = self._after_update

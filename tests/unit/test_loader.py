@@ -24,6 +24,7 @@ class Hand:
 
     def __init__(self, rank: int, size: int, wire: Wire) -> None:
         self.rank, self.size, self._wire = rank, size, wire
+        self.replica, self.replicas = rank, size
         self.taken: list[tuple[int, float, int]] = []
         self.epochs = self.asked = 0
 

@@ -64,6 +64,22 @@ def plan(
     ] = False,
     layers: Annotated[int, typer.Option(help="With --split: layers that a tensor split has to agree on.")] = 1,
     activations: Annotated[str, typer.Option(help="With --split: bytes of activations between two layers.")] = "0",
+    partition: Annotated[
+        bool, typer.Option("--partition", help="Only find out where to cut the script's model into stages.")
+    ] = False,
+    stages: Annotated[int, typer.Option(help="With --partition: how many, or devices with --replicate.")] = 2,
+    microbatches: Annotated[int, typer.Option(help="With --partition: of every batch.")] = 8,
+    schedule: Annotated[str, typer.Option(help="With --partition: gpipe, 1f1b, interleaved, zero-bubble.")] = "1f1b",
+    pace: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STAGE:PACE", help="With --partition: a device's pace; 1:0.5 is half as quick. Repeatable."
+        ),
+    ] = None,
+    replicate: Annotated[
+        bool, typer.Option("--replicate", help="With --partition: several devices may share a stage.")
+    ] = False,
+    figure: Annotated[Path | None, typer.Option(help="With --partition: draw it into this SVG file.")] = None,
     seed: Annotated[int, typer.Option(help="Seeds the simulation, and the slowness that is drawn.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
@@ -72,7 +88,28 @@ def plan(
     Example: `paceline plan train.py --workers 4 --goal loss=0.3 -- --epochs 2`
 
     From runs that there are already: `paceline plan --from runs/first --from runs/second --goal throughput`
+
+    Where to cut a model: `paceline plan --partition train.py --stages 4 --pace 1:0.5 --figure cut.svg`
     """
+    if partition:
+        if script is None:
+            raise UsageError("--partition needs the training script, to see its model")
+        from paceline.cli.partition import Wish, show_partition  # only here: it loads torch
+
+        wish = Wish(
+            stages=stages,
+            microbatches=microbatches,
+            schedule=schedule,
+            paces=pace or [],
+            memory=memory,
+            latency=latency,
+            bandwidth=bandwidth,
+            replicate=replicate,
+            figure=figure,
+            json=json,
+        )
+        show_partition(script, arguments or [], wish)
+        return
     if (script is None) == (not learn):
         raise UsageError("give either a script to profile, or recorded runs with --from RUN")
     if not seconds > 0:

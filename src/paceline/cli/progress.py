@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from paceline.events import Compute, Event, Metric, Update, decode
+from paceline.events import Compute, Event, Metric, Pass, Update, decode
 
 _TAIL = 48 * 1024
 """Bytes at the end of a worker's stream that tell how it does now."""
@@ -108,7 +108,7 @@ class Progress:
                 update = max(update, event.version)
         for rank in range(self._workers):
             events = _tail(self._folder / "streams" / f"{rank}.jsonl")
-            computed = [event for event in events if isinstance(event, Compute)]
+            computed = [event for event in events if isinstance(event, Compute | Pass)]
             for event in events:
                 if isinstance(event, Update):
                     update = max(update, event.version)

@@ -17,6 +17,7 @@ from paceline.events.schema import (
     Join,
     Load,
     Metric,
+    Pass,
     Pull,
     Push,
     Reduce,
@@ -26,6 +27,7 @@ from paceline.events.schema import (
 
 _NAMES: dict[type, str] = {
     Compute: "computing",
+    Pass: "computing",
     Load: "loading",
     Reduce: "communicating",
     Pull: "communicating",

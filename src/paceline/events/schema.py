@@ -59,6 +59,38 @@ class Compute(_Event, frozen=True, gc=False):
     """Of `seconds`, how many until the backward pass began."""
 
 
+class Pass(_Event, frozen=True, gc=False):
+    """A worker ran a microbatch through its part of a split model, forward or backward."""
+
+    seconds: float
+    kind: str
+    """`F` forward, `B` backward, `W` the gradients of weights where they are made apart."""
+    stage: int
+    """Which part of the model."""
+    chunk: int
+    """Which of the worker's own parts that is."""
+    microbatch: int
+    size: int
+    """Samples of the microbatch."""
+    version: int
+    """Of the parameters that it computed with."""
+
+    @property
+    def forward(self) -> float:
+        """Of `seconds`, how many were a forward pass."""
+        return self.seconds if self.kind == "F" else 0.0
+
+    @property
+    def samples(self) -> int:
+        """That have got their gradient by this: all stages see the same ones, so they count at the first."""
+        return self.size if self.kind == "B" and self.stage == 0 else 0
+
+    @property
+    def minibatches(self) -> int:
+        """That the worker has made a gradient of."""
+        return int(self.kind == "B" and self.chunk == 0 and self.microbatch == 0)
+
+
 class Wait(_Event, frozen=True, gc=False):
     """A worker idled until another one came: a bubble."""
 
@@ -218,6 +250,7 @@ Event = (
     | Lost
     | Load
     | Compute
+    | Pass
     | Wait
     | Reduce
     | Update

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from paceline.events.bubbles import Bubbles
 from paceline.events.reader import Reader
 from paceline.events.schema import (
     Cancel,
@@ -20,6 +21,7 @@ from paceline.events.schema import (
     Join,
     Load,
     Metric,
+    Pass,
     Pull,
     Push,
     Reduce,
@@ -46,6 +48,14 @@ class Worker(msgspec.Struct, kw_only=True):
     samples: int = 0
 
 
+class Bubble(msgspec.Struct, kw_only=True):
+    """The idle share of all devices' time in a pipeline, from the first pass of a step to its last."""
+
+    measured: float
+    formula: float | None
+    """What it is with stages that all take equally long, and messages that take no time; None where none is known."""
+
+
 class Summary(msgspec.Struct, kw_only=True):
     """What `summary.json` says; scripts rely on these names."""
 
@@ -69,6 +79,8 @@ class Summary(msgspec.Struct, kw_only=True):
     """What the gradients took that were pushed to a server."""
     saved_bytes: int = 0
     """What they would have taken more without compression."""
+    bubble: Bubble | None = None
+    """Of a pipeline."""
     workers: dict[int, Worker]
 
 
@@ -105,6 +117,7 @@ class Summariser:
         self._strategy: str | None = None
         self._minibatches = self._cancelled = self._dropped = self._bytes = self._saved = 0
         self._first, self._final = float("inf"), float("-inf")
+        self._bubbles = Bubbles()
 
     def add(self, event: Event) -> None:
         end = event.start + getattr(event, "seconds", 0.0)
@@ -118,6 +131,15 @@ class Summariser:
                 self._minibatches += event.minibatches
                 self._gradients[0].append(end)
                 self._gradients[1].append(event.samples)
+            case Pass():
+                worker.computing += event.seconds
+                worker.minibatches += event.minibatches
+                worker.samples += event.samples
+                self._bubbles.add(event)
+                if event.samples:
+                    self._minibatches += event.minibatches
+                    self._gradients[0].append(end)
+                    self._gradients[1].append(event.samples)
             case Load():
                 worker.loading += event.seconds
             case Wait():
@@ -150,6 +172,7 @@ class Summariser:
         times = sorted(self._updates.values())
         span = times[-1] - times[0] if len(times) > 1 else 0.0
         gradients = len(self._gradients[0])
+        bubble = self._bubbles.measured()
         ages = self._ages or Counter({0: gradients} if gradients else {})
         inside = 0
         for end, samples in zip(*(self._pushes if self._ages else self._gradients), strict=True):
@@ -168,6 +191,7 @@ class Summariser:
             pushed_bytes=self._bytes,
             saved_bytes=self._saved,
             staleness=_staleness(ages),
+            bubble=None if bubble is None else Bubble(measured=bubble, formula=self._bubbles.formula(self._strategy)),
             last={name: value for name, (_, value) in self._last.items()},
             workers=self._workers,
         )

@@ -64,7 +64,8 @@ def facts(
         "efficiency": _efficiency(run, workers),
         "bubbles": waiting / total,
         "waiting": waiting,
-        "verdict": _verdict(workers, waiting / total),
+        "bubble": _bubble(run),
+        "verdict": _verdict(workers, waiting / total) + _pipelined(run),
         "slow": [worker["rank"] for worker in workers if worker["slow"]],
         "workers": workers,
         "servers": [_server(run.tallies[rank], rank) for rank in sorted(run.tallies, reverse=True) if rank < 0],
@@ -184,6 +185,22 @@ def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
         much = "Waiting takes" if bubbles > _NOTABLE else "Waiting takes only"
         words.append(f"{much} {bubbles:.1%} of the workers' time." if bubbles > _WORTH else "Nobody waited.")
     return words
+
+
+def _bubble(run: Reduction) -> dict[str, float | None] | None:
+    """A pipeline's, measured and by the formula."""
+    measured = run.bubbles.measured()
+    return None if measured is None else {"measured": measured, "formula": run.bubbles.formula(run.strategy)}
+
+
+def _pipelined(run: Reduction) -> list[str]:
+    bubble = _bubble(run)
+    if bubble is None:
+        return []
+    words = f"The pipeline's bubble is {bubble['measured']:.1%} of a step"
+    if bubble["formula"] is not None:
+        words += f"; with stages of equal length it would be {bubble['formula']:.1%}"
+    return [words + "."]
 
 
 def _ms(seconds: float) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.events import Event, Join, Leave, Lost, Message, Metric
+from paceline.events import Event, Join, Leave, Lost, Message, Metric, Pass
+from paceline.events.bubbles import Bubbles
 from paceline.report.blame import Blame
 from paceline.report.buckets import Buckets
 from paceline.report.detail import Detail
@@ -150,6 +151,7 @@ class Reduction:
         self._last_update = -math.inf
         self._computed, self._pushed = Samples("computed"), Samples("pushed")
         self.buckets: Buckets | None = None
+        self.bubbles = Bubbles()
         self._pending = np.zeros(0, ROW)
         self._pushes = np.zeros(0, PUSH)
 
@@ -170,6 +172,8 @@ class Reduction:
         for message in groups.get(Message, ()):
             if message.direction == "send":
                 self.tallies[message.rank].sent += message.bytes
+        for one in groups.get(Pass, ()):
+            self.bubbles.add(one)
         rows, pushes = rows_of(groups), pushes_of(groups)
         for rank in np.unique(rows["rank"]):
             self._hear(self.tallies[int(rank)], rows[rows["rank"] == rank])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.events import Cancel, Compute, Event, Load, Pull, Push, Reduce, Update, Wait
+from paceline.events import Cancel, Compute, Event, Load, Pass, Pull, Push, Reduce, Update, Wait
 
 Rows = NDArray[np.void]
 Numbers = NDArray[np.float64]
@@ -49,6 +49,7 @@ _AGE = 1e10
 """Seconds that no machine has been up."""
 _KIND: dict[type, int] = {
     Compute: COMPUTING,
+    Pass: COMPUTING,
     Load: LOADING,
     Reduce: COMMUNICATING,
     Pull: COMMUNICATING,
@@ -58,6 +59,7 @@ _KIND: dict[type, int] = {
 }
 _FIELDS: dict[type, tuple[str, ...]] = {
     Compute: ("version", "forward", "slowed", "samples", "minibatches"),
+    Pass: ("version", "forward", "samples", "minibatches"),
     Load: (),
     Reduce: ("bytes",),
     Pull: ("version",),

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import NamedTuple
 
-from paceline.events import Cancel, Compute, Event, Load, Pull, Push, Reduce, Update, Wait
+from paceline.events import Cancel, Compute, Event, Load, Pass, Pull, Push, Reduce, Update, Wait
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 _COLOURS = {
@@ -20,6 +20,11 @@ _COLOURS = {
     "loading": "#CC79A7",
     "updating": "#E69F00",
     "waiting": "#ffffff",
+}
+_PASSES = {
+    "F": ("forward", "#0072B2"),
+    "B": ("backward", "#009E73"),
+    "W": ("gradients of weights", "#56B4E9"),
 }
 _VERSIONS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _OTHER = "#f0f0f0"
@@ -106,7 +111,7 @@ def _window(moments: list[float], updates: int) -> tuple[float, float]:
 def _bars(event: Event, served: bool) -> list[_Bar]:
     """What an event shows as."""
     match event:
-        case Compute():
+        case Compute() | Pass():
             return _computed(event, served)
         case Cancel():
             words = f"after {event.seconds * 1e3:.2f} ms on version {event.version}"
@@ -123,7 +128,10 @@ def _bars(event: Event, served: bool) -> list[_Bar]:
     return []
 
 
-def _computed(event: Compute, served: bool) -> list[_Bar]:
+def _computed(event: Compute | Pass, served: bool) -> list[_Bar]:
+    if isinstance(event, Pass):
+        words = f"{event.kind}{event.microbatch} of stage {event.stage} in {event.seconds * 1e3:.2f} ms"
+        return [_Bar(_PASSES[event.kind][0], event.start, event.seconds, words, _PASSES[event.kind][1])]
     words = f"{event.samples} samples on version {event.version} in {event.seconds * 1e3:.2f} ms"
     if served:
         return [_Bar("computing", event.start, event.seconds, words, _colour(event.version))]
@@ -227,7 +235,10 @@ def _legend(events: list[Event], served: bool) -> list[tuple[str, list[str], str
         slowed = any(isinstance(event, Compute) and event.slowed > 0 for event in events)
         loads = any(isinstance(event, Load) for event in events)
         left_out = {"slowed on purpose": not slowed, "loading": not loads}
-        known = [(kind, [colour], "") for kind, colour in _COLOURS.items() if not left_out.get(kind, False)]
+        passes = {event.kind for event in events if isinstance(event, Pass)}
+        left_out["computing"] = bool(passes)
+        known = [(words, [colour], "") for kind, (words, colour) in _PASSES.items() if kind in passes]
+        known += [(kind, [colour], "") for kind, colour in _COLOURS.items() if not left_out.get(kind, False)]
     else:
         known = [
             ("computing, a colour per version", list(_VERSIONS), ""),

@@ -158,6 +158,11 @@ class Mailbox:
     def timeouts(self) -> Timeouts:
         return self._steps.timeouts
 
+    @property
+    def unsent(self) -> bool:
+        """Whether something is to be sent that there was no room for yet."""
+        return any(self._unsent)
+
     def send(self, peer: int, tensor: torch.Tensor, tag: int = 0) -> Sending:
         """Begin to send a contiguous tensor."""
         sending = Sending(self, peer, tensor, tag)

@@ -88,6 +88,7 @@ class Run {
       ["updates", run.updates.toLocaleString("en")],
       ["bubbles (waiting)", share(run.bubbles)],
       ["scaling efficiency", share(run.efficiency)],
+      ...(run.bubble ? [["pipeline bubble (formula)", `${share(run.bubble.measured)} (${run.bubble.formula === null ? "–" : share(run.bubble.formula)})`]] : []),
       ["duration", duration(run.seconds)],
       ...(run.startup ? [["start-up, before that", duration(run.startup)]] : []),
       ...(run.served ? [["mean staleness", number(run.staleness.mean)]] : []),

@@ -1,0 +1,156 @@
+"""`paceline plan --partition`: where to cut a script's model, and what that would bring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli import quantities
+from paceline.config import Pipeline
+from paceline.errors import UsageError
+from paceline.events.bubbles import bubble
+from paceline.plan.partition import Device, Partition, partition, replicated
+from paceline.plan.sheet import Sheet, sheet_of
+from paceline.report.partition import partition_figure
+from paceline.simulate.schedules import Evaluated, evaluate
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for."""
+
+    stages: int
+    microbatches: int
+    schedule: str
+    paces: list[str]
+    memory: str | None
+    latency: str | None
+    bandwidth: str | None
+    replicate: bool
+    figure: Path | None
+    json: bool
+
+
+def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
+    spec = Pipeline(stages=wish.stages, microbatches=wish.microbatches, schedule=wish.schedule)
+    devices = _devices(wish)
+    console = Console(stderr=True)
+    with console.status("tracing the model and measuring its operations"):
+        sheet = sheet_of(script, arguments, wish.microbatches)
+    link = {
+        "bandwidth": math.inf if wish.bandwidth is None else quantities.rate("--bandwidth", wish.bandwidth),
+        "latency": 0.0 if wish.latency is None else quantities.seconds("--latency", wish.latency),
+    }
+    # A batch that is not cut goes through the stages one after the other.
+    microbatches = max(1, min(wish.microbatches, sheet.batch // sheet.microbatch))
+    if wish.replicate:
+        cut = replicated(sheet.problem(), wish.stages, microbatches=microbatches, **link)
+    else:
+        cut = partition(sheet.problem(), devices, schedule=wish.schedule, microbatches=microbatches, slack=0.02, **link)
+    schedule = predicted(sheet, cut, devices, spec.schedule, microbatches, **link)
+    formula = bubble(wish.schedule, len(cut.stages), microbatches)
+    title = f"{script.name} in {len(cut.stages)} stages, {microbatches} microbatches, {wish.schedule}"
+    if wish.figure is not None:
+        wish.figure.write_text(partition_figure(sheet, cut, schedule, title), encoding="utf-8")
+    if wish.json:
+        told = {
+            "stages": msgspec.to_builtins(cut.stages),
+            "slowest": cut.slowest,
+            "seconds_per_step": float(schedule.makespan.mean()),
+            "bubble": schedule.bubble,
+            "formula": formula,
+            "operations": [
+                {"name": name, "kind": kind, **msgspec.to_builtins(cost)}
+                for name, kind, cost in zip(sheet.names, sheet.shown, sheet.costs, strict=True)
+            ],
+        }
+        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+        return
+    _print(sheet, cut, schedule, formula, title)
+    if wish.figure is not None:
+        print(f"figure: {wish.figure}")
+    if not wish.replicate:
+        spec_text = f"pipeline:stages={wish.stages},microbatches={wish.microbatches},schedule={wish.schedule}"
+        print(f"\npaceline run {script} --workers {wish.stages} --strategy {spec_text}")
+
+
+def _devices(wish: Wish) -> list[Device]:
+    memory = math.inf if wish.memory is None else quantities.size("--memory", wish.memory)
+    paces = [1.0] * wish.stages
+    for text in wish.paces:
+        who, _, pace = text.partition(":")
+        try:
+            value = float(pace)
+        except ValueError:
+            value = math.nan
+        if not who.isdecimal() or int(who) >= wish.stages or not 0 < value < math.inf:
+            raise UsageError(
+                f"--pace '{text}': write STAGE:PACE, a stage from 0 to {wish.stages - 1} and a number above 0"
+            )
+        paces[int(who)] = value
+    return [Device(pace=pace, memory=memory) for pace in paces]
+
+
+def predicted(
+    sheet: Sheet,
+    cut: Partition,
+    devices: Sequence[Device],
+    schedule: str,
+    microbatches: int,
+    bandwidth: float = math.inf,
+    latency: float = 0.0,
+) -> Evaluated:
+    """One step of it, by the simulator."""
+    forward, backward = [], []
+    for number, stage in enumerate(cut.stages):
+        pace = stage.devices if stage.devices > 1 else devices[min(number, len(devices) - 1)].pace
+        costs = sheet.costs[stage.first : stage.last]
+        forward.append(sum(cost.forward for cost in costs) / pace)
+        backward.append(sum(cost.backward for cost in costs) / pace)
+    weights = np.array([backward]) / 2 if schedule.startswith("zero-bubble") else None
+    rest = np.array([backward]) / 2 if weights is not None else np.array([backward])
+    over = max((stage.bytes for stage in cut.stages), default=0)
+    return evaluate(
+        "1f1b" if schedule == "interleaved" else schedule,
+        microbatches,
+        np.array([forward]),
+        rest,
+        weights,
+        transfer=latency + over / bandwidth,
+    )
+
+
+def _print(sheet: Sheet, cut: Partition, schedule: Evaluated, formula: float, title: str) -> None:
+    console = Console(highlight=False)
+    console.width = max(console.width, 120)
+    cuts = len(sheet.cuts)
+    console.print(f"{title}: {len(sheet.names)} operations, {cuts} places to cut, {sheet.microbatch} samples measured")
+    table = Table(box=None, pad_edge=False)
+    for head in ("stage", "operations", "from", "to"):
+        table.add_column(head, no_wrap=True)
+    for head in ("ms forward", "ms backward", "parameters", "memory", "over the cut"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for number, stage in enumerate(cut.stages):
+        costs = sheet.costs[stage.first : stage.last]
+        name = f"{number}" + (f" × {stage.devices}" if stage.devices > 1 else "")
+        table.add_row(
+            name,
+            str(stage.last - stage.first),
+            sheet.names[stage.first],
+            sheet.names[stage.last - 1],
+            f"{1e3 * sum(cost.forward for cost in costs):.3g}",
+            f"{1e3 * sum(cost.backward for cost in costs):.3g}",
+            f"{stage.parameters / 1e6:.3g} MB",
+            f"{stage.memory / 1e6:.3g} MB",
+            f"{stage.bytes / 1e3:.3g} kB" if number else "–",
+        )
+    console.print(table)
+    console.print(
+        f"slowest stage {cut.slowest * 1e3:.3g} ms per microbatch; "
+        f"a step {float(schedule.makespan.mean()) * 1e3:.3g} ms; bubble {schedule.bubble:.1%}, with stages of equal length {formula:.1%}"
+    )

@@ -1,0 +1,80 @@
+"""The bubble of a pipeline, measured from its passes, and what the formulas say of it."""
+
+from __future__ import annotations
+
+from paceline.config import Mesh, Pipeline, parse_strategy
+from paceline.errors import UsageError
+from paceline.events.schema import Pass
+
+_MOST = 10_000
+"""Steps that are looked at, the first ones: what is kept must not grow with the run."""
+
+
+class Bubbles:
+    """Adds up how long devices compute in every step, and how long the step is; passes may come in any order."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._steps: dict[int, list[float]] = {}
+        """By version: when the first pass began, when the last was over, and the seconds of all."""
+        self._seconds = {"F": [0.0, 0], "B": [0.0, 0], "W": [0.0, 0]}
+        self._ranks: set[int] = set()
+        self._stages = self._microbatches = 0
+
+    def add(self, event: Pass) -> None:
+        self._first = event.version if self._first is None else self._first
+        if event.version > self._first + _MOST:
+            return
+        end = event.start + event.seconds
+        step = self._steps.setdefault(event.version, [event.start, end, 0.0])
+        step[0], step[1], step[2] = min(step[0], event.start), max(step[1], end), step[2] + event.seconds
+        kind = self._seconds.setdefault(event.kind, [0.0, 0])
+        kind[0] += event.seconds
+        kind[1] += 1
+        self._ranks.add(event.rank)
+        self._stages = max(self._stages, event.stage + 1)
+        self._microbatches = max(self._microbatches, event.microbatch + 1)
+
+    def measured(self) -> float | None:
+        """The idle share; the first step is left out where there are more: in it everything is met for the first time.
+
+        Of the others that of the middle, as other processes of a machine make some steps longer.
+        """
+        first = min(self._steps, default=0)
+        shares = sorted(
+            1 - busy / (len(self._ranks) * (end - begin))
+            for version, (begin, end, busy) in self._steps.items()
+            if end > begin and (version != first or len(self._steps) == 1)
+        )
+        return shares[len(shares) // 2] if shares else None
+
+    def formula(self, spec: str | None) -> float | None:
+        """The same for stages that all take equally long, and messages that take no time."""
+        try:
+            strategy = parse_strategy(spec or "")
+        except UsageError:
+            return None
+        if not isinstance(strategy, Pipeline | Mesh) or not self._microbatches:
+            return None
+        stages = strategy.stages if isinstance(strategy, Pipeline) else strategy.pipeline
+        return bubble(strategy.schedule, stages, self._microbatches, max(1, self._stages // stages), self._means())
+
+    def _means(self) -> tuple[float, float, float]:
+        forward, backward, weights = (total / count if count else 0.0 for total, count in self._seconds.values())
+        return forward, backward, weights
+
+
+def bubble(
+    schedule: str, stages: int, microbatches: int, chunks: int = 1, means: tuple[float, float, float] = (1.0, 1.0, 1.0)
+) -> float:
+    """By a schedule's formula; means: of a forward and a backward pass, and of the gradients of weights."""
+    idle = float(stages - 1)
+    busy = float(microbatches)
+    if schedule == "interleaved":
+        idle /= chunks
+    elif schedule.startswith("zero-bubble"):
+        forward, backward, weights = means
+        whole = (forward + backward + weights) or 1.0
+        left = 0.0 if schedule.endswith("2p") else max(0.0, forward + backward - weights)
+        idle *= left / whole
+    return idle / (busy + idle)

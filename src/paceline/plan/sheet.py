@@ -1,0 +1,120 @@
+"""What is known of a model that is to be cut: its operations, what each costs, and where it may be cut."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from paceline.config import Launch, Profiling
+from paceline.errors import UsageError
+from paceline.plan.costs import Cost, measure
+from paceline.plan.partition import Problem
+from paceline.plan.trace import Trace, trace
+
+_PATIENCE = 600.0
+"""Seconds within which a script must have called its model."""
+
+
+class Sheet(msgspec.Struct, frozen=True, kw_only=True):
+    names: list[str]
+    shown: list[str]
+    """What each operation is."""
+    inputs: list[list[int]]
+    costs: list[Cost]
+    cuts: list[int]
+    """In front of which operations the model may be cut."""
+    crossing: list[list[int]]
+    """In front of each operation, the values that would go over a cut there."""
+    batch: int
+    microbatch: int
+    """Samples that the costs are of."""
+
+    def problem(self) -> Problem:
+        return Problem(self.costs, self.cuts, self.crossing)
+
+
+def batch_of(inputs: Sequence[Any]) -> int:
+    """How many samples are in a batch: the rows of the first tensor."""
+    for one in inputs:
+        if isinstance(one, torch.Tensor) and one.dim():
+            return int(one.shape[0])
+    raise UsageError("the model is called without a tensor that has a row for every sample; a pipeline cuts batches")
+
+
+def has_rows(value: Any, batch: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch
+
+
+def mixes(model: nn.Module) -> bool:
+    """Whether the samples of a batch have something to do with each other."""
+    return any(
+        module.training
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        or (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats)
+    )
+
+
+def sheet(
+    traced: Trace, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int, norm: str
+) -> Sheet:
+    """Measure a traced model, with as many samples as a microbatch has."""
+    inputs = traced.flat_inputs(args, kwargs)
+    batch = batch_of(inputs)
+    few = batch if norm == "batch" and mixes(model) else max(1, batch // microbatches)
+    some = [one[:few] if has_rows(one, batch) else one for one in inputs]
+    return Sheet(
+        names=[operation.name for operation in traced.operations],
+        shown=[operation.shown for operation in traced.operations],
+        inputs=[list(operation.inputs) for operation in traced.operations],
+        costs=measure(traced, model, some),
+        cuts=traced.cuts(),
+        crossing=traced.crossing(),
+        batch=batch,
+        microbatch=few,
+    )
+
+
+def profiled(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int, norm: str, parts: int = 2
+) -> Sheet:
+    return sheet(trace(model, args, kwargs, parts), model, args, kwargs, microbatches, norm)
+
+
+def sheet_of(script: Path, arguments: Sequence[str], microbatches: int, norm: str = "batch") -> Sheet:
+    """Run a script, in a process of its own, until its model is first called to be trained."""
+    if not script.is_file():
+        raise UsageError(f"there is no script at {script}")
+    with tempfile.TemporaryDirectory(prefix="paceline-partition-") as folder:
+        path = Path(folder) / "sheet.json"
+        launch = Launch(record=False, profiling=Profiling(path=str(path), microbatches=microbatches, norm=norm))
+        try:
+            done = subprocess.run(
+                [sys.executable, str(script), *arguments],
+                # With one thread, as every worker of a run has it.
+                env={"OMP_NUM_THREADS": "1", **os.environ, **launch.to_environment()},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_PATIENCE,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"the script did not call its model within {_PATIENCE:g} s") from None
+        if not path.exists():
+            told = done.stderr.decode(errors="replace").strip().splitlines()
+            why = told[-1] if told else "it ended without a word"
+            raise UsageError(f"the script did not get as far as to call its model after team.setup: {why}")
+        answer = path.read_bytes()
+    known = msgspec.json.decode(answer)
+    if "error" in known:
+        raise UsageError(known["error"])
+    return msgspec.json.decode(answer, type=Sheet)

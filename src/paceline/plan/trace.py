@@ -1,0 +1,361 @@
+"""A model as operations in the order in which they are done, and the parts that it can be cut into.
+
+`torch.export` traces a model; an `nn.Sequential` is its children, one after the other. Either is a list of operations,
+and a part is a stretch of that list: what it takes from before, what it gives to those after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from paceline.errors import UsageError
+
+Value = Any
+"""What an operation gives: a tensor, a number, or, where it may not be cut off, several of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation of a model, by what it needs."""
+
+    name: str
+    inputs: tuple[int, ...]
+    """The operations whose values it takes."""
+    parameters: tuple[str, ...] = ()
+    """Those that it uses, by name."""
+    shown: str = ""
+    """What it is, for people."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A stretch of a model's operations, to be run by one stage."""
+
+    takes: tuple[int, ...]
+    """Numbers of the values that it needs: from 0 on those of operations, below 0 the model's inputs, -1 the first."""
+    gives: tuple[int, ...]
+    """Values that are needed after it."""
+    run: Callable[[Sequence[Value]], list[Value]]
+    """From what it takes to what it gives."""
+    parameters: tuple[nn.Parameter, ...]
+    buffers: tuple[torch.Tensor, ...]
+    random: bool
+    """Whether it draws random numbers."""
+
+
+class Trace(ABC):
+    """A model as operations."""
+
+    operations: list[Operation]
+    results: tuple[int, ...]
+    """The values that the model returns."""
+
+    @abstractmethod
+    def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The model's inputs, in the order of their numbers."""
+
+    @abstractmethod
+    def returned(self, values: Sequence[Value]) -> Any:
+        """What the model returns, from its results."""
+
+    @abstractmethod
+    def part(self, first: int, last: int) -> Part:
+        """The operations from `first` up to, not including, `last`."""
+
+    @abstractmethod
+    def execute(self, number: int, values: dict[int, Value]) -> Value:
+        """Run one operation on the values there are."""
+
+    def cuts(self) -> list[int]:
+        """Where the list may be cut: in front of which operations."""
+        forbidden: set[int] = set()
+        for number, operation in enumerate(self.operations):
+            for needed in operation.inputs:
+                if needed >= 0 and self._inseparable(needed, number):
+                    forbidden.update(range(needed + 1, number + 1))
+        return [number for number in range(1, len(self.operations)) if number not in forbidden]
+
+    def changes(self, number: int) -> bool:
+        """Whether an operation may change what it is given in place."""
+        return True
+
+    def _inseparable(self, source: int, target: int) -> bool:
+        """Whether two operations must be in one part."""
+        return False
+
+    def crossing(self) -> list[list[int]]:
+        """In front of each operation, the values of earlier ones that are still needed."""
+        last = list(range(len(self.operations)))
+        for number, operation in enumerate(self.operations):
+            for needed in operation.inputs:
+                if needed >= 0:
+                    last[needed] = number
+        for result in self.results:
+            last[result] = len(self.operations)
+        alive: list[list[int]] = []
+        open_: list[int] = []
+        for number in range(len(self.operations)):
+            open_ = [value for value in open_ if last[value] >= number]
+            alive.append(list(open_))
+            open_.append(number)
+        return alive
+
+    def ends(self, first: int, last: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What a stretch takes from before and gives to those after."""
+        takes: dict[int, None] = {}
+        for operation in self.operations[first:last]:
+            takes.update((needed, None) for needed in operation.inputs if not first <= needed < last)
+        later = {needed for operation in self.operations[last:] for needed in operation.inputs} | set(self.results)
+        return tuple(takes), tuple(number for number in range(first, last) if number in later)
+
+
+# -- an nn.Sequential ------------------------------------------------------------------------------------------------
+
+
+class ChainTrace(Trace):
+    """An `nn.Sequential`, with those inside it laid open."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self._model = model
+        self._layers = list(_flattened(model, ""))
+        self.operations = [
+            Operation(
+                name,
+                (number - 1,),
+                tuple(f"{name}.{own}" for own, _ in layer.named_parameters()),
+                type(layer).__name__,
+            )
+            for number, (name, layer) in enumerate(self._layers)
+        ]
+        self.results = (len(self._layers) - 1,)
+
+    def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        if len(args) != 1 or kwargs:
+            raise UsageError(f"an nn.Sequential takes one input; it got {len(args) + len(kwargs)}")
+        return [args[0]]
+
+    def returned(self, values: Sequence[Value]) -> Any:
+        return values[0]
+
+    def part(self, first: int, last: int) -> Part:
+        layers = [layer for _, layer in self._layers[first:last]]
+
+        def run(values: Sequence[Value]) -> list[Value]:
+            (value,) = values
+            for layer in layers:
+                value = layer(value)
+            if not isinstance(value, torch.Tensor):
+                raise UsageError(
+                    f"layer '{self._layers[last - 1][0]}' of the nn.Sequential gives a {type(value).__name__}; between "
+                    "parts of a pipeline it must be one tensor"
+                )
+            return [value]
+
+        own = nn.ModuleList(layers)
+        takes, gives = self.ends(first, last)
+        return Part(takes, gives, run, tuple(own.parameters()), tuple(own.buffers()), _draws(own))
+
+    def _inseparable(self, source: int, target: int) -> bool:
+        return bool(getattr(self._layers[target][1], "inplace", False))
+
+    def execute(self, number: int, values: dict[int, Value]) -> Value:
+        return self._layers[number][1](values[number - 1])
+
+
+def _flattened(model: nn.Sequential, path: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, layer in model._modules.items():
+        if type(layer) is nn.Sequential and not _hooked(layer):
+            yield from _flattened(layer, f"{path}{name}.")
+        elif layer is not None:
+            yield f"{path}{name}", layer
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module may draw random numbers: what is not one of torch's own layers may."""
+    for inner in module.modules():
+        if isinstance(inner, nn.modules.dropout._DropoutNd | nn.RReLU | nn.FractionalMaxPool2d | nn.MultiheadAttention):
+            return True
+        if not type(inner).__module__.startswith("torch.nn"):
+            return True
+    return False
+
+
+# -- any model -------------------------------------------------------------------------------------------------------
+
+_IGNORED = ("_assert", "sym_constrain_range", "_guards_fn")
+
+
+class GraphTrace(Trace):
+    """A model that `torch.export` has traced."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._model = model
+        self._module = module = _exported(model, args, kwargs)
+        info: Any = module.graph._codegen
+        self._given: pytree.TreeSpec = info.pytree_info.in_spec
+        self._spec: pytree.TreeSpec = info.pytree_info.out_spec
+        self._inputs: dict[fx.Node, int] = {}
+        self._nodes: list[fx.Node] = []
+        self._number: dict[fx.Node, int] = {}
+        flat: list[fx.Node] = []
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self._inputs[node] = -1 - len(self._inputs)
+            elif node.op == "call_function" and not any(word in str(node.target) for word in _IGNORED):
+                self._number[node] = len(self._nodes)
+                self._nodes.append(node)
+            elif node.op == "output":
+                flat = list(pytree.tree_leaves(node.args[0]))
+        self.operations = [self._operation(node) for node in self._nodes]
+        if not all(isinstance(node, fx.Node) and node in self._number for node in flat):
+            raise UsageError(
+                "the model returns one of its inputs or parameters, or a constant; a pipeline needs it to return only "
+                "what it computes"
+            )
+        self.results = tuple(self._number[node] for node in flat)
+
+    def _operation(self, node: fx.Node) -> Operation:
+        inputs = [self._number.get(needed, self._inputs.get(needed)) for needed in node.all_input_nodes]
+        parameters = [str(needed.target) for needed in node.all_input_nodes if self._parameter(needed) is not None]
+        shown = str(getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target))
+        return Operation(node.name, tuple(one for one in inputs if one is not None), tuple(parameters), shown)
+
+    def _parameter(self, node: fx.Node) -> nn.Parameter | None:
+        if node.op != "get_attr":
+            return None
+        value = _attribute(self._module, str(node.target))
+        return value if isinstance(value, nn.Parameter) else None
+
+    def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self._given:
+            raise UsageError("the model is called with other arguments than when it was traced")
+        return leaves
+
+    def returned(self, values: Sequence[Value]) -> Any:
+        return pytree.tree_unflatten(list(values), self._spec)
+
+    def _inseparable(self, source: int, target: int) -> bool:
+        value = self._nodes[source].meta.get("val")
+        if not isinstance(value, torch.Tensor | int | torch.SymInt):
+            return True  # several values at once are taken apart where they are made
+        schema = getattr(self._nodes[target].target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return False
+        changed = [
+            value
+            for argument, value in zip(schema.arguments, self._nodes[target].args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        return self._nodes[source] in changed
+
+    def changes(self, number: int) -> bool:
+        schema = getattr(self._nodes[number].target, "_schema", None)
+        return schema is not None and bool(schema.is_mutable)
+
+    def part(self, first: int, last: int) -> Part:
+        takes, gives = self.ends(first, last)
+        graph = fx.Graph()
+        known: dict[fx.Node, fx.Node] = {}
+        by_number = {number: node for node, number in [*self._number.items(), *self._inputs.items()]}
+        for number in takes:
+            known[by_number[number]] = graph.placeholder(by_number[number].name)
+        parameters: dict[int, nn.Parameter] = {}
+        buffers: dict[int, torch.Tensor] = {}
+        random = False
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in known:
+                known[node] = graph.get_attr(str(node.target))
+                value = _attribute(self._module, str(node.target))
+                (parameters if isinstance(value, nn.Parameter) else buffers)[id(value)] = value
+            return known[node]
+
+        for node in self._nodes[first:last]:
+            known[node] = graph.node_copy(node, copied)
+            random = random or _is_random(node)
+        graph.output([known[by_number[number]] for number in gives])
+        module = fx.GraphModule(self._module, graph)
+
+        def run(values: Sequence[Value]) -> list[Value]:
+            return list(module(*values))
+
+        return Part(takes, gives, run, tuple(parameters.values()), tuple(buffers.values()), random)
+
+    def execute(self, number: int, values: dict[int, Value]) -> Value:
+        node = self._nodes[number]
+
+        def value(needed: fx.Node) -> Any:
+            if needed.op == "get_attr":
+                return _attribute(self._module, str(needed.target))
+            return values[self._number.get(needed, self._inputs.get(needed, 0))]
+
+        args = fx.map_arg(node.args, value)
+        kwargs = fx.map_arg(node.kwargs, value)
+        target: Any = node.target
+        return target(*args, **kwargs)
+
+
+def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    size = leaves[0].shape[0] if leaves else 0
+
+    def dims(leaf: Any) -> Any:
+        batched = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size
+        return {0: torch.export.Dim.AUTO} if batched else None
+
+    shapes = pytree.tree_map(dims, (args, kwargs))
+    try:
+        with torch.no_grad():
+            program = torch.export.export(
+                model, args, kwargs, dynamic_shapes=(*shapes[0], *shapes[1].values()), strict=False
+            )
+    except Exception as error:  # whatever a model's own code raises, too
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(
+            f"the model cannot be traced by torch.export ({why}), nor is it an nn.Sequential with a layer for every "
+            "part; write its forward without decisions that depend on values, or as an nn.Sequential"
+        ) from None
+    return program.module(check_guards=False)
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether an operation draws, with the arguments that it has."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    name = str(getattr(schema, "name", ""))
+    if "dropout" not in name and "scaled_dot_product" not in name and "lstm" not in name and "gru" not in name:
+        return False
+    return not any(argument is False for argument in node.args[2:3]) if "dropout" in name else True
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> Trace:
+    """The model as operations, of which there are enough for so many parts."""
+    chain = ChainTrace(model) if type(model) is nn.Sequential and not _hooked(model) else None
+    if chain is not None and len(chain.operations) >= 2 * parts:
+        return chain
+    try:
+        return GraphTrace(model, args, kwargs)
+    except UsageError:
+        if chain is not None and len(chain.operations) >= parts:
+            return chain
+        raise

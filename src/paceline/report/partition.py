@@ -1,0 +1,130 @@
+"""A picture of a cut: the model's operations in their order, the stages, what goes over each cut, and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from paceline.plan.partition import Partition
+from paceline.plan.sheet import Sheet
+from paceline.simulate.schedules import Evaluated
+
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+_KINDS = {"F": "#0072B2", "B": "#009E73", "W": "#56B4E9"}
+_WIDTH, _LEFT, _RIGHT, _ROW = 960, 76, 16, 30
+_TOP, _BAR = 130, 46
+
+
+def partition_figure(sheet: Sheet, cut: Partition, schedule: Evaluated, title: str) -> str:
+    """An SVG."""
+    inner = _WIDTH - _LEFT - _RIGHT
+    total = sum(cost.seconds for cost in sheet.costs) or 1.0
+    edges = [0.0]
+    for cost in sheet.costs:
+        edges.append(edges[-1] + cost.seconds / total)
+    place = [_LEFT + inner * edge for edge in edges]
+    shapes = [f"<text x='{_LEFT}' y='26' style='font-weight:600;font-size:15px'>{escape(title)}</text>"]
+    shapes += _arcs(sheet, cut, place)
+    for number, stage in enumerate(cut.stages):
+        shapes += _stage(sheet, place, number, stage.first, stage.last)
+        x = (place[stage.first] + place[stage.last]) / 2
+        words = f"stage {number}: {stage.seconds * 1e3:.3g} ms"
+        shapes.append(f"<text x='{x:.1f}' y='{_TOP + _BAR + 16}' text-anchor='middle' class='small'>{words}</text>")
+        detail = f"{stage.parameters / 1e6:.3g} MB of parameters" + (
+            f", × {stage.devices}" if stage.devices > 1 else ""
+        )
+        shapes.append(f"<text x='{x:.1f}' y='{_TOP + _BAR + 30}' text-anchor='middle' class='small'>{detail}</text>")
+        if number:
+            x = place[stage.first]
+            shapes.append(
+                f"<line x1='{x:.1f}' y1='{_TOP - 16}' x2='{x:.1f}' y2='{_TOP + _BAR + 6}' stroke='#222' "
+                "stroke-width='2' stroke-dasharray='5 3'/>"
+                f"<text x='{x:.1f}' y='{_TOP - 20}' text-anchor='middle' class='small'>{_size(stage.bytes)}</text>"
+            )
+    bottom = _TOP + _BAR + 60
+    shapes += _schedule(schedule, len({stretch.stage for stretch in schedule.stretches}), bottom)
+    height = bottom + 40 + _ROW * len({stretch.stage for stretch in schedule.stretches})
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' height='{height}'>"
+        "<style>text{font:13px system-ui,sans-serif;fill:#222}.small{font-size:11px;fill:#555}</style>"
+        f"<rect width='{_WIDTH}' height='{height}' fill='#ffffff'/>{''.join(shapes)}</svg>\n"
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.3g} MB" if count >= 1e6 else f"{count / 1e3:.3g} kB"
+
+
+def _stage(sheet: Sheet, place: Sequence[float], number: int, first: int, last: int) -> list[str]:
+    colour = _COLOURS[number % len(_COLOURS)]
+    shapes = []
+    for one in range(first, last):
+        cost = sheet.costs[one]
+        words = (
+            f"{sheet.names[one]} ({sheet.shown[one]}): {cost.forward * 1e6:.0f} µs forward, "
+            f"{cost.backward * 1e6:.0f} µs backward, {_size(cost.bytes)} out, {_size(cost.parameters)} of parameters"
+        )
+        width = max(0.2, place[one + 1] - place[one])
+        shapes.append(
+            f"<rect x='{place[one]:.2f}' y='{_TOP}' width='{width:.2f}' height='{_BAR}' fill='{colour}' "
+            f"stroke='#fff' stroke-width='.4'><title>{escape(words)}</title></rect>"
+        )
+        if width > 7 * len(sheet.shown[one]):
+            x = place[one] + width / 2
+            shapes.append(
+                f"<text x='{x:.1f}' y='{_TOP + 27}' text-anchor='middle' style='fill:#fff;font-size:11px'>"
+                f"{escape(sheet.shown[one])}</text>"
+            )
+    return shapes
+
+
+def _arcs(sheet: Sheet, cut: Partition, place: Sequence[float]) -> list[str]:
+    """Values that skip operations: an arc from where each is made to where it is last needed."""
+    last: dict[int, int] = {}
+    for number, inputs in enumerate(sheet.inputs):
+        for one in inputs:
+            if one >= 0:
+                last[one] = number
+    shapes = []
+    for one, end in last.items():
+        left, right = place[one + 1], place[end]
+        if right - left < 4 or not sheet.costs[one].bytes:
+            continue
+        high = _TOP - 6 - min(60.0, (right - left) / 6)
+        crosses = any(one < stage.first <= end for stage in cut.stages[1:])
+        colour = "#222222" if crosses else "#bbbbbb"
+        shapes.append(
+            f"<path d='M{left:.1f} {_TOP} Q{(left + right) / 2:.1f} {high:.1f} {right:.1f} {_TOP}' fill='none' "
+            f"stroke='{colour}'><title>{escape(sheet.names[one])}: {_size(sheet.costs[one].bytes)}</title></path>"
+        )
+    return shapes
+
+
+def _schedule(schedule: Evaluated, stages: int, top: float) -> list[str]:
+    inner = _WIDTH - _LEFT - _RIGHT
+    whole = max(stretch.end for stretch in schedule.stretches)
+    shapes = [
+        f"<text x='{_LEFT}' y='{top}' class='small'>one step as predicted: {whole * 1e3:.3g} ms, bubble "
+        f"{schedule.bubble:.1%}</text>"
+    ]
+    for stage in range(stages):
+        y = top + 10 + stage * _ROW
+        shapes.append(
+            f"<text x='{_LEFT - 8}' y='{y + 16}' text-anchor='end' class='small'>worker {stage}</text>"
+            f"<rect x='{_LEFT}' y='{y}' width='{inner}' height='{_ROW - 6}' fill='#f0f0f0' stroke='#ddd'/>"
+        )
+    for stretch in schedule.stretches:
+        x = _LEFT + inner * stretch.start / whole
+        width = inner * (stretch.end - stretch.start) / whole
+        y = top + 10 + stretch.stage * _ROW
+        kind = stretch.operation
+        shapes.append(
+            f"<rect x='{x:.2f}' y='{y}' width='{max(0.3, width):.2f}' height='{_ROW - 6}' fill='{_KINDS[kind.kind]}' "
+            f"stroke='#fff' stroke-width='.6'><title>{kind.kind}{kind.microbatch}</title></rect>"
+        )
+        if width > 12:
+            shapes.append(
+                f"<text x='{x + width / 2:.1f}' y='{y + 16}' text-anchor='middle' style='fill:#fff;font-size:10px'>"
+                f"{kind.microbatch}</text>"
+            )
+    return shapes

@@ -1,0 +1,540 @@
+"""A pipeline: the model is cut between its layers, and microbatches of every batch follow each other through the parts.
+
+The script's own loop drives it. `model(x)` gives a value that is not there yet, `loss.backward()` runs the schedule,
+and `optimizer.step()` updates this worker's part. The model is traced and cut when it is first called to be trained:
+that is when it is known what it is called with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from paceline.collectives.group import Group
+from paceline.config import Pipeline, one_of
+from paceline.errors import UsageError
+from paceline.events import Update
+from paceline.parameters.hyperparameters import RateScaling
+from paceline.plan.partition import Device, partition
+from paceline.plan.sheet import batch_of, has_rows, mixes, sheet
+from paceline.plan.trace import GraphTrace, Trace, trace
+from paceline.simulate.schedules import SCHEDULES, Operation, Order
+from paceline.strategies.base import Options, Surroundings, Trainer
+from paceline.strategies.split.conveyor import Conveyor, Stage
+from paceline.strategies.split.deferred import Deferred
+from paceline.strategies.split.home import Home
+from paceline.strategies.split.passage import Call, Passage
+from paceline.strategies.takeover import Takeover
+from paceline.transport import Intent
+
+_SLACK = 0.02
+"""How much slower the slowest stage may be for fewer bytes over the cuts: about what measuring is good for."""
+_END = -7
+"""Tag of what the last stage tells all."""
+
+
+class PipelineTrainer(Trainer):
+    """One worker's stages of a model."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
+        one_of("gradients", options.gradients, ("local", "visible"))
+        assert isinstance(around.strategy, Pipeline)
+        self._spec = spec = around.strategy
+        self._around, self._members = around, around.members
+        self._rank, self._size = around.members.rank, around.members.size
+        self._recorder, self._stopwatch = around.recorder, around.stopwatch
+        self._model, self._optimizer = model, optimizer
+        _refuse(model, optimizer)
+        # Only to refuse what a larger team would: a pipeline is one replica, and scales its rate by 1.
+        RateScaling(options.scale_lr, 1, options.warmup)
+        self._parts = spec.stages * (spec.chunks if spec.schedule == "interleaved" else 1)
+        self.version = 0
+        self.paces = [(0.0, 0)]
+        self.replica = (0, 1)
+        self._steps = self._calls = 0
+        self._accumulating = False
+        self._samples = 0
+        self._seed = 0
+        self._line: _Line | None = None
+        self._said: set[str] = set()
+        self._plain_forward: Callable[..., Any] = model.forward
+        self._had_forward = "forward" in vars(model)
+        model.forward = self._forward
+        self._takeover = Takeover(optimizer)
+        self._takeover.replace("step", self.step)
+        self._takeover.replace("zero_grad", self._zero_grad)
+        self._takeover.replace("state_dict", self._state_dict)
+        self._takeover.replace("load_state_dict", self._load_state_dict)
+        # So that a GradScaler leaves it to `step` to say that it cannot be used.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self._hook = model.register_state_dict_pre_hook(lambda *_: self._settle())
+
+    # -- the user's loop ---------------------------------------------------------------------------------------------
+
+    def takebatch_of(self, samples: int, weight: float) -> None:
+        self._stopwatch.start(samples)
+        self._stopwatch.drop()  # what a stage computes is told by its passes
+        self._samples = samples
+
+    def finish_epoch(self) -> None:
+        pass
+
+    def accumulate(self, on: bool) -> None:
+        self._accumulating = on
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        if not self._accumulating:
+            type(self._optimizer).zero_grad(self._optimizer, set_to_none)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `model(x)` does now."""
+        training = torch.is_grad_enabled()
+        if self._line is None and not training:
+            with self._plain():
+                return self._model(*args, **kwargs)
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))):
+            raise UsageError("an input of the model requires a gradient, which a pipeline does not make; detach it")
+        if self._line is None:
+            self._line = self._build(args, kwargs)
+        line = self._line
+        known = line.known(args, kwargs)
+        inputs = known.flat_inputs(args, kwargs)
+        batch = batch_of(inputs)
+        sizes = self._sizes(batch, first=not self._calls and training)
+        call = Call(inputs, batch, sizes, line.key(args, kwargs), self._calls, self._seed, self.version)
+        self._calls += 1
+        passage = Passage(line, call, training)
+        if not training:
+            return known.returned(passage.outputs())
+        outlines = line.outlines(args, kwargs, inputs)
+        return known.returned([Deferred.made(passage, one, number) for number, one in enumerate(outlines)])
+
+    def _sizes(self, batch: int, first: bool) -> tuple[int, ...]:
+        """Samples of each microbatch."""
+        wanted = self._spec.microbatches
+        if self._spec.norm == "batch" and mixes(self._model):
+            if wanted > 1:
+                self._say_once(
+                    "batch norm layers take their statistics of the whole batch, so it is not cut into microbatches; "
+                    "norm=microbatch lets each microbatch have its own"
+                )
+            wanted = 1
+        if first and batch < wanted:
+            raise UsageError(
+                f"a batch of {batch} samples cannot be cut into {wanted} microbatches; give the loader a larger "
+                f"batch_size, or write microbatches={batch}"
+            )
+        wanted = min(wanted, batch)
+        each, more = divmod(batch, wanted)
+        return (each + 1,) * more + (each,) * (wanted - more)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._accumulating:
+            return None
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            raise UsageError(
+                "a GradScaler has one scale per worker, and the stages of a pipeline would not agree on it; use "
+                "autocast with bfloat16, which needs no scaling"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        start = time.perf_counter()
+        self._takeover.plain_step()
+        if self._line is not None:
+            self._line.home.settle()
+        self._steps += 1
+        self.version += 1
+        if self._line is not None:
+            self._line.home.done(self._steps)
+        end = time.perf_counter()
+        self._recorder.add(Update(self._rank, start, end - start, self.version))
+        self.updated()
+        return loss
+
+    def clip(self, limit: float, norm: float) -> torch.Tensor:
+        parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
+        own = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], norm)  # type: ignore[misc]
+        parts = [
+            msgspec.json.decode(part, type=float)
+            for part in self._members.gather(msgspec.json.encode(float(own)), Intent.CLIP)
+        ]
+        total = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
+        return total
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Until every part of the model is at this worker's version."""
+        if self._line is not None:
+            self._line.home.wait(self._steps)
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        self._settle()
+        yield
+
+    def _state_dict(self) -> dict[str, Any]:
+        plain = type(self._optimizer).state_dict
+        if self._line is None:
+            return plain(self._optimizer)
+        self._settle()
+        own = self._optimizer.state
+        self._optimizer.state = _like(own, self._line.home.all_state())
+        try:
+            return plain(self._optimizer)
+        finally:
+            self._optimizer.state = own
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        type(self._optimizer).load_state_dict(self._optimizer, state)
+        if self._line is not None:
+            self._line.home.keep(self._line.own)
+
+    def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        if self._line is not None:
+            self._members.meeting.meet(Intent.BARRIER)
+        self._model.load_state_dict(model)
+        self._optimizer.load_state_dict(optimizer)
+        if self._line is not None:
+            self._members.meeting.meet(Intent.BARRIER)
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._settle()
+            state = self._line.home.all_state()
+            self._line.home.release()
+            copies = {
+                parameter: {
+                    name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in own.items()
+                }
+                for parameter, own in state.items()
+            }
+            self._optimizer.state = _like(self._optimizer.state, copies)
+            self._line.group.close()
+            self._line = None
+        self._takeover.undo()
+        self._hook.remove()
+        vars(self._model).pop("forward", None)
+        if self._had_forward:
+            self._model.forward = self._plain_forward
+
+    # -- cutting the model -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _plain(self) -> Iterator[None]:
+        """Let the model be the script's own for a while."""
+        vars(self._model).pop("forward")
+        if self._had_forward:
+            self._model.forward = self._plain_forward
+        try:
+            yield
+        finally:
+            self._model.forward = self._forward
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._around.say(message)
+
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Line:
+        members = self._members
+        # The script's random numbers must be the same everywhere: they may decide what is in a batch.
+        state = members.gather(bytes(torch.get_rng_state().numpy()), Intent.ALLOCATE)[0]
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        self._seed = torch.initial_seed() if members.size == 1 else int.from_bytes(state[:8], "little")
+        home = Home(members, self._model, self._optimizer)
+        error, traced = None, None
+        with self._plain():
+            try:
+                traced = trace(self._model, args, kwargs, self._parts)
+            except UsageError as caught:
+                error = str(caught)
+            answer = {"error": error, "names": len(traced.operations) if traced else 0}
+            self._agree(answer)
+            assert traced is not None
+            bounds = self._cut(traced, args, kwargs)
+        group = Group(members.rank, members.size, members.gather, members.meeting.timeouts, self._around.say)
+        return _Line(self, home, group, bounds, args, kwargs, traced)
+
+    def _agree(self, own: dict[str, Any]) -> None:
+        """Raise what went wrong with any worker, on all of them."""
+        answers = [msgspec.json.decode(part) for part in self._members.gather(msgspec.json.encode(own))]
+        for answer in answers:
+            if answer.get("error"):
+                raise UsageError(answer["error"])
+        if any(answer != answers[0] for answer in answers):
+            raise UsageError("the workers have traced different models; all must make the same one")
+
+    def _pace(self, rank: int) -> float:
+        """How quick a worker is known to be: those that are made slow on purpose are slow devices."""
+        slow = self._around.launch.slow.get(rank)
+        return 1.0 if slow is None else 1.0 / slow.factor
+
+    def _cut(self, traced: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        """Where each part ends; the lead finds it out."""
+        answer: dict[str, Any] = {}
+        if self._rank == 0:
+            try:
+                spec = self._spec
+                known = sheet(traced, self._model, args, kwargs, spec.microbatches, spec.norm)
+                found = partition(
+                    known.problem(),
+                    [Device(pace=self._pace(part % self._size)) for part in range(self._parts)],
+                    schedule=spec.schedule,
+                    microbatches=spec.microbatches,
+                    slack=_SLACK,
+                )
+                answer["bounds"] = found.bounds
+            except UsageError as caught:
+                answer["error"] = str(caught)
+        payload = msgspec.json.encode(answer)
+        told: dict[str, Any] = msgspec.json.decode(self._members.gather(payload)[0])
+        if "error" in told:
+            raise UsageError(told["error"])
+        return list(told["bounds"])
+
+
+class _Line:
+    """The pipeline as this worker has it, once the model is cut."""
+
+    def __init__(
+        self,
+        trainer: PipelineTrainer,
+        home: Home,
+        group: Group,
+        bounds: list[int],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        traced: Trace,
+    ) -> None:
+        self._trainer, self.home, self.group = trainer, home, group
+        self._model, self._spec = trainer._model, trainer._spec
+        self._rank, self._size = trainer._rank, trainer._size
+        self._count = len(bounds)
+        self._owners = [stage % self._size for stage in range(self._count)]
+        self.is_end = self._owners[-1] == self._rank
+        self._first: Trace = traced
+        self._stage_of_name: dict[str, int] = {}
+        start = 0
+        for stage, end in enumerate(bounds):
+            self._stage_of_name.update((operation.name, stage) for operation in traced.operations[start:end])
+            start = end
+        self._traces: dict[Any, tuple[Trace, Conveyor]] = {}
+        self._shapes: dict[Any, list[torch.Tensor]] = {}
+        self._orders: dict[int, list[Operation]] = {}
+        self._users: dict[int, list[int]] = {}
+        """By parameter, the ranks that use it."""
+        conveyor = self._conveyor(traced, bounds)
+        self._traces[self.key(args, kwargs)] = (traced, conveyor)
+        self._share_out(traced, bounds)
+
+    # -- what the model is called with -------------------------------------------------------------------------------
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Equal for calls that one trace is good for."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        batch = batch_of(leaves)
+        shapes = tuple(
+            (leaf.dtype, has_rows(leaf, batch), tuple(leaf.shape)[1 if has_rows(leaf, batch) else 0 :])
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        )
+        modes = tuple(module.training for module in self._model.modules())
+        frozen = tuple(parameter.requires_grad for parameter in self._model.parameters())
+        return (shapes, str(spec), modes, frozen)
+
+    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+        return self._trace(args, kwargs)[0]
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Trace, Conveyor]:
+        """The model as it is called now: in another mode, or with inputs of another kind, it is another one."""
+        key = self.key(args, kwargs)
+        if key not in self._traces:
+            if isinstance(self._first, GraphTrace):
+                with self._trainer._plain():
+                    traced: Trace = GraphTrace(self._model, args, kwargs)
+            else:
+                traced = self._first
+            self._traces[key] = (traced, self._conveyor(traced, self._bounds(traced)))
+        return self._traces[key]
+
+    def _bounds(self, traced: Trace) -> list[int]:
+        """The same cut of another trace: operations stay with those of the same name, others with their inputs."""
+        stages: list[int] = []
+        for operation in traced.operations:
+            before = stages[-1] if stages else 0
+            stages.append(max(before, self._stage_of_name.get(operation.name, before)))
+        allowed = {0, len(stages), *traced.cuts()}
+        bounds = []
+        for stage in range(self._count - 1):
+            end = sum(one <= stage for one in stages)
+            bounds.append(min(allowed, key=lambda place: (abs(place - end), place)))
+        return [*bounds, len(stages)]
+
+    def outlines(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any]) -> list[torch.Tensor]:
+        """What the model returns for a batch of this size, without values."""
+        key = (self.key(args, kwargs), batch_of(inputs), torch.is_autocast_enabled("cpu"))
+        if key not in self._shapes:
+            with self._trainer._plain(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                weights = {
+                    name: tensor.detach().to("meta")
+                    for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]
+                }
+                given = pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs))
+                made = torch.func.functional_call(self._model, weights, given[0], given[1])
+            self._shapes[key] = pytree.tree_leaves(made)
+        return self._shapes[key]
+
+    # -- who does what -----------------------------------------------------------------------------------------------
+
+    def _conveyor(self, traced: Trace, bounds: list[int]) -> Conveyor:
+        starts = [0, *bounds[:-1]]
+        ends = [traced.ends(start, end) for start, end in zip(starts, bounds, strict=True)]
+        makers = {number: stage for stage, (_, gives) in enumerate(ends) for number in gives}
+        takes = [list(taken) for taken, _ in ends]
+        takes[-1] += [
+            number for number in traced.results if makers[number] != self._count - 1 and number not in takes[-1]
+        ]
+        takers: dict[int, list[int]] = {}
+        for stage, taken in enumerate(takes):
+            for number in taken:
+                takers.setdefault(number, []).append(stage)
+        stages = {
+            stage: Stage(stage, traced.part(starts[stage], bounds[stage]), tuple(takes[stage]))
+            for stage in range(self._count)
+            if self._owners[stage] == self._rank
+        }
+        slow = self._trainer._stopwatch.slow_pass
+        return Conveyor(
+            stages,
+            makers,
+            takers,
+            traced.results,
+            self._count,
+            self._owners,
+            self.group.mailbox,
+            self._trainer._recorder,
+            self._rank,
+            slow,
+        )
+
+    def _share_out(self, traced: Trace, bounds: list[int]) -> None:
+        """Say who updates which parameters: the first worker that uses one, or the last one if nobody does."""
+        names = dict(self._model.named_parameters(remove_duplicate=False))
+        numbers = {id(parameter): number for number, parameter in enumerate(self.home.parameters)}
+        self._users = {number: [] for number in range(len(self.home.parameters))}
+        start = 0
+        for stage, end in enumerate(bounds):
+            for operation in traced.operations[start:end]:
+                for name in operation.parameters:
+                    users = self._users[numbers[id(names[name])]]
+                    if self._owners[stage] not in users:
+                        users.append(self._owners[stage])
+            start = end
+        owner = {number: users[0] if users else self._size - 1 for number, users in self._users.items()}
+        self.own = [parameter for number, parameter in enumerate(self.home.parameters) if owner[number] == self._rank]
+        self.home.keep(self.own)
+        self._tied = [number for number, users in self._users.items() if len(users) > 1]
+        for parameter in self.home.parameters:
+            parameter.grad = None
+
+    def _order(self, microbatches: int) -> Order:
+        if microbatches not in self._orders:
+            chunks = self._count // self._size
+            schedule = self._spec.schedule
+            if schedule == "interleaved" and microbatches % self._size:
+                order = _forwards(microbatches, chunks) + _backwards(microbatches, chunks)
+            else:
+                order = SCHEDULES[schedule](self._size, microbatches, chunks)[self._rank]
+            self._orders[microbatches] = order
+        return self._orders[microbatches]
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def _conveyor_of(self, passage: Passage) -> Conveyor:
+        return self._traces[passage._call.kind][1]
+
+    def forward(self, passage: Passage) -> None:
+        chunks = self._count // self._size
+        self._conveyor_of(passage).run(_forwards(len(passage.sizes), chunks), passage)
+
+    def backward(self, passage: Passage, *, forwarded: bool) -> None:
+        count = len(passage.sizes)
+        order = _backwards(count, self._count // self._size) if forwarded else self._order(count)
+        self._conveyor_of(passage).run(order, passage)
+
+    def after_backward(self) -> None:
+        """Bring the gradients of parameters that several stages use to the one that updates them."""
+        mailbox = self.group.mailbox
+        for number in self._tied:
+            parameter, (owner, *others) = self.home.parameters[number], self._users[number]
+            if not parameter.requires_grad or self._rank not in (owner, *others):
+                continue
+            if self._rank != owner:
+                gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                mailbox.send(owner, gradient.detach().contiguous(), _END - 1 - number).wait()
+                parameter.grad = None
+                continue
+            for other in others:
+                gradient = torch.empty(parameter.shape, dtype=parameter.dtype)
+                mailbox.receive(other, gradient, _END - 1 - number).wait()
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def from_end(self, value: torch.Tensor | None) -> torch.Tensor:
+        mailbox, end = self.group.mailbox, self._owners[-1]
+        if self._rank == end:
+            assert value is not None
+            whole = value.detach().contiguous()
+            label = msgspec.json.encode([str(whole.dtype).removeprefix("torch."), list(whole.shape)])
+            text = torch.frombuffer(bytearray(label.ljust(256)), dtype=torch.uint8)
+            sent = []
+            for peer in range(self._size):
+                if peer != end:
+                    sent += [mailbox.send(peer, text, _END), mailbox.send(peer, whole, _END)]
+            for sending in sent:
+                sending.wait()
+            return whole
+        text = torch.empty(256, dtype=torch.uint8)
+        mailbox.receive(end, text, _END).wait()
+        dtype, shape = msgspec.json.decode(bytes(text.numpy()).strip())
+        made = torch.empty(shape, dtype=getattr(torch, dtype))
+        mailbox.receive(end, made, _END).wait()
+        return made
+
+
+def _forwards(microbatches: int, chunks: int) -> Order:
+    return [Operation("F", number, chunk) for chunk, number in itertools.product(range(chunks), range(microbatches))]
+
+
+def _backwards(microbatches: int, chunks: int) -> Order:
+    chunked = itertools.product(reversed(range(chunks)), range(microbatches))
+    return [Operation("B", number, chunk) for chunk, number in chunked]
+
+
+def _like(old: Any, values: dict[Any, Any]) -> Any:
+    new = type(old)(old.default_factory)
+    new.update(values)
+    return new
+
+
+def _refuse(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    elsewhere = {parameter.device.type for parameter in model.parameters()} - {"cpu"}
+    if elsewhere:
+        raise UsageError(
+            f"the model is on '{elsewhere.pop()}'; the parts of a pipeline share the host's memory, so it must be on "
+            "'cpu'"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("LBFGS looks at all parameters at once, which no stage of a pipeline has; use Adam or SGD")

@@ -1,0 +1,304 @@
+"""Runs one worker's stages of a pipeline, operation by operation, in the order of its schedule.
+
+The order is the one that the simulator evaluates. What a stage gives goes straight to every stage that takes it, be it
+the next one or, for a skip connection, a later one; its gradient comes back from each of them. Dtypes and shapes are
+told once for every kind of microbatch, ahead of the first one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from paceline.events import Pass, Recorder, Wait
+from paceline.plan.trace import Part
+from paceline.simulate.schedules import Operation
+from paceline.transport.mailbox import Mailbox, Sending
+
+_backward = torch.autograd.backward
+"""As torch has it; a team may put a watch around it."""
+_NOTABLE = 5e-6
+_LABEL = 512
+_HEAD, _DATA, _GRADIENT = range(3)
+_MICROBATCHES = 1 << 16
+
+
+class Label(msgspec.Struct, array_like=True, frozen=True):
+    """What a value is like."""
+
+    dtype: str
+    shape: list[int]
+    differentiable: bool
+    number: int | float | bool | None = None
+    """The value itself, if it is no tensor."""
+
+
+class Batch(Protocol):
+    """What is on the conveyor."""
+
+    training: bool
+    """Whether there will be a backward pass."""
+    version: int
+    sizes: Sequence[int]
+    """Samples of each microbatch."""
+
+    def kind(self, microbatch: int) -> Any:
+        """Equal for microbatches whose values are alike in all but the numbers."""
+
+    def given(self, number: int, microbatch: int) -> Any:
+        """An input of the model."""
+
+    def seed(self, stage: int, microbatch: int) -> int: ...
+
+    def surroundings(self) -> contextlib.AbstractContextManager[Any]:
+        """What the forward pass of a microbatch is to be run in."""
+
+    def arrived(self, results: list[torch.Tensor], microbatch: int) -> None:
+        """The last stage has the model's results."""
+
+    def loss(self, results: list[torch.Tensor], microbatch: int) -> torch.Tensor:
+        """What the microbatch gives to the loss."""
+
+
+@dataclasses.dataclass
+class _Kept:
+    """What is between the forward and the backward pass of a microbatch on a stage."""
+
+    taken: dict[int, Any]
+    given: dict[int, Any]
+    late: Callable[[], None] | None = None
+    """What is left to do for the gradients of weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One of the stages, as this worker knows it."""
+
+    index: int
+    part: Part
+    takes: tuple[int, ...]
+    """Also those of the model's results that are made by other stages, where it is the last one."""
+
+
+class Conveyor:
+    """One worker's end of a pipeline."""
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        makers: dict[int, int],
+        takers: dict[int, list[int]],
+        results: Sequence[int],
+        count: int,
+        owners: Sequence[int],
+        mailbox: Mailbox,
+        recorder: Recorder,
+        rank: int,
+        slow: Callable[[float], None],
+    ) -> None:
+        """stages: this worker's own; makers, takers: by value; owners: of every stage, its rank in the mailbox."""
+        self._chunks = [stage for _, stage in sorted(stages.items())]
+        self._makers, self._takers, self._results = makers, takers, results
+        self._last = count - 1
+        self._count, self._owners = count, owners
+        self._mailbox, self._recorder, self._rank, self._slow = mailbox, recorder, rank, slow
+        self._labels: dict[Any, Label] = {}
+        self._here: dict[tuple[int, int, int, int], Any] = {}
+        """Values and gradients between two stages of this worker."""
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._sending: list[Sending] = []
+
+    def run(self, order: Sequence[Operation], batch: Batch) -> None:
+        """Do these operations, one after the other."""
+        apart = any(operation.kind == "W" for operation in order)
+        for operation in order:
+            work = {"F": self._forward, "B": self._backward, "W": self._weights}[operation.kind]
+            work(self._chunks[operation.chunk], operation.microbatch, batch, apart)
+        self._reap()
+
+    def forget(self) -> None:
+        """Leave what was begun: the batch will have no backward pass."""
+        self._kept.clear()
+        self._here.clear()
+
+    # -- the operations ----------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: Stage, microbatch: int, batch: Batch, _: bool) -> None:
+        taken = {number: self._take(stage, number, microbatch, batch) for number in stage.takes}
+        start = time.perf_counter()
+        with contextlib.ExitStack() as around:
+            around.enter_context(batch.surroundings())
+            around.enter_context(torch.set_grad_enabled(batch.training))
+            if stage.part.random:
+                around.enter_context(torch.random.fork_rng(devices=[]))
+                torch.manual_seed(batch.seed(stage.index, microbatch))
+            made = stage.part.run([taken[number] for number in stage.part.takes])
+        given = dict(zip(stage.part.gives, made, strict=True))
+        if stage.index == self._last:
+            values = {**taken, **given}
+            batch.arrived([values[number] for number in self._results], microbatch)
+        self._note("F", stage, microbatch, batch, start)
+        if batch.training:
+            self._kept[stage.index, microbatch] = _Kept(taken, given)
+        for number, value in given.items():
+            for taker in self._takers.get(number, ()):
+                self._give(stage.index, taker, number, value, microbatch, batch)
+
+    def _backward(self, stage: Stage, microbatch: int, batch: Batch, apart: bool) -> None:
+        kept = self._kept[stage.index, microbatch]
+        outputs, gradients = [], []
+        for number, value in kept.given.items():
+            if not (isinstance(value, torch.Tensor) and value.requires_grad):
+                continue
+            gradient = self._gradient(stage, number, value, microbatch, batch)
+            if gradient is not None:
+                outputs.append(value)
+                gradients.append(gradient)
+        start = time.perf_counter()
+        if stage.index == self._last:
+            values = {**kept.taken, **kept.given}
+            loss = batch.loss([values[number] for number in self._results], microbatch)
+            if loss.requires_grad:
+                outputs, gradients = [loss], [torch.ones_like(loss)]
+        inputs = {
+            number: value
+            for number, value in kept.taken.items()
+            if number >= 0 and isinstance(value, torch.Tensor) and value.requires_grad
+        }
+        weights = [parameter for parameter in stage.part.parameters if parameter.requires_grad]
+        if not apart:
+            if outputs:
+                _backward(outputs, gradients)
+            del self._kept[stage.index, microbatch]
+        elif not inputs:
+            # There is nobody to send a gradient to, so all of it can wait.
+            kept.late = (lambda: _backward(outputs, gradients)) if outputs else None
+        elif outputs:
+            # Only where it is needed: this takes seconds to import.
+            from torch.distributed.pipelining._backward import stage_backward_input
+
+            flat = [value.clone() if value._is_view() else value for value in outputs]
+            _, groups = stage_backward_input(flat, gradients, list(inputs.values()), iter(weights))
+            kept.late = lambda: _weight_gradients(weights, groups)
+        kept.given = {}
+        self._note("B", stage, microbatch, batch, start)
+        for number, value in inputs.items():
+            gradient = value.grad if value.grad is not None else torch.zeros_like(value)
+            self._send(self._makers[number], stage.index, number, microbatch, _GRADIENT, gradient)
+
+    def _weights(self, stage: Stage, microbatch: int, batch: Batch, _: bool) -> None:
+        start = time.perf_counter()
+        kept = self._kept.pop((stage.index, microbatch))
+        if kept.late is not None:
+            kept.late()
+        self._note("W", stage, microbatch, batch, start)
+
+    def _note(self, kind: str, stage: Stage, microbatch: int, batch: Batch, start: float) -> None:
+        self._slow(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        size = batch.sizes[microbatch]
+        chunk = self._chunks.index(stage)
+        self._recorder.add(Pass(self._rank, start, seconds, kind, stage.index, chunk, microbatch, size, batch.version))
+
+    # -- values from stage to stage ----------------------------------------------------------------------------------
+
+    def _take(self, stage: Stage, number: int, microbatch: int, batch: Batch) -> Any:
+        if number < 0:
+            return batch.given(-1 - number, microbatch)
+        maker = self._makers[number]
+        if self._owners[maker] == self._owners[stage.index]:
+            value = self._here.pop((number, stage.index, microbatch, _DATA))
+            if isinstance(value, torch.Tensor):
+                differentiable = value.requires_grad and batch.training
+                value = value.detach().requires_grad_(differentiable)
+            return value
+        label = self._label(maker, stage.index, number, microbatch, batch)
+        if label.number is not None:
+            return label.number
+        value = torch.empty(label.shape, dtype=getattr(torch, label.dtype))
+        self._receive(self._owners[maker], value, _tag(number, stage.index, microbatch, _DATA))
+        return value.requires_grad_(label.differentiable and batch.training)
+
+    def _give(self, maker: int, taker: int, number: int, value: Any, microbatch: int, batch: Batch) -> None:
+        if self._owners[maker] == self._owners[taker]:
+            self._here[number, taker, microbatch, _DATA] = value
+            return
+        peer = self._owners[taker]
+        key = (number, taker, batch.kind(microbatch))
+        if key not in self._labels:
+            label = self._labels[key] = _label(value)
+            text = torch.zeros(_LABEL, dtype=torch.uint8)
+            payload = msgspec.json.encode(label)
+            text[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            self._sending.append(self._mailbox.send(peer, text, _tag(number, taker, microbatch, _HEAD)))
+        if isinstance(value, torch.Tensor):
+            self._send(taker, taker, number, microbatch, _DATA, value)
+
+    def _label(self, maker: int, taker: int, number: int, microbatch: int, batch: Batch) -> Label:
+        key = (number, taker, batch.kind(microbatch))
+        if key not in self._labels:
+            text = torch.empty(_LABEL, dtype=torch.uint8)
+            self._receive(self._owners[maker], text, _tag(number, taker, microbatch, _HEAD))
+            payload = bytes(text.numpy()).rstrip(b"\0")
+            self._labels[key] = msgspec.json.decode(payload, type=Label)
+        return self._labels[key]
+
+    def _gradient(
+        self, stage: Stage, number: int, value: torch.Tensor, microbatch: int, batch: Batch
+    ) -> torch.Tensor | None:
+        """The sum of what came back for a value, from all who took it."""
+        total: torch.Tensor | None = None
+        for taker in self._takers.get(number, ()):
+            if self._owners[taker] == self._owners[stage.index]:
+                gradient = self._here.pop((number, taker, microbatch, _GRADIENT))
+            else:
+                gradient = torch.empty(value.shape, dtype=value.dtype)
+                self._receive(self._owners[taker], gradient, _tag(number, taker, microbatch, _GRADIENT))
+            total = gradient if total is None else total + gradient
+        return total
+
+    def _send(self, to: int, taker: int, number: int, microbatch: int, what: int, value: torch.Tensor) -> None:
+        if what == _GRADIENT and self._owners[to] == self._owners[taker]:
+            self._here[number, taker, microbatch, _GRADIENT] = value
+            return
+        tag = _tag(number, taker, microbatch, what)
+        self._sending.append(self._mailbox.send(self._owners[to], value.detach().contiguous(), tag))
+
+    def _receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        receiving = self._mailbox.receive(peer, tensor, tag)
+        start = time.perf_counter()
+        receiving.wait()
+        waited = time.perf_counter() - start
+        if waited > _NOTABLE:
+            self._recorder.add(Wait(self._rank, start, waited, peer))
+
+    def _reap(self) -> None:
+        """Forget what has been received; see that what is not yet sent will be."""
+        self._sending = [sending for sending in self._sending if not sending.done]
+        for sending in self._sending:
+            if sending.error is not None:
+                raise sending.error
+        if self._mailbox.unsent:
+            self._mailbox.attend()
+
+
+def _tag(number: int, taker: int, microbatch: int, what: int) -> int:
+    return ((number * 1024 + taker) * _MICROBATCHES + microbatch) * 4 + what
+
+
+def _label(value: Any) -> Label:
+    if isinstance(value, torch.Tensor):
+        return Label(str(value.dtype).removeprefix("torch."), list(value.shape), value.requires_grad)
+    return Label("", [], False, value)
+
+
+def _weight_gradients(weights: list[torch.nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(weights), groups)

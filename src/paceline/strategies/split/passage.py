@@ -1,0 +1,148 @@
+"""One batch on its way through a split model: from the call of the model to the loss and its gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.strategies.split.deferred import Autocast, Deferred, Shares, replay
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of the model, as it was made."""
+
+    inputs: list[Any]
+    """Its arguments, flat."""
+    batch: int
+    """Samples."""
+    sizes: tuple[int, ...]
+    """Of each microbatch."""
+    kind: Any
+    """Equal for calls that are alike in all but the numbers and the batch's size."""
+    number: int
+    """How many calls were before."""
+    seed: int
+    version: int
+
+
+class Line(Protocol):
+    """The pipeline that a passage goes through."""
+
+    @property
+    def is_end(self) -> bool:
+        """Whether this worker has the last stage."""
+
+    def forward(self, passage: Passage) -> None: ...
+
+    def backward(self, passage: Passage, *, forwarded: bool) -> None: ...
+
+    def from_end(self, value: torch.Tensor | None) -> torch.Tensor:
+        """The last stage's tensor, on every worker."""
+
+    def after_backward(self) -> None: ...
+
+
+class Passage:
+    """A batch in the pipeline; the run that deferred values belong to."""
+
+    def __init__(self, line: Line, call: Call, training: bool) -> None:
+        self._line, self._call = line, call
+        self.training = training
+        self.version, self.sizes = call.version, call.sizes
+        self.over = False
+        self._forwarded = False
+        self._autocast = Autocast()
+        self._shares = Shares(call.batch, call.sizes)
+        self._results: list[list[torch.Tensor]] = [[] for _ in call.sizes]
+        self._loss: Deferred | None = None
+        self._total: torch.Tensor | None = None
+
+    # -- for the conveyor --------------------------------------------------------------------------------------------
+
+    def kind(self, microbatch: int) -> Any:
+        return (self._call.kind, self._autocast.key, self.training, self.sizes[microbatch])
+
+    def given(self, number: int, microbatch: int) -> Any:
+        value = self._call.inputs[number]
+        cut = len(self.sizes) > 1 and isinstance(value, torch.Tensor) and value.dim()
+        if cut and value.shape[0] == self._call.batch:
+            return self._shares.rows(value, microbatch)
+        return value
+
+    def seed(self, stage: int, microbatch: int) -> int:
+        mixed = hash((self._call.seed, self._call.number, stage, microbatch))
+        return mixed & 0x7FFF_FFFF_FFFF_FFFF
+
+    def surroundings(self) -> contextlib.AbstractContextManager[Any]:
+        return self._autocast.again()
+
+    def arrived(self, results: list[torch.Tensor], microbatch: int) -> None:
+        self._results[microbatch] = [result.detach() for result in results]
+
+    def loss(self, results: list[torch.Tensor], microbatch: int) -> torch.Tensor:
+        assert self._loss is not None
+        with torch.enable_grad():
+            part = self._shares.loss(self._loss, results, microbatch)
+        value = part.detach()
+        self._total = value if self._total is None else self._total + value
+        return part
+
+    # -- for the script ----------------------------------------------------------------------------------------------
+
+    def outputs(self) -> list[torch.Tensor]:
+        """The model's results for the whole batch, on every worker, without a backward pass."""
+        self._line.forward(self)
+        count = len(self._results[0]) if self._line.is_end else 0
+        told = self._line.from_end(torch.tensor([count]) if self._line.is_end else None)
+        return [
+            self._line.from_end(self._whole(number) if self._line.is_end else None) for number in range(int(told[0]))
+        ]
+
+    def _whole(self, number: int) -> torch.Tensor:
+        parts = [results[number] for results in self._results]
+        if len(parts) == 1:
+            return parts[0]
+        if any(not part.dim() for part in parts):
+            raise UsageError("the model returns a scalar for every microbatch; write microbatches=1")
+        return torch.cat(parts)
+
+    def backward(self, loss: Deferred) -> None:
+        if self.over:
+            raise UsageError("backward was called a second time on what one call of a split model gave")
+        if loss.outline.numel() != 1:
+            raise UsageError(
+                f"backward needs a loss of one element; this one has the shape {tuple(loss.outline.shape)}"
+            )
+        self._shares.check(loss)
+        self._loss = loss
+        self._line.backward(self, forwarded=self._forwarded)
+        self.over = True
+        if self._line.is_end:
+            assert self._total is not None
+            loss.known = self._line.from_end(self._total.reshape(()))
+        else:
+            loss.known = self._line.from_end(None)
+        self._line.after_backward()
+
+    def value(self, of: Deferred) -> torch.Tensor:
+        if not self.over and not self._forwarded:
+            self._line.forward(self)
+            self._forwarded = True
+        return self._line.from_end(self._computed(of, {}) if self._line.is_end else None)
+
+    def _computed(self, of: Deferred, made: dict[int, torch.Tensor]) -> torch.Tensor:
+        """A value of the whole batch, made where the results are."""
+        if of.known is not None:
+            return of.known
+        if id(of) not in made:
+            if of.function is None:
+                made[id(of)] = self._whole(of.number)
+            else:
+                with torch.no_grad():
+                    made[id(of)] = replay(of, lambda leaf: self._computed(leaf, made), lambda tensor: tensor)
+        return made[id(of)]

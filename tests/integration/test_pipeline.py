@@ -1,0 +1,407 @@
+"""A pipeline trains as one process would, whatever the model, the schedule and the loop; or says why it cannot."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from splits import apart, launched, made, train
+from teams import run_team
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from paceline import Team, TeamError, UsageError
+from paceline.config import Launch, Timeouts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tracing_is_loaded() -> None:
+    """Once here instead of once in every worker that is forked."""
+    torch.export.export(nn.Linear(2, 2), (torch.zeros(3, 2),), strict=False)
+    importlib.import_module("torch.distributed.pipelining")
+
+
+def losses(team: Team, kind: str, steps: int, options: dict[str, Any]) -> list[float]:
+    return train(team, kind, steps, **options)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("kind", ["transformer", "convnet"])
+def test_losses_are_those_of_the_plain_model(kind: str, workers: int) -> None:
+    found = run_team(losses, workers, kind, 20, {}, launch=launched(f"pipeline:stages={workers},microbatches=4"))
+    assert apart(found[0], train(None, kind, 20)) < 1e-5
+    assert all(other == found[0] for other in found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "microbatches=4,schedule=gpipe",
+        "microbatches=3,schedule=1f1b",
+        "microbatches=4,schedule=interleaved",
+        "microbatches=4,schedule=zero-bubble",
+        "microbatches=5,schedule=zero-bubble-2p",
+        "microbatches=1",
+    ],
+)
+def test_every_schedule_gives_the_same_losses(options: str) -> None:
+    found = run_team(losses, 2, "transformer", 6, {}, launch=launched(f"pipeline:stages=2,{options}"))
+    assert apart(found[0], train(None, "transformer", 6)) < 1e-5
+
+
+# -- loops of all kinds ----------------------------------------------------------------------------------------------
+
+
+def habits(team: Team | None) -> dict[str, Any]:
+    """A loop with everything that loops have: clipping, accumulation, a schedule, values before and after backward."""
+    model: Any = made("chain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(26, 12, generator=generator), torch.randint(0, 61, (26,), generator=generator)
+    if team is not None:
+        model, optimizer = team.setup(model, optimizer)
+    told: dict[str, Any] = {"losses": [], "norms": [], "right": [], "early": []}
+    total = torch.zeros(())
+    for step in range(6):
+        x_now, y_now = (x, y) if step % 2 else (x[:9], y[:9])
+        output = model(x_now)
+        loss = 0.5 * cross_entropy(output, y_now, reduction="sum") / len(y_now) + 0.25
+        if step == 3:
+            told["early"].append((loss.item(), output.argmax(1).tolist()))
+        (loss / 2).backward() if step == 4 else loss.backward()
+        if step == 4:  # a second minibatch for the same update
+            again = cross_entropy(model(x), y)
+            again.backward()
+        norm = team.clip_grad_norm_(0.5) if team else nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        told["norms"].append(float(norm))
+        told["right"].append(int((output.argmax(1) == y_now).sum()))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        total = total + loss.detach()
+        told["losses"].append(float(loss))
+    model.eval()
+    with torch.no_grad():
+        told["evaluated"] = model(x).tolist()
+    told["total"] = float(total)
+    return told
+
+
+def test_a_loop_may_do_what_loops_do() -> None:
+    plain = habits(None)
+    for found in run_team(habits, 2, launch=launched("pipeline:stages=2,microbatches=4")):
+        for name in ("losses", "norms"):
+            assert apart(found[name], plain[name]) < 1e-5, name
+        assert found["right"] == plain["right"]
+        assert found["early"][0][1] == plain["early"][0][1]
+        assert abs(found["early"][0][0] - plain["early"][0][0]) < 1e-5
+        assert torch.allclose(torch.tensor(found["evaluated"]), torch.tensor(plain["evaluated"]), atol=1e-5)
+        assert abs(found["total"] - plain["total"]) < 1e-4
+
+
+class Odd(nn.Module):
+    """Two inputs, two outputs, a branch that skips parts, a frozen layer, one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 8), nn.Linear(4, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.middle, self.late = nn.Linear(8, 8), nn.Linear(16, 8)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, twice: bool = False) -> dict[str, torch.Tensor]:
+        first = torch.tanh(self.left(a)) + self.right(b)
+        hidden = torch.relu(self.frozen(first))
+        for _ in range(2 if twice else 1):
+            hidden = torch.tanh(self.middle(hidden)) * self.scale
+        return {"early": first.sum(1), "late": self.late(torch.cat([hidden, first], 1))}
+
+
+def odd(team: Team | None) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = Odd()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(3)
+    a, b = torch.randn(14, 6, generator=generator), torch.randn(14, 4, generator=generator)
+    if team is not None:
+        model, optimizer = team.setup(model, optimizer)
+    losses = []
+    for step in range(5):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step == 4):
+            output = model(a, b=b, twice=step == 3)
+            loss = output["late"].square().mean() + 0.1 * (output["early"] - a[:, 0]).abs().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_models_of_any_shape_are_cut(workers: int) -> None:
+    plain = odd(None)
+    found = run_team(odd, workers, launch=launched(f"pipeline:stages={workers},microbatches=3"))[0]
+    assert apart(found[:4], plain[:4]) < 1e-5
+    assert apart(found[4:], plain[4:]) < 2e-2  # bfloat16 rounds each microbatch by itself
+
+
+def weighted(team: Team | None) -> list[float]:
+    """Targets that count for nothing, classes that count for more, and means made by hand."""
+    model: Any = made("chain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(12, 12, generator=generator), torch.randint(0, 61, (12,), generator=generator)
+    y[:4] = -100  # all of the first microbatch
+    weight = torch.rand(61, generator=generator) + 0.1
+    counts = (y >= 0).float()
+    if team is not None:
+        model, optimizer = team.setup(model, optimizer)
+    losses = []
+    for step in range(4):
+        output = model(x)
+        if step < 3:
+            loss = cross_entropy(output, y, weight=weight if step else None, label_smoothing=0.1 * (step == 2))
+        else:
+            each = cross_entropy(output, y.clamp(min=0), reduction="none")
+            loss = (each * counts).sum() / counts.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_loss_of_the_batch_is_exact_where_microbatches_count_differently() -> None:
+    found = run_team(weighted, 2, launch=launched("pipeline:stages=2,microbatches=3"))[0]
+    assert apart(found, weighted(None)) < 1e-5
+
+
+def dropped_out(team: Team, seed: int) -> list[float]:
+    torch.manual_seed(seed)
+    model: Any = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(12, 12), nn.Dropout(0.4))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = team.setup(model, optimizer)
+    x = torch.linspace(-1, 1, 96).view(8, 12)
+    losses = []
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    losses.append(float(torch.rand(())))  # the script's own random numbers are the same on every worker
+    return losses
+
+
+def test_dropout_draws_the_same_bits_from_the_same_seed_and_others_from_another() -> None:
+    one, two, other = (
+        run_team(dropped_out, 2, seed, launch=launched("pipeline:stages=2,microbatches=2")) for seed in (1, 1, 2)
+    )
+    assert one[0] == one[1] == two[0]
+    assert one[0][:3] != other[0][:3]
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def saved(team: Team | None, path: str, steps: int, source: str | None = None) -> list[float]:
+    """Train, from a checkpoint if there is one, and save; only the lead says so."""
+    model: Any = made("chain", seed=9 if source else 0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if team is not None:
+        model, optimizer = team.setup(model, optimizer)
+    if source and team is not None:
+        team.load(source)
+    elif source:
+        content = torch.load(source, weights_only=True)
+        model.load_state_dict(content["model"])
+        optimizer.load_state_dict(content["optimizer"])
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(24, 12, generator=generator), torch.randint(0, 61, (24,), generator=generator)
+    losses = []
+    for _ in range(steps):
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if team is None:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    elif team.is_lead:
+        team.save(path)
+    return losses
+
+
+def test_a_checkpoint_goes_from_any_split_to_any_other(tmp_path: Path) -> None:
+    whole = saved(None, str(tmp_path / "plain"), 9)
+    first = run_team(saved, 2, str(tmp_path / "two"), 3, launch=launched("pipeline:stages=2,microbatches=4"))[0]
+    second = run_team(
+        saved, 3, str(tmp_path / "three"), 2, str(tmp_path / "two"), launch=launched("pipeline:stages=3,microbatches=2")
+    )[0]
+    third = saved(None, str(tmp_path / "one"), 2, str(tmp_path / "three"))
+    fourth = run_team(
+        saved, 2, str(tmp_path / "last"), 2, str(tmp_path / "one"), launch=launched("pipeline:stages=2,microbatches=4")
+    )[0]
+    assert apart([*first, *second, *third, *fourth], whole) < 1e-5
+    content = torch.load(tmp_path / "last", weights_only=True)
+    reference = torch.load(tmp_path / "plain", weights_only=True)
+    assert content["model"].keys() == reference["model"].keys()
+    assert content["optimizer"]["param_groups"] == reference["optimizer"]["param_groups"]
+    assert content["optimizer"]["state"].keys() == reference["optimizer"]["state"].keys()
+    for name, value in reference["model"].items():
+        assert torch.allclose(content["model"][name], value, atol=1e-4), name
+    all_reduce = launched("all-reduce")
+    beside = run_team(saved, 2, str(tmp_path / "all"), 2, str(tmp_path / "three"), launch=all_reduce)[0]
+    assert apart(beside, third) < 1e-5
+
+
+def given_back(team: Team) -> tuple[float, float]:
+    model: Any = made("chain")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x = torch.linspace(-1, 1, 96).view(8, 12)
+    model, optimizer = team.setup(model, optimizer)
+    model(x).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        before = float(model(x).sum())
+    team.barrier()
+    team.close()
+    assert len(optimizer.state) == len(list(model.parameters()))
+    return before, float(model(x).sum())
+
+
+def test_after_closing_model_and_optimizer_are_plain_and_whole() -> None:
+    for before, after in run_team(given_back, 2, launch=launched("pipeline:stages=2,microbatches=2")):
+        assert abs(before - after) < 1e-5
+
+
+# -- what cannot be --------------------------------------------------------------------------------------------------
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if float(x.sum()) > 0 else x
+
+
+def refused(team: Team, case: str) -> str:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    batch = 8
+    if case == "traced":
+        model = Deciding()
+    elif case == "layers":
+        model = nn.Sequential(nn.Linear(4, 4))
+    elif case == "batch":
+        batch = 3
+    kind: Any = torch.optim.LBFGS if case == "lbfgs" else torch.optim.SGD
+    x = torch.ones(batch, 4)
+    try:
+        model, optimizer = team.setup(model, kind(model.parameters(), lr=0.1))
+        output = model(x.requires_grad_() if case == "input" else x)
+        if case == "root":
+            loss = output.square().mean().sqrt()
+        elif case == "penalty":
+            loss = output.mean() + sum(p.square().sum() for p in model.parameters())
+        elif case == "place":
+            loss = output.mean().mul_(2)
+        elif case == "values":
+            loss = output[output > 0].mean()
+        else:
+            loss = output.mean()
+        loss.backward()
+        if case == "twice":
+            loss.backward()
+        if case == "scaler":
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(model(x).mean()).backward()
+            scaler.step(optimizer)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("traced", "the model cannot be traced by torch.export .*; write its forward without decisions"),
+        ("layers", "the model can be cut into 1 part at most, as it has no more layers; 2 stages are too many"),
+        ("batch", "a batch of 3 samples cannot be cut into 4 microbatches; .* write microbatches=3"),
+        ("lbfgs", "LBFGS looks at all parameters at once"),
+        ("input", "an input of the model requires a gradient"),
+        ("root", "the loss does 'sqrt' to a mean or sum over the batch, .* write microbatches=1"),
+        ("penalty", "the loss uses parameters besides the split model's output, .* use the optimizer's weight_decay"),
+        ("place", "'mul_' changes a split model's output in place; use 'mul'"),
+        ("values", "depends on its values, which are not there before loss.backward"),
+        ("twice", "backward was called a second time"),
+        ("scaler", "a GradScaler has one scale per worker"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence_on_every_worker(case: str, words: str) -> None:
+    for message in run_team(refused, 2, case, launch=launched("pipeline:stages=2,microbatches=4")):
+        assert re.search(words, message), message
+        assert "\n" not in message
+
+
+# -- when a stage fails ----------------------------------------------------------------------------------------------
+
+
+def abandoned(team: Team, fault: str, path: str) -> str:
+    """The last stage dies or hangs in its third step; the others say what they hear."""
+    model: Any = made("chain")
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.linspace(-1, 1, 96).view(8, 12)
+    last = team.rank == team.world_size - 1
+    start = time.monotonic()
+    try:
+        for step in range(6):
+            if last and step == 2:
+                Path(path).write_text(fault)
+                if fault == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(4.0)
+                return "slept"
+            start = time.monotonic()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except TeamError as error:
+        return f"{type(error).__name__} {error.ranks} after {time.monotonic() - start:.1f} s"
+    return "went on"
+
+
+@pytest.mark.parametrize(("fault", "heard"), [("dies", "WorkerLost"), ("hangs", "TeamTimeout")])
+def test_a_stage_that_is_gone_or_stuck_is_named_in_time(fault: str, heard: str, tmp_path: Path) -> None:
+    launch = Launch(strategy="pipeline:stages=3,microbatches=2", timeouts=Timeouts(meeting=2.0, join=20.0))
+    found: list[Any] = []
+    if fault == "dies":
+        with pytest.raises(AssertionError, match="rank 2 ended without a word"):
+            found += run_team(report_to, 3, abandoned, fault, str(tmp_path / "struck"), str(tmp_path), launch=launch)
+        found = [(tmp_path / f"heard-{rank}").read_text() for rank in (0, 1)]
+    else:
+        found = run_team(abandoned, 3, fault, str(tmp_path / "struck"), launch=launch)[:2]
+    assert (tmp_path / "struck").read_text() == fault
+    for said in found:
+        kind, _, rest = said.partition(" ")
+        # The first stage may hear of the middle one that has given up before it hears of the last.
+        assert kind in (heard, "WorkerLost"), said
+        assert float(rest.split("after ")[1].split()[0]) < 5.0, said
+    assert any(said.startswith(f"{heard} (2,)") for said in found), found
+
+
+def report_to(team: Team, work: Any, fault: str, path: str, folder: str) -> str:
+    said: str = work(team, fault, path)
+    (Path(folder) / f"heard-{team.rank}").write_text(said)
+    return said
