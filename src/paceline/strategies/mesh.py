@@ -42,19 +42,13 @@ _NOTABLE = 5e-6
 class ReplicaTable(Table):
     """Where workers write what they bring, and read what that is by replica."""
 
-    def __init__(self, members: Members, optimizer: Optimizer, writers: list[int], seat: Seat) -> None:
-        super().__init__(members, optimizer, len(writers))
-        self._seat = seat
-        self._own = [bytes(writer == place for writer in writers) for place in range(seat.shape.replica)]
-
-    def bring(self, weight: float, skip: bool, used: bytes, pace: tuple[float, int]) -> None:
-        own = self._own[self._seat.place]
-        # One that has gradients for all of its own parts is as good as one that has them for all.
-        super().bring(weight, skip, self._everything if used == own else used, pace)
+    def __init__(self, members: Members, optimizer: Optimizer, parts: int, shape: Shape) -> None:
+        super().__init__(members, optimizer, parts)
+        self._shape = shape
 
     def read(self) -> Agreement:
         agreed = super().read()
-        each = self._seat.shape.replica
+        each = self._shape.replica
         weights = [(rank // each, weight) for rank, weight in agreed.weights if rank % each == 0]
         paces = [
             (max(seconds for seconds, _ in part), sum(samples for _, samples in part))
@@ -63,16 +57,18 @@ class ReplicaTable(Table):
         ]
         used = None
         if agreed.used is not None:
-            used = [self._together(agreed.used, replica * each) for replica in range(self._seat.shape.data)]
+            used = [either(agreed.used[first : first + each]) for first in range(0, len(agreed.used), each)]
+            if all(0 not in used[replica] for replica, _ in weights):
+                used = None
         return Agreement(weights, used, agreed.skip, agreed.groups, paces)
 
-    def _together(self, used: list[bytes], first: int) -> bytes:
-        """Of which parts a replica has a gradient."""
-        found = bytes(len(self._everything))
-        for place, own in enumerate(self._own):
-            flags = used[first + place]
-            found = bytes(a | (b & c) for a, b, c in zip(found, flags, own, strict=True))
-        return found
+
+def either(flags: list[bytes]) -> bytes:
+    """Of which parts some worker of a replica has a gradient."""
+    found = 0
+    for one in flags:
+        found |= int.from_bytes(one, "little")
+    return found.to_bytes(len(flags[0]), "little")
 
 
 class MeshTrainer(Trainer):
@@ -95,10 +91,11 @@ class MeshTrainer(Trainer):
         self._clipped: float | None = None
         """What to multiply the mean gradient with, once it has been made and clipped."""
 
-        self._split = SplitModel(model, optimizer, options, around, seat)
+        self._split = SplitModel(model, optimizer, options, around, seat, lambda: self.version)
+        self._stopwatch = self._split.stopwatch
         parts = self._split.parts
         self._layout = layout = Layout(parts.named, around.members.size)
-        self._table = ReplicaTable(self._members, optimizer, parts.writers, seat)
+        self._table = ReplicaTable(self._members, optimizer, len(parts.named), seat.shape)
         memory = self._members.share(Gradients.memory_size(layout, self._replicas))
         self._gradients = PartGradients.of(layout, memory, seat.replica, self._replicas, parts.own)
         self._reduction = PartReduction(layout, self._gradients, self._rank, seat.replica)

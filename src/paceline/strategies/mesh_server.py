@@ -35,18 +35,16 @@ from paceline.server.messages import Freeze, Go, Plan, Push, Thaw, send_parts
 from paceline.server.shard import Sizes, describe
 from paceline.strategies.base import Options, Surroundings
 from paceline.strategies.leasing import Leases
-from paceline.strategies.mesh import refuse
+from paceline.strategies.mesh import either, refuse
 from paceline.strategies.parameter_server import ParameterServerTrainer, _refuse
 from paceline.strategies.parts import PartGradients
-from paceline.strategies.replica_desk import ReplicaDesk, ReplicaMeeting
+from paceline.strategies.replica_desk import ReplicaDesk
 from paceline.strategies.replicas import Seat, Shape
 from paceline.strategies.split_model import SplitModel
 from paceline.strategies.takeover import Takeover, own_parameters, own_state
 from paceline.transport import Intent
 from paceline.transport.futex import Words
 from paceline.transport.wire import new_address
-
-_NOTE = struct.Struct("=??d")  # all own parts used, skip, a number
 
 
 class _ReplicaLeases(Leases):
@@ -85,8 +83,9 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._at = self._buffer = self._before = self._pushes = 0
         self.paces = [(0.0, 0)] * self.size
         self.replica = (seat.replica, seat.shape.data)
-        self._split = SplitModel(model, optimizer, options, around, seat)
-        self._together = ReplicaMeeting(around.members, seat, around.say)
+        self._split = SplitModel(model, optimizer, options, around, seat, lambda: self.version)
+        self._stopwatch = self._split.stopwatch
+        self._together = self._split.meeting
         self._prepare(options, around, str(sync), policy.spare)
         if policy.spare:
             around.members.meeting.spare = True
@@ -129,7 +128,6 @@ class MeshServerTrainer(ParameterServerTrainer):
             slots = [memoryview(bytearray(SLOT))] * self.size  # the first worker's values count
         self._hyperparameters = Hyperparameters(self._optimizer, slots, self._rank)
         self._used = table.bytes(self.size * SLOT + self._rank * len(layout.slots), len(layout.slots))
-        self._own = [number for number, own in enumerate(parts.own) if own]
         self._shards = [
             ShardedOptimizer(parts.shadow, layout, self._versions, self._gradients, index, count)
             for index in range(count)
@@ -205,24 +203,24 @@ class MeshServerTrainer(ParameterServerTrainer):
     def _push(self, samples: int, factor: float, skip: bool) -> None:
         start = time.perf_counter()
         used = self._gradients.settle()
-        for number in self._own:
-            self._used[number] = used[number]
-        complete = all(used[number] for number in self._own)
         self._pushes += 1
-        parts, of = len(self._own), len(self._layout.slots)
-        self._recorder.add(Brought(self._worker, start, self._rank, self._pushes, self._at, parts, of))
-        notes = self._exchange(complete, skip)
+        of = len(self._layout.slots)
+        self._recorder.add(Brought(self._worker, start, self._rank, self._pushes, self._at, sum(used), of))
+        found, skip = self._exchange(used, skip)
+        complete = 0 not in found
+        if not complete and not self._seat.place:
+            self._used[:] = found
         message = Push(
             self._at,
             samples,
             self._leases.take(),
             self._hyperparameters.publish(),
-            all(note[0] for note in notes),
+            complete,
             factor,
             self._bytes,
             self._loss,
             self._clip,
-            any(note[1] for note in notes),
+            skip,
             self._leases.wanted(),
         )
         self._loss = self._clip = None
@@ -239,18 +237,23 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._stopwatch.restart(end)
         self.updated()
 
-    def _exchange(self, complete: bool, skip: bool, value: float = 0.0) -> list[tuple[bool, bool, float]]:
-        """All workers of the replica are here, and know of each other what they bring."""
-        notes = self._together.gather(_NOTE.pack(complete, skip, value), Intent.UPDATE)
-        return [_NOTE.unpack(note) for note in notes]
+    def _exchange(self, used: bytes, skip: bool) -> tuple[bytes, bool]:
+        """All workers of the replica are here: of which parts they have gradients, and whether one is not finite."""
+        if self._together is None:
+            return used, skip
+        notes = self._together.gather(bytes([skip]) + used, Intent.UPDATE)
+        return either([note[1:] for note in notes]), any(note[0] for note in notes)
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         """The mean is clipped where it is made, on the server; what is known here is this replica's own norm."""
         self._clip = (limit, norm)
-        parameters = [self._layout.slots[number].parameter for number in self._own]
+        parameters = [
+            slot.parameter for slot, own in zip(self._layout.slots, self._split.parts.own, strict=True) if own
+        ]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        own = float(torch.nn.utils.get_total_norm(gradients, norm))
-        values = [value for _, _, value in self._exchange(True, False, own)]
+        own = struct.pack("=d", float(torch.nn.utils.get_total_norm(gradients, norm)))
+        notes = [own] if self._together is None else self._together.gather(own, Intent.CLIP)
+        values = [struct.unpack("=d", note)[0] for note in notes]
         if math.isinf(norm):
             return torch.tensor(max(values))
         return torch.tensor(sum(value**norm for value in values) ** (1 / norm))
@@ -284,7 +287,8 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._frozen = True
         try:
             yield
-            self._together.gather(b"", Intent.BARRIER)
+            if self._together is not None:
+                self._together.gather(b"", Intent.BARRIER)
         finally:
             self._frozen = False
             self._desk.tell(Thaw(reload))

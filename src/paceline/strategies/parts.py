@@ -32,27 +32,26 @@ class Parts:
         optimizer: Optimizer,
         seat: Seat,
         cutting: Cutting | None,
-        stage_of: Callable[[torch.nn.Parameter], int],
     ) -> None:
         self._optimizer, self._seat, self._cutting = optimizer, seat, cutting
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.named: list[tuple[str, torch.nn.Parameter]] = []
-        self.writers: list[int] = []
-        """Of each part, whose gradient counts, by its place in the replica."""
+        self.own: list[bool] = []
+        """Of each part, whether this worker's gradient of it counts, if it has one."""
         self.of: dict[int, list[int]] = {}
         """Numbers of a parameter's parts, by its id."""
         pieces = seat.shape.tensor
         for name, parameter in model.named_parameters():
             if id(parameter) not in held:
                 continue
-            first = stage_of(parameter) * pieces
             self.of[id(parameter)] = numbers = []
             is_cut = cutting is not None and id(parameter) in cutting.placements
             for part in range(pieces if is_cut else 1):
                 numbers.append(len(self.named))
                 own = not is_cut or part == seat.part
                 self.named.append((f"{name}@{part}" if is_cut else name, parameter if own else _stand_in(parameter)))
-                self.writers.append(first + part)
+                # Of what all have whole, the first one's; of a pipeline's stages only one has a gradient at all.
+                self.own.append(part == seat.part)
         self.shadow = self._shadow()
         """An optimizer of the user's kind on the parts."""
 
@@ -63,11 +62,6 @@ class Parts:
             rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             groups.append({**rest, "params": parts})
         return like(type(self._optimizer), groups, self._optimizer.defaults)
-
-    @property
-    def own(self) -> list[bool]:
-        """Of each part, whether this worker's gradient of it counts."""
-        return [writer == self._seat.place for writer in self.writers]
 
     def fill(self, views: list[torch.Tensor]) -> None:
         """Write this process's values, which it had before they were cut, to where all will find them."""

@@ -13,7 +13,7 @@ import msgspec
 
 from paceline import errors
 from paceline.cluster.membership import Members, Pulse
-from paceline.config import Timeouts
+from paceline.config import Place, Timeouts
 from paceline.errors import TeamError
 from paceline.server.desk import Desk
 from paceline.server.messages import ToWorker
@@ -35,8 +35,11 @@ class ReplicaMeeting:
         self._meeting.crowd(members.size)
         self._meeting.sign_in()
         members.meeting.meet(Intent.ALLOCATE)
-        self._meeting.watch = Pulse(self._meeting)
+        self._meeting.watch = pulse = Pulse(self._meeting)
         members.meeting.meet(Intent.ALLOCATE)
+        place = Place(rank=seat.place, local_rank=seat.place, world_size=size, local_world_size=size)
+        self.members = Members(place, self._meeting, pulse, None)
+        """The workers of the replica, by their places in it."""
 
     def gather(self, payload: bytes, intent: Intent = Intent.GATHER) -> list[bytes]:
         """Everybody's payload; each at most a note long."""
@@ -74,7 +77,7 @@ class _Word(msgspec.Struct, array_like=True):
 class ReplicaDesk:
     """As `Desk`, for all workers of a replica."""
 
-    def __init__(self, desk: Desk | None, meeting: ReplicaMeeting, timeouts: Timeouts) -> None:
+    def __init__(self, desk: Desk | None, meeting: ReplicaMeeting | None, timeouts: Timeouts) -> None:
         """desk: of the first worker."""
         self.desk, self._meeting, self._timeouts = desk, meeting, timeouts
 
@@ -100,8 +103,10 @@ class ReplicaDesk:
             except TeamError as error:
                 caught = error
                 word = _Word(None, type(error).__name__, str(error), list(error.ranks))
-        payload = msgspec.msgpack.encode(word) if self.desk is not None else b""
-        told = self._meeting.gather(payload, Intent.PUBLISH)[0]
+        told = b""
+        if self._meeting is not None:
+            payload = msgspec.msgpack.encode(word) if self.desk is not None else b""
+            told = self._meeting.gather(payload, Intent.PUBLISH)[0]
         if caught is not None:
             raise caught
         if self.desk is None:
@@ -121,4 +126,3 @@ class ReplicaDesk:
     def close(self) -> None:
         if self.desk is not None:
             self.desk.close()
-        self._meeting.leave()
