@@ -222,6 +222,13 @@ def workers_of(strategy: Strategy) -> int | None:
     return None
 
 
+def between_replicas(strategy: Strategy, workers: int) -> tuple[Strategy, int]:
+    """What a team does between its replicas, and how many there are of so many workers."""
+    if isinstance(strategy, Mesh):
+        return parse_strategy(strategy.sync), strategy.data
+    return strategy, workers
+
+
 def check_workers(strategy: Strategy, workers: int) -> None:
     """Refuse a team of the wrong size for its strategy, with what would do."""
     needed = workers_of(strategy)

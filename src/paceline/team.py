@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +19,16 @@ from torch.utils.data import DataLoader
 from paceline.cluster.checkpoints import newest_checkpoint
 from paceline.cluster.membership import Members, come_together
 from paceline.cluster.process import keep_freed_memory
-from paceline.config import AllReduce, Launch, Place, Strategy, Timeouts, check_workers, parse_strategy
+from paceline.config import (
+    AllReduce,
+    Launch,
+    Place,
+    Strategy,
+    Timeouts,
+    between_replicas,
+    check_workers,
+    parse_strategy,
+)
 from paceline.data import TeamLoader
 from paceline.data.leased import LeasedLoader
 from paceline.data.loader import check_loader
@@ -95,9 +104,10 @@ class Team:
     ) -> None:
         self.rank, self.local_rank, self._started_with = place.rank, place.local_rank, place.world_size
         self.strategy = parse_strategy(launch.strategy or strategy or AllReduce())
-        if type(self.strategy) in POLICIES:
+        between, replicas = between_replicas(self.strategy, self._started_with)
+        if type(between) in POLICIES:
             if launch.joins is None:
-                make_policy(self.strategy, range(self._started_with))  # to refuse here what can not be
+                make_policy(between, range(replicas))  # to refuse here what can not be
         elif launch.servers or launch.corrections or launch.compress:
             raise UsageError(
                 f"--servers, --correct and --compress are for a parameter server, which '{self.strategy}' does not have"
@@ -164,6 +174,8 @@ class Team:
         corrections: Sequence[str] = (),
         compress: str = "none",
         loss: Callable[..., Any] | None = None,
+        tensor_plan: Mapping[str, Any] | None = None,
+        sequence_parallel: bool = False,
     ) -> tuple[Any, ...]:
         """Put the team behind a model, its optimizer and its loaders; returns them, to be used as before.
 
@@ -178,6 +190,9 @@ class Team:
         corrections: what it does about stale gradients: "lr/staleness", "drop:above=8", "dc-asgd", …
         compress: what a pushed gradient is written as: "bf16", "fp16", "int8", "topk:0.01"; "none" as it is.
         loss: the loss function, for whoever plans how to split the model; the loop calls it as before.
+        tensor_plan: how layers are split inside, by name or pattern, where it should not be found out from the model's
+            graph: {"blocks.*.up": "column", "blocks.*.down": "row", "head": "whole"}.
+        sequence_parallel: let norms, dropout and what else is between split layers be in parts along the sequence.
         """
         if self._trainer is not None:
             raise UsageError("setup was called before; a team trains one model with one optimizer")
@@ -186,7 +201,7 @@ class Team:
             check_loader(loader)
         if loss is not None and not callable(loss):
             raise UsageError(f"loss is a {type(loss).__name__}; it must be a function of the output and the targets")
-        if sync_batch_norm and type(self.strategy) in POLICIES:
+        if sync_batch_norm and type(between_replicas(self.strategy, 1)[0]) in POLICIES:
             raise UsageError(
                 f"sync_batch_norm needs all workers in every step, which '{self.strategy}' does not promise; "
                 "use all-reduce"
@@ -201,6 +216,9 @@ class Team:
             corrections=list(corrections),
             compress=compress,
             loss=loss,
+            loaders=loaders,
+            tensor_plan=tensor_plan,
+            sequence_parallel=sequence_parallel,
         )
         around = Surroundings(
             members=self._members,
@@ -406,7 +424,10 @@ class Team:
         return self.size if own is None else own[1]
 
     def from_lead(self, payload: bytes) -> bytes:
-        return self._members.gather(payload, Intent.EPOCH)[self.lead]
+        found = self._members.gather(payload, Intent.EPOCH)[self.lead]
+        if self._trainer is not None:
+            self._trainer.drawn()
+        return found
 
     def ask_batch(self) -> None:
         if torch.is_grad_enabled():

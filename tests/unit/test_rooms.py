@@ -20,8 +20,10 @@ ROOMS: dict[str, set[str]] = {
     "parameters": {"config", "errors", "events", "transport"},
     "data": {"config", "errors", "events"},
     "collectives": LEAVES | {"transport", "cluster"},
+    "splits": {"config", "errors", "collectives"},
     "server": LEAVES | {"transport", "cluster", "parameters", "data", "plan"},
-    "strategies": LEAVES | {"transport", "cluster", "parameters", "data", "collectives", "server", "plan", "simulate"},
+    "strategies": LEAVES
+    | {"transport", "cluster", "parameters", "data", "collectives", "server", "plan", "simulate", "splits"},
     "team": LEAVES | {"transport", "cluster", "parameters", "data", "strategies"},
     "bench": {"team", "cluster", "collectives", "transport", "config", "errors", "events"},
     "doctor": {"cluster", "transport", "config", "errors"},

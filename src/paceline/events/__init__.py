@@ -1,8 +1,9 @@
 """Everything that happens is an event: one typed record. Reports, figures and oracles are made from these alone."""
 
-from paceline.events.recorder import Recorder, folder_of
+from paceline.events.recorder import Recorder, ReplicaRecorder, folder_of
 from paceline.events.schema import (
     Balance,
+    Brought,
     Cancel,
     Compute,
     Epoch,
@@ -31,6 +32,7 @@ from paceline.events.schema import (
 
 __all__ = [
     "Balance",
+    "Brought",
     "Cancel",
     "Compute",
     "Epoch",
@@ -48,6 +50,7 @@ __all__ = [
     "Recorder",
     "Reduce",
     "Refused",
+    "ReplicaRecorder",
     "Return",
     "Roster",
     "Seen",

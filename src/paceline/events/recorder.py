@@ -62,6 +62,17 @@ class Recorder:
             self._file = None
 
 
+class ReplicaRecorder(Recorder):
+    """A server's, to which replicas of several workers are one each: what one did is its first worker's."""
+
+    def __init__(self, folder: Path | None, rank: int, each: int) -> None:
+        super().__init__(folder, rank)
+        self._each = each
+
+    def add(self, event: Event) -> None:
+        super().add(msgspec.structs.replace(event, rank=event.rank * self._each) if event.rank > 0 else event)
+
+
 def folder_of(folder: Path, machine: int) -> Path:
     """Where the processes of a machine record: away from home beside the run's own streams, even on shared storage,
     as their clock is another."""

@@ -168,6 +168,20 @@ class Refused(_Event, frozen=True, gc=False):
     count: int
 
 
+class Brought(_Event, frozen=True, gc=False):
+    """A worker's part of its replica's gradient is where the server will read it."""
+
+    replica: int
+    push: int
+    """Which of the replica's pushes it is a part of, counted from 1."""
+    version: int
+    """That it was computed on."""
+    parts: int
+    """Of the model's parameters, how many are this worker's."""
+    of: int
+    """How many there are."""
+
+
 class Pull(_Event, frozen=True, gc=False):
     """A worker pushed its gradient and got its next version, without having to wait for another worker."""
 
@@ -269,6 +283,7 @@ Event = (
     | Push
     | Send
     | Refused
+    | Brought
     | Pull
     | Cancel
     | Lease

@@ -15,7 +15,7 @@ from typing import Any
 from paceline import events
 from paceline.config import parse_strategy
 from paceline.errors import Mismatch, ServerLost, TeamError, TeamTimeout, WorkerLost, names
-from paceline.events import Recorder
+from paceline.events import Recorder, ReplicaRecorder
 from paceline.parameters.hyperparameters import Hyperparameters
 from paceline.policies import Decision, Groups, Order, Policy, make_policy
 from paceline.policies import Push as Arrival
@@ -71,7 +71,8 @@ class Coordinator:
         self._plan, self._shards = plan, shards
         self._hyperparameters, self._used, self._words, self._say = hyperparameters, used, words, say
         self._policy: Policy = make_policy(parse_strategy(plan.strategy), range(plan.workers))
-        self._recorder = Recorder(None if plan.folder is None else Path(plan.folder), -1)
+        folder = None if plan.folder is None else Path(plan.folder)
+        self._recorder = Recorder(folder, -1) if plan.replica == 1 else ReplicaRecorder(folder, -1, plan.replica)
         self._seats = Seats(seats, plan.capacity)
         self._updates = Updates(plan, self._seats, shards, self._recorder, self._policy.k)
         self._samples = Samples(
@@ -310,10 +311,12 @@ class Coordinator:
 
     # -- standing still ----------------------------------------------------------------------------------------------
 
-    def _freeze(self, seat: Seat, _: Freeze) -> None:
+    def _freeze(self, seat: Seat, message: Freeze) -> None:
         """Change nothing until this worker allows it again: it reads, or writes, what else only the server does."""
-        self._seats.renew(seat)
-        self._seats.tell(seat, Frozen(seat.version, seat.buffer))
+        if message.renew:
+            self._seats.renew(seat)
+        shelf = self._seats.shelf
+        self._seats.tell(seat, Frozen(shelf.version, shelf.newest))
         try:
             answer = seat.wire.receive_within(self._plan.timeouts.meeting)
         except Closed:

@@ -60,6 +60,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     compress: str
     scale_lr: str | None
     warmup: int
+    replica: int = 1
+    """Processes that are one worker to the server; the first of each speaks for all."""
 
 
 class Hello(_Message, frozen=True, gc=False):
@@ -212,6 +214,9 @@ class Quit(_Message, frozen=True, gc=False):
 
 class Freeze(_Message, frozen=True, gc=False):
     """Change nothing until I say so."""
+
+    renew: bool = True
+    """I go on with the newest version then; if not, I only look at it."""
 
 
 class Thaw(_Message, frozen=True, gc=False):

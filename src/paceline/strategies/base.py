@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,12 @@ class Options:
     """What a pushed gradient is written as."""
     loss: Callable[..., Any] | None = None
     """The script's loss function."""
+    loaders: Sequence[DataLoader[Any]] = ()
+    """What the model is trained with, as the script made them."""
+    tensor_plan: Mapping[str, Any] | None = None
+    """How layers are to be split, by name or pattern, where it is not to be found out."""
+    sequence_parallel: bool = False
+    """Whether what is between split layers is in parts along the sequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +114,9 @@ class Trainer(ABC):
     def share_loader(self, loader: DataLoader[Any], global_batch: int | None) -> Any:
         """The loader to give to the script, if this strategy gives samples out in its own way; else None."""
         return None
+
+    def drawn(self) -> None:
+        """The lead has drawn the order of an epoch, and may have used random numbers for it; all workers are here."""
 
     def report_loss(self, loss: float) -> None:
         """The script has reported a loss."""

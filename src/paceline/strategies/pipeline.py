@@ -79,7 +79,7 @@ class PipelineTrainer(Trainer):
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
 
-    def takebatch_of(self, samples: int, weight: float) -> None:
+    def take_batch(self, samples: int, weight: float) -> None:
         self._stopwatch.start(samples)
         self._stopwatch.drop()  # what a stage computes is told by its passes
         self._samples = samples
@@ -253,7 +253,7 @@ class PipelineTrainer(Trainer):
         state = members.gather(bytes(torch.get_rng_state().numpy()), Intent.ALLOCATE)[0]
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         self._seed = torch.initial_seed() if members.size == 1 else int.from_bytes(state[:8], "little")
-        home = Home(members, self._model, self._optimizer)
+        home = self._home()
         error, traced = None, None
         with self._plain():
             try:
@@ -266,6 +266,9 @@ class PipelineTrainer(Trainer):
             bounds = self._cut(traced, args, kwargs)
         group = Group(members.rank, members.size, members.gather, members.meeting.timeouts, self._around.say)
         return _Line(self, home, group, bounds, args, kwargs, traced)
+
+    def _home(self) -> Home:
+        return Home(self._members, self._model, self._optimizer)
 
     def _agree(self, own: dict[str, Any]) -> None:
         """Raise what went wrong with any worker, on all of them."""

@@ -16,7 +16,8 @@ _NOTABLE = 2e-5
 """Seconds of loading that are worth an event."""
 
 
-def _sleep(seconds: float) -> None:
+def pause(seconds: float) -> None:
+    """Sleep so long, and not less."""
     until = time.perf_counter() + seconds
     while (left := until - time.perf_counter()) > 0:
         time.sleep(left)
@@ -50,7 +51,7 @@ class Stopwatch:
         """When the backward pass began that is under way, or was the last."""
         self._core: float | None = None
         """What this process had kept cores busy for when the step began."""
-        self.sleep: Callable[[float], None] = _sleep
+        self.sleep: Callable[[float], None] = pause
         """Sleeps so long; a strategy may put one here that is left early when the step is cancelled."""
 
     @property

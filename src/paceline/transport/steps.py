@@ -81,6 +81,11 @@ class Steps:
         """Who came last to the last step, as far as this member saw."""
         self._slowest = list(self._peers)
 
+    def crowd(self, workers: int) -> None:
+        """There are so many on this machine, of whom only some are members here: a core for each, or not."""
+        self._crowded = workers > len(os.sched_getaffinity(0))
+        self._spins = _YIELDS if self._crowded else _SPINS
+
     @staticmethod
     def fixed_size(size: int) -> int:
         """Bytes at the start of the memory that words and states take, up to a whole page."""

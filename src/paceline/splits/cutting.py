@@ -1,0 +1,125 @@
+"""A model with some of its layers cut: what each worker has of it, and the whole again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from paceline.splits.borders import Space
+from paceline.splits.layers import install, pieces
+from paceline.splits.placement import Placement, cut, join
+from paceline.splits.roles import Role
+from paceline.splits.split import whole
+
+Parts = Callable[[str], list[torch.Tensor]]
+"""All workers' parts of a parameter or buffer, by its name in the model."""
+
+
+class Cutting:
+    """Some layers of a model, cut; `undo` makes them whole again."""
+
+    def __init__(self, model: nn.Module, roles: Mapping[str, Role], space: Space) -> None:
+        self._model, self._space = model, space
+        self.placements: dict[int, Placement] = {}
+        """Of parameters and buffers that are cut, by their ids."""
+        self.names: dict[int, str] = {}
+        self.parts: Parts = lambda _name: []
+        """Where the other workers' parts are found."""
+        self._layers = {name: model.get_submodule(name) for name in roles}
+        self._undo: list[Callable[[], None]] = []
+        for name, role in roles.items():
+            self._note(name, role)
+        self.wholes = {key: value.detach() for key, value in self._cut_tensors().items()}
+        """The values before they were cut, by name; they are let go of once they are in everybody's hands."""
+        for name, role in roles.items():
+            self._undo.append(install(self._layers[name], role, space))
+        for tensor in self._by_id().values():
+            placement = self.placements[id(tensor)]
+            tensor.data = cut(tensor.data, placement, space.rank, space.size).clone()
+        self._hook()
+
+    def _note(self, name: str, role: Role) -> None:
+        layer = self._layers[name]
+        for piece in pieces(layer, role):
+            tensor: Any = layer._parameters.get(piece.name)
+            tensor = layer._buffers[piece.name] if tensor is None else tensor
+            self.placements[id(tensor)] = piece.placement
+            self.names.setdefault(id(tensor), f"{name}.{piece.name}")
+
+    def _by_id(self) -> dict[int, torch.Tensor]:
+        everything = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return {id(tensor): tensor for _, tensor in everything if id(tensor) in self.placements}
+
+    def _cut_tensors(self) -> dict[str, torch.Tensor]:
+        return {self.names[key]: tensor for key, tensor in self._by_id().items()}
+
+    def besides(self, held: set[int]) -> list[torch.Tensor]:
+        """What is cut besides these: buffers, and parameters that are not trained."""
+        return [tensor for key, tensor in self._by_id().items() if key not in held]
+
+    def part(self, value: torch.Tensor, tensor: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """One worker's part of a whole value of this parameter or buffer; this worker's own if not said whose."""
+        rank = self._space.rank if rank is None else rank
+        return cut(value, self.placements[id(tensor)], rank, self._space.size)
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All parts of this parameter or buffer together."""
+        return join(self.parts(self.names[id(tensor)]), self.placements[id(tensor)])
+
+    # -- as others see the model -------------------------------------------------------------------------------------
+
+    def _hook(self) -> None:
+        def gather(_module: nn.Module, _arguments: Any, result: Any) -> Any:
+            return tree_map(whole, result)
+
+        def show(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+            self._show(layer, state, prefix)  # a function, as torch notes things on it
+
+        self._undo.append(self._model.register_forward_hook(gather).remove)
+        for layer in self._layers.values():
+            self._undo.append(layer.register_state_dict_post_hook(show).remove)
+            self._undo.append(layer.register_load_state_dict_pre_hook(self._take).remove)
+        for module in self._model.modules():
+            if isinstance(module, nn.TransformerEncoderLayer):
+                # Its short cut for evaluation takes the parameters without asking its layers.
+                self._undo.append(_without_short_cut(module))
+
+    def _own(self, layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        named = [*layer._parameters.items(), *layer._buffers.items()]
+        return [(name, value) for name, value in named if value is not None and id(value) in self.placements]
+
+    def _show(self, layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        for name, value in self._own(layer):
+            if prefix + name in state:
+                state[prefix + name] = self.whole(value)
+
+    def _take(self, layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+        for name, value in self._own(layer):
+            given = state.get(prefix + name)
+            placement = self.placements[id(value)]
+            fits = isinstance(given, torch.Tensor) and given.dim() > placement.dim
+            if fits and given.shape[placement.dim] == placement.size:
+                state[prefix + name] = self.part(given, value)
+
+    def undo(self) -> None:
+        """Let the layers be whole, with the newest values."""
+        for tensor in self._by_id().values():
+            tensor.data = self.whole(tensor)
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.placements.clear()
+
+
+def _without_short_cut(layer: nn.TransformerEncoderLayer) -> Callable[[], None]:
+    before = layer.activation_relu_or_gelu
+    layer.activation_relu_or_gelu = 0
+
+    def undo() -> None:
+        layer.activation_relu_or_gelu = before
+
+    return undo

@@ -1,0 +1,332 @@
+"""Replicas that are split themselves, with a parameter server between them, under any policy.
+
+To the server a replica is one worker: it has one gradient buffer, holds one version, and makes one push. Each of its
+workers writes its parts of the gradient into that buffer; when all have, the first one pushes; what the server answers
+is passed on, and all of them change their pointers to the same version. So an update is made of whole gradients, each
+of one replica, and a version is one over all parts. A replica that is too late finds out when it pushes: its gradient
+is dropped and its samples go to others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+
+from paceline.config import Mesh, parse_servers, parse_strategy
+from paceline.data.ledger import Lease
+from paceline.errors import TeamError, UsageError
+from paceline.events import Brought, Pull, Wait
+from paceline.parameters.hyperparameters import SLOT, Hyperparameters, RateScaling, plain
+from paceline.parameters.layout import Layout
+from paceline.parameters.sharding import ShardedOptimizer
+from paceline.parameters.versions import Versions
+from paceline.policies import make_policy
+from paceline.server.desk import Desk
+from paceline.server.host import group_count, table_size
+from paceline.server.messages import Freeze, Go, Plan, Push, Thaw, send_parts
+from paceline.server.shard import Sizes, describe
+from paceline.strategies.base import Options, Surroundings
+from paceline.strategies.leasing import Leases
+from paceline.strategies.mesh import either, refuse
+from paceline.strategies.parameter_server import ParameterServerTrainer, _refuse
+from paceline.strategies.parts import PartGradients
+from paceline.strategies.replica_desk import ReplicaDesk
+from paceline.strategies.replicas import Seat, Shape
+from paceline.strategies.split_model import SplitModel
+from paceline.strategies.takeover import Takeover, own_parameters, own_state
+from paceline.transport import Intent
+from paceline.transport.futex import Words
+from paceline.transport.wire import new_address
+
+
+class _ReplicaLeases(Leases):
+    """The first worker of a replica counts its samples."""
+
+    counts = True
+
+    def begin(self, lease: Lease) -> None:
+        if self.counts:
+            super().begin(lease)
+        elif torch.is_grad_enabled():
+            self._open[lease.number] = lease.loader
+            self._stopwatch.start(0)
+
+
+class MeshServerTrainer(ParameterServerTrainer):
+    """One worker's part in training a split model with a parameter server."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
+        assert isinstance(around.strategy, Mesh)
+        _refuse(optimizer, options)
+        refuse(optimizer, options, str(around.strategy))
+        if (around.launch.compress or options.compress) not in ("none", "fp32"):
+            raise UsageError("a replica of several workers writes its gradient in parts, which cannot be compressed")
+        self._members, self._recorder, self._stopwatch = around.members, around.recorder, around.stopwatch
+        self._seat = seat = Seat(Shape.of(around.strategy), around.members.rank)
+        self._rank, self.size = seat.replica, seat.shape.data
+        """As the server knows it: of replicas."""
+        self._worker = around.members.rank
+        self._model, self._optimizer, self._launch = model, optimizer, around.launch
+        self._timeouts = around.members.meeting.timeouts
+        RateScaling(options.scale_lr, 1, options.warmup)
+        sync = parse_strategy(around.strategy.sync)
+        policy = make_policy(sync, range(self.size))
+        self.cancels = False
+        self._at = self._buffer = self._before = self._pushes = 0
+        self.paces = [(0.0, 0)] * self.size
+        self.replica = (seat.replica, seat.shape.data)
+        self._split = SplitModel(model, optimizer, options, around, seat, lambda: self.version)
+        self._stopwatch = self._split.stopwatch
+        self._together = self._split.meeting
+        self._prepare(options, around, str(sync), policy.spare)
+        if policy.spare:
+            around.members.meeting.spare = True
+        self._leases = _ReplicaLeases(self._desk, self._stopwatch, self._gradients, self.size, self._follow)
+        self._leases.counts = not seat.place
+        self._loss: float | None = None
+        self._clip: tuple[float, float] | None = None
+        self._accumulating = self._inside = self._frozen = self._gone_back = False
+        self._exchanged = 0.0
+        self._snapshot = self._boundaries = None
+        self._gradients.attach()
+        self._takeover = Takeover(optimizer)
+        for name, method in (
+            ("step", self.step),
+            ("zero_grad", self._zero_grad),
+            ("state_dict", self._state_dict),
+            ("load_state_dict", self._load_state_dict),
+        ):
+            self._takeover.replace(name, method)
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self._split.ready()
+
+    # -- setting up --------------------------------------------------------------------------------------------------
+
+    def _prepare(self, options: Options, around: Surroundings, strategy: str, spare: bool) -> None:
+        members, parts, launch = self._members, self._split.parts, self._launch
+        where = parse_servers(launch.servers or options.servers)
+        count = self.size if where == "all" else 1 if where == "lead" else int(where)
+        self._layout = layout = Layout(parts.named, count)
+        sizes = Sizes(layout, self.size, group_count(strategy, self.size), "none")
+        gradients = members.share(sizes.gradients, keep=True)
+        versions = members.share(sizes.versions, keep=True)
+        table = members.share(table_size(self.size, len(layout.slots)), keep=True)
+        floors = members.share(Words.STRIDE * self.size, keep=True)
+        self._versions = Versions(layout, versions, sizes.buffers)
+        self._gradients = PartGradients.of(layout, gradients, self._rank, sizes.sources, parts.own)
+        self._feedback, self._bytes = None, layout.size
+        slots = [table.bytes(replica * SLOT, SLOT) for replica in range(self.size)]
+        if self._seat.place:
+            slots = [memoryview(bytearray(SLOT))] * self.size  # the first worker's values count
+        self._hyperparameters = Hyperparameters(self._optimizer, slots, self._rank)
+        self._used = table.bytes(self.size * SLOT + self._rank * len(layout.slots), len(layout.slots))
+        self._shards = [
+            ShardedOptimizer(parts.shadow, layout, self._versions, self._gradients, index, count)
+            for index in range(count)
+        ]
+        state = members.share(self._shards[0].memory_size(), keep=True)
+        for shard in self._shards:
+            shard.place(state)
+        if self._worker == 0:
+            parts.fill(self._versions.views(0))
+            parts.import_state(self._import)
+        self._optimizer.state.clear()
+        self._connect(options, around, strategy, spare, where, count, [gradients, versions, table, floors, state])
+
+    def _import(self, shadow: Optimizer) -> None:
+        state = dict(shadow.state)
+        for shard in self._shards:
+            shadow.state.update(state)
+            shard.import_state(shadow)
+
+    def _connect(
+        self,
+        options: Options,
+        around: Surroundings,
+        strategy: str,
+        spare: bool,
+        where: int | str,
+        count: int,
+        memories: list[Any],
+    ) -> None:
+        members, optimizer, launch = self._members, self._optimizer, self._launch
+        address = members.gather(new_address().encode(), Intent.ALLOCATE)[0].decode()
+        self._thread, self._processes = None, []
+        if not self._seat.place:
+            self._start(address, where, count, spare, around.say)
+        desk = None
+        if not self._seat.place:
+            words = Words(memories[3].bytes(0, Words.STRIDE * self.size), self.size)
+            desk = Desk(address, self._rank, words, self._timeouts)
+            desk.reduce = self._sum_part
+        self._desk: Any = ReplicaDesk(desk, self._together, self._timeouts)
+        if desk is not None and self._worker == 0:
+            plan = Plan(
+                workers=self.size,
+                servers=count,
+                strategy=strategy,
+                timeouts=self._timeouts,
+                folder=str(around.folder) if around.recorder.on else None,
+                optimizer=(type(optimizer).__module__, type(optimizer).__qualname__),
+                groups=[plain(group) for group in optimizer.param_groups],
+                defaults=plain(optimizer.defaults),
+                parameters=describe(self._split.parts.named, self._split.parts.shadow),
+                corrections=launch.corrections or list(options.corrections),
+                compress="none",
+                scale_lr=options.scale_lr,
+                warmup=options.warmup,
+                replica=self._seat.shape.replica,
+            )
+            wire = desk.introduce(1, [memory.descriptor for memory in memories])
+            send_parts(wire, msgspec.msgpack.encode(plan))
+        elif desk is not None:
+            desk.introduce(0, [])
+        self._desk.wait_until_ready()
+        members.meeting.meet(Intent.ALLOCATE)
+        for memory in memories:
+            memory.close_descriptor()
+        self._versions.pull(0)
+
+    # -- the user's loop ---------------------------------------------------------------------------------------------
+
+    def drawn(self) -> None:
+        self._split.draw_alike()
+
+    def _push(self, samples: int, factor: float, skip: bool) -> None:
+        start = time.perf_counter()
+        used = self._gradients.settle()
+        self._pushes += 1
+        of = len(self._layout.slots)
+        self._recorder.add(Brought(self._worker, start, self._rank, self._pushes, self._at, sum(used), of))
+        found, skip = self._exchange(used, skip)
+        complete = 0 not in found
+        if not complete and not self._seat.place:
+            self._used[:] = found
+        message = Push(
+            self._at,
+            samples,
+            self._leases.take(),
+            self._hyperparameters.publish(),
+            complete,
+            factor,
+            self._bytes,
+            self._loss,
+            self._clip,
+            skip,
+            self._leases.wanted(),
+        )
+        self._loss = self._clip = None
+        self._stopwatch.slow_link(self._exchanged)
+        sent = time.perf_counter()
+        answer: Go = self._desk.call(message)
+        self._follow(answer)
+        end = time.perf_counter()
+        self._exchanged = end - sent if answer.on < 0 else self._exchanged
+        if answer.on >= 0:
+            self._recorder.add(Wait(self._worker, start, end - start, answer.on * self._seat.shape.replica))
+        else:
+            self._recorder.add(Pull(self._worker, start, end - start, self._at))
+        self._stopwatch.restart(end)
+        self.updated()
+
+    def _exchange(self, used: bytes, skip: bool) -> tuple[bytes, bool]:
+        """All workers of the replica are here: of which parts they have gradients, and whether one is not finite."""
+        if self._together is None:
+            return used, skip
+        notes = self._together.gather(bytes([skip]) + used, Intent.UPDATE)
+        return either([note[1:] for note in notes]), any(note[0] for note in notes)
+
+    def clip(self, limit: float, norm: float) -> torch.Tensor:
+        """The mean is clipped where it is made, on the server; what is known here is this replica's own norm."""
+        self._clip = (limit, norm)
+        parameters = [
+            slot.parameter for slot, own in zip(self._layout.slots, self._split.parts.own, strict=True) if own
+        ]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        own = struct.pack("=d", float(torch.nn.utils.get_total_norm(gradients, norm)))
+        notes = [own] if self._together is None else self._together.gather(own, Intent.CLIP)
+        values = [struct.unpack("=d", note)[0] for note in notes]
+        if math.isinf(norm):
+            return torch.tensor(max(values))
+        return torch.tensor(sum(value**norm for value in values) ** (1 / norm))
+
+    # -- state as plain torch knows it -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def still(self, reload: bool = False) -> Iterator[None]:
+        """While here, the server changes nothing, and the first worker of a replica sees its newest version.
+
+        The others of its replica need not be here, so it goes on with the version that it had.
+        """
+        if self._frozen or self._desk.desk is None:
+            yield
+            return
+        frozen = self._desk.desk.call(Freeze(renew=False))
+        self._frozen = True
+        before = self._buffer
+        self._versions.pull(frozen.buffer)
+        try:
+            yield
+        finally:
+            self._versions.pull(before)
+            self._frozen = False
+            self._desk.tell(Thaw(reload))
+
+    @contextlib.contextmanager
+    def _all_still(self, reload: bool = False) -> Iterator[None]:
+        """The same, with all workers of the replica, who go on with the newest version."""
+        self._follow(self._desk.call(Freeze()))
+        self._frozen = True
+        try:
+            yield
+            if self._together is not None:
+                self._together.gather(b"", Intent.BARRIER)
+        finally:
+            self._frozen = False
+            self._desk.tell(Thaw(reload))
+
+    def _state_dict(self) -> dict[str, Any]:
+        if self._desk.desk is None:
+            raise UsageError(
+                f"rank {self._worker} is not the first worker of its replica, so it does not speak with the server; "
+                f"ask rank {self._seat.lead} for the optimizer's state, or use team.save, which all may call"
+            )
+        return super()._state_dict()
+
+    def _export_state(self) -> None:
+        self._split.parts.export_state(self._shards[0])
+        own_state(self._optimizer)
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        type(self._optimizer).load_state_dict(self._optimizer, state)
+        if self._worker == 0:
+            with self.still(reload=True):
+                self._split.parts.import_state(self._import)
+        self._optimizer.state.clear()
+
+    def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        self._members.meeting.meet(Intent.BARRIER)
+        # One after the other: the lead's replica writes what all share, the others then find it, and their own buffers.
+        for replica in range(self.size):
+            if replica == self._rank:
+                with self._all_still():
+                    self._model.load_state_dict(model)
+                self._optimizer.load_state_dict(optimizer)
+            self._members.meeting.meet(Intent.BARRIER)
+
+    def close(self) -> None:
+        with contextlib.suppress(TeamError), self._all_still():
+            self._export_state()
+            self._split.undo()
+            own_parameters(self._layout)
+        self._gradients.detach()
+        self._takeover.undo()
+        vars(self._optimizer).pop("_step_supports_amp_scaling", None)

@@ -1,0 +1,79 @@
+"""A model that is split over the workers of a replica, as its trainer sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.strategies.base import Options, Surroundings
+from paceline.strategies.parts import Parts
+from paceline.strategies.replica_desk import ReplicaMeeting
+from paceline.strategies.replicas import Seat, random_state, set_random_state
+from paceline.strategies.splitting import cut_model, share_rest
+from paceline.strategies.stages import Stages, StageWatch
+from paceline.strategies.stopwatch import Stopwatch
+from paceline.transport import Intent
+
+
+class SplitModel:
+    """Cuts a model, and says what of it is whose."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        options: Options,
+        around: Surroundings,
+        seat: Seat,
+        version: Callable[[], int],
+    ) -> None:
+        self._members, self._seat = around.members, seat
+        if seat.shape.pipeline > 1 and seat.shape.tensor > 1:
+            raise UsageError(
+                f"'{around.strategy}' splits a replica both between and inside layers, which cannot be done together; "
+                f"write pipeline={seat.shape.replica},tensor=1 or pipeline=1,tensor={seat.shape.replica}"
+            )
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+            raise UsageError(f"'{around.strategy}' needs a model on the CPU: its parts lie in the machine's memory")
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
+        self._members.mirror([*rest, *model.buffers()])
+        self._cutting, self.space = cut_model(model, options, around, seat)
+        self.parts = Parts(model, optimizer, seat, self._cutting)
+        self.meeting = ReplicaMeeting(self._members, seat, around.say) if seat.shape.replica > 1 else None
+        self._stages = None
+        if seat.shape.pipeline > 1 and self.meeting is not None:
+            self._stages = Stages(model, optimizer, around, self.meeting.members, seat.lead, version)
+        watch: Any = StageWatch(around.stopwatch) if self._stages is not None else around.stopwatch
+        self.stopwatch: Stopwatch = watch
+        if self._cutting is not None:
+            others = share_rest(self._cutting, self._members, seat, held)
+            numbers = {self._cutting.names[key]: of for key, of in self.parts.of.items() if key in self._cutting.names}
+            named = self.parts.named
+            self._cutting.parts = lambda name: (
+                [named[number][1].data for number in numbers[name]] if name in numbers else others[name]
+            )
+
+    def ready(self) -> None:
+        """All values are in their places: let go of others."""
+        if self._cutting is not None:
+            self._cutting.wholes.clear()
+        self.draw_alike()
+
+    def draw_alike(self) -> None:
+        """Let all workers of a replica go on with the same random numbers."""
+        states = self._members.gather(random_state(), Intent.ALLOCATE)
+        set_random_state(states[self._seat.lead])
+
+    def undo(self) -> None:
+        """The model is whole again, in memory of its own."""
+        if self._cutting is not None:
+            self._cutting.undo()
+        if self._stages is not None:
+            self._stages.close()
+        if self.meeting is not None:
+            self.meeting.leave()

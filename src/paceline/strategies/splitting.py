@@ -1,0 +1,89 @@
+"""Cuts a model for the workers of a replica, and keeps what each of them has where all can read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.cluster.membership import Members
+from paceline.errors import UsageError
+from paceline.splits.borders import Space
+from paceline.splits.cutting import Cutting
+from paceline.splits.plans import decode, described, encode, find_plan
+from paceline.strategies.base import Options, Surroundings
+from paceline.strategies.cancellation import Snapshot
+from paceline.strategies.replicas import Seat, come_together
+from paceline.transport import Intent
+
+
+def example(loaders: Sequence[DataLoader[Any]]) -> list[Any]:
+    """What a model is called with: all of a loader's first batch but its last part, the targets."""
+    if not loaders:
+        raise UsageError(
+            "to split a model it must be seen at work: give setup the loader that it is trained with, whose batches "
+            "are (inputs, targets)"
+        )
+    loader: Any = loaders[0]
+    count = min(loader.batch_size or 1, len(loader.dataset))
+    samples = [loader.dataset[number] for number in range(count)]
+    batch = loader.collate_fn(samples if loader.batch_sampler is not None else samples[0])
+    if isinstance(batch, (list, tuple)):
+        return list(batch[:-1]) if len(batch) > 1 else list(batch)
+    return [batch]
+
+
+def cut_model(
+    model: torch.nn.Module, options: Options, around: Surroundings, seat: Seat
+) -> tuple[Cutting | None, Space | None]:
+    """Cut a model's layers for the workers of a stage, as the lead finds that it can be."""
+    if seat.shape.tensor == 1:
+        return None, None
+    members = around.members
+    plan, error = b"", ""
+    if members.rank == 0:
+        snapshot = Snapshot(model)
+        snapshot.take()
+        try:
+            inputs = example(options.loaders)
+            roles = find_plan(model, inputs, seat.shape.tensor, options.tensor_plan, options.sequence_parallel)
+            plan = encode(roles)
+            around.say(described(model, roles, seat.shape.tensor))
+        except UsageError as refusal:
+            error = str(refusal)
+        except Exception as failure:
+            error = (
+                f"the model could not be run on its loader's first batch, which is how it is found out what to split: "
+                f"{type(failure).__name__}: {failure}"
+            )
+        finally:
+            snapshot.restore()
+    told = members.gather(b"!" + error.encode() if error else plan, Intent.ALLOCATE)[0]
+    if told[:1] == b"!":
+        raise UsageError(told[1:].decode())
+    member = come_together(members, seat.stage_ranks(), around.say)
+    seeds = members.gather(str(torch.initial_seed()).encode(), Intent.ALLOCATE)
+    space = Space(member, int(seeds[seat.lead]) % (1 << 31) + seat.stage * 1000)
+    return Cutting(model, decode(told), space), space
+
+
+def share_rest(cutting: Cutting, members: Members, seat: Seat, held: set[int]) -> dict[str, list[torch.Tensor]]:
+    """Let parts of what is not trained lie where all can read them: buffers, frozen parameters. All parts, by name."""
+    tensors = cutting.besides(held)
+    sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
+    workers = members.size
+    memory = members.share(max(1, workers * sum(sizes)))
+    found: dict[str, list[torch.Tensor]] = {}
+    for rank in range(workers):
+        offset = rank * sum(sizes)
+        for tensor, size in zip(tensors, sizes, strict=True):
+            view = memory.tensor(offset, tensor.numel(), tensor.dtype).view(tensor.shape)
+            offset += size
+            if rank == members.rank:
+                view.copy_(tensor.data)
+                tensor.data = view
+            if rank in seat.stage_ranks():
+                found.setdefault(cutting.names[id(tensor)], []).append(view)
+    return found
