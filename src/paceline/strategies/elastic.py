@@ -58,8 +58,8 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         self._say = around.say
         if len(around.members.machines) > 1:
             raise UsageError(
-                "an elastic run by all-reduce must be on one machine; over several, use a parameter server whose policy "
-                "can spare workers, such as async"
+                "an elastic run by all-reduce must be on one machine; over several, use a parameter server whose "
+                "policy can spare workers, such as async"
             )
         super().__init__(model, optimizer, options, around)
         if self._shard is None or self._visible:

@@ -194,7 +194,7 @@ class MeshTrainer(Trainer):
         pace = self._stopwatch.stop(self.version) if final else (0.0, 0)
         # Once the mean is made it lies in the shared buffer, where this worker's own gradient must not go again.
         used = self._gradients.settle() if self._clipped is None else self._gradients.used()
-        self._table.bring(self._weight * unscale, skip, used, pace)
+        self._table.bring(self._weight, unscale, skip, used, pace)
 
     def _update(self) -> None:
         start = time.perf_counter()

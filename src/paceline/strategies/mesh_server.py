@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from paceline.config import Mesh, parse_servers, parse_strategy
+from paceline.config import Mesh, parse_servers, parse_strategy, place_servers
 from paceline.data.ledger import Lease
 from paceline.errors import TeamError, UsageError
 from paceline.events import Brought, Pull, Wait
@@ -33,6 +33,7 @@ from paceline.server.desk import Desk
 from paceline.server.host import group_count, table_size
 from paceline.server.messages import Freeze, Go, Plan, Push, Thaw, send_parts
 from paceline.server.shard import Sizes, describe
+from paceline.server.words import SharedWords
 from paceline.strategies.base import Options, Surroundings
 from paceline.strategies.leasing import Leases
 from paceline.strategies.mesh import either, refuse
@@ -43,7 +44,6 @@ from paceline.strategies.replicas import Seat, Shape
 from paceline.strategies.split_model import SplitModel
 from paceline.strategies.takeover import Takeover, own_parameters, own_state
 from paceline.transport import Intent
-from paceline.transport.futex import Words
 from paceline.transport.wire import new_address
 
 
@@ -76,6 +76,7 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._worker = around.members.rank
         self._model, self._optimizer, self._launch = model, optimizer, around.launch
         self._timeouts = around.members.meeting.timeouts
+        self._office, self._joins = None, None
         RateScaling(options.scale_lr, 1, options.warmup)
         sync = parse_strategy(around.strategy.sync)
         policy = make_policy(sync, range(self.size))
@@ -91,6 +92,7 @@ class MeshServerTrainer(ParameterServerTrainer):
             around.members.meeting.spare = True
         self._leases = _ReplicaLeases(self._desk, self._stopwatch, self._gradients, self.size, self._follow)
         self._leases.counts = not seat.place
+        self._pushed = False
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
         self._accumulating = self._inside = self._frozen = self._gone_back = False
@@ -112,14 +114,16 @@ class MeshServerTrainer(ParameterServerTrainer):
 
     def _prepare(self, options: Options, around: Surroundings, strategy: str, spare: bool) -> None:
         members, parts, launch = self._members, self._split.parts, self._launch
-        where = parse_servers(launch.servers or options.servers)
-        count = self.size if where == "all" else 1 if where == "lead" else int(where)
+        self._servers = parse_servers(launch.servers or options.servers)
+        count = len(place_servers(str(self._servers), [list(range(self.size))]))
+        self._machine_of_server = [0] * count
+        self._room = self.size
         self._layout = layout = Layout(parts.named, count)
         sizes = Sizes(layout, self.size, group_count(strategy, self.size), "none")
         gradients = members.share(sizes.gradients, keep=True)
         versions = members.share(sizes.versions, keep=True)
         table = members.share(table_size(self.size, len(layout.slots)), keep=True)
-        floors = members.share(Words.STRIDE * self.size, keep=True)
+        words, rest = members.share(SharedWords.memory_size(self.size), keep=True), members.share(0, keep=True)
         self._versions = Versions(layout, versions, sizes.buffers)
         self._gradients = PartGradients.of(layout, gradients, self._rank, sizes.sources, parts.own)
         self._feedback, self._bytes = None, layout.size
@@ -139,7 +143,7 @@ class MeshServerTrainer(ParameterServerTrainer):
             parts.fill(self._versions.views(0))
             parts.import_state(self._import)
         self._optimizer.state.clear()
-        self._connect(options, around, strategy, spare, where, count, [gradients, versions, table, floors, state])
+        self._connect(options, around, strategy, spare, [gradients, versions, table, words, rest, state])
 
     def _import(self, shadow: Optimizer) -> None:
         state = dict(shadow.state)
@@ -153,25 +157,26 @@ class MeshServerTrainer(ParameterServerTrainer):
         around: Surroundings,
         strategy: str,
         spare: bool,
-        where: int | str,
-        count: int,
         memories: list[Any],
     ) -> None:
         members, optimizer, launch = self._members, self._optimizer, self._launch
         address = members.gather(new_address().encode(), Intent.ALLOCATE)[0].decode()
         self._thread, self._processes = None, []
         if not self._seat.place:
-            self._start(address, where, count, spare, around.say)
+            self._start(address, spare, around.say)
         desk = None
         if not self._seat.place:
-            words = Words(memories[3].bytes(0, Words.STRIDE * self.size), self.size)
-            desk = Desk(address, self._rank, words, self._timeouts)
+            desk = Desk(address, self._rank, self._timeouts)
+            desk.watch(SharedWords(memories[3], self.size))
             desk.reduce = self._sum_part
         self._desk: Any = ReplicaDesk(desk, self._together, self._timeouts)
         if desk is not None and self._worker == 0:
             plan = Plan(
                 workers=self.size,
-                servers=count,
+                capacity=self.size,
+                elastic=False,
+                rest=0,
+                servers=len(self._shards),
                 strategy=strategy,
                 timeouts=self._timeouts,
                 folder=str(around.folder) if around.recorder.on else None,
@@ -196,6 +201,13 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._versions.pull(0)
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
+
+    @property
+    def present(self) -> None:
+        """Replicas do not come and go."""
+
+    def gather(self, payload: bytes, intent: Intent) -> None:
+        """All workers take part, not only those that speak with the server."""
 
     def drawn(self) -> None:
         self._split.draw_alike()

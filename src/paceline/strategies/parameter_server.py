@@ -450,10 +450,10 @@ class ParameterServerTrainer(Trainer):
             raise SystemExit(0)
 
     @property
-    def present(self) -> int:
+    def present(self) -> int | None:
         return self._desk.present
 
-    def gather(self, payload: bytes, intent: Intent) -> list[bytes]:
+    def gather(self, payload: bytes, intent: Intent) -> list[bytes] | None:
         """Over the server, since who takes part may change."""
         brought = self._desk.meet(intent, payload)
         return [brought.get(rank, b"") for rank in range(max(self.size, *(rank + 1 for rank in brought)))]

@@ -13,7 +13,7 @@ import msgspec
 
 from paceline import errors
 from paceline.cluster.membership import Members, Pulse
-from paceline.config import Place, Timeouts
+from paceline.config import Timeouts
 from paceline.errors import TeamError
 from paceline.server.desk import Desk
 from paceline.server.messages import ToWorker
@@ -37,8 +37,7 @@ class ReplicaMeeting:
         members.meeting.meet(Intent.ALLOCATE)
         self._meeting.watch = pulse = Pulse(self._meeting)
         members.meeting.meet(Intent.ALLOCATE)
-        place = Place(rank=seat.place, local_rank=seat.place, world_size=size, local_world_size=size)
-        self.members = Members(place, self._meeting, pulse, None)
+        self.members = Members(seat.place, size, self._meeting, pulse, None)
         """The workers of the replica, by their places in it."""
 
     def gather(self, payload: bytes, intent: Intent = Intent.GATHER) -> list[bytes]:
