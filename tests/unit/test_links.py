@@ -47,6 +47,7 @@ class Pair:
         self.sender.read()
         self.receiver.read()
         self.receiver.read_monitor()
+        self.receiver.count_strangers()
         if self.door is not None:
             self.door.read()
         time.sleep(0.001)

@@ -242,6 +242,8 @@ class Office:
         self._haul.recorder.flush()
 
     def _count_refusals(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.count_strangers()
         for why, count in self.refusals.items():
             if count > self._told.get(why, 0):
                 now, more = time.perf_counter(), count - self._told.get(why, 0)
