@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from training import data, under
 
 from paceline import Team
-from paceline.config import parse_slowness
+from paceline.config import capacity, parse_slowness
 from paceline.server.seats import Shelf
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -78,7 +78,8 @@ def test_no_more_versions_exist_than_workers_and_two() -> None:
     told = set().union(*(seen for seen, _ in results))
     assert 3 <= len(told) <= 6
     assert told <= set(range(6))
-    assert {count for _, count in results} == {6}
+    # There is room for more, for workers who join later; what was never used takes no memory.
+    assert {count for _, count in results} == {capacity(4) + 2}
 
 
 def test_in_step_two_buffers_are_enough() -> None:
