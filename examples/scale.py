@@ -1,12 +1,10 @@
 """Which policy wins with 1,000 to 100,000 workers on uneven links: `python examples/scale.py FOLDER`
 
 Volunteers' machines: paces and links differ by a lot, links are slow, machines come and go. Writes the figures and the
-tables of docs/scale.md. Some minutes on one core; `--workers 1000` for one size only.
+tables of docs/scale.md. Some minutes on one core; `--workers 1000` and `--setting narrow` for a part of it.
 """
 
 import argparse
-import dataclasses
-import json
 import math
 import sys
 import time
@@ -21,6 +19,12 @@ from paceline.simulate.predict import simulate
 from paceline.simulate.result import Result
 
 SIZES = (1_000, 10_000, 100_000)
+SETTINGS = {
+    "volunteers": ({}, 100_000),
+    "narrow": ({"servers": 1 / 2000}, 10_000),
+    "no-links": ({"links": False}, 10_000),
+}
+"""What differs from `volunteers`, and up to how many workers; with more the others say nothing new."""
 ROUNDS = {1_000: 24, 10_000: 12}
 """Steps of every worker, about; of more workers fewer, which tell as much."""
 FEW = 4
@@ -153,30 +157,25 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("folder", type=Path, help="where the figures go")
     options.add_argument("--workers", type=int, action="append", help="how many; repeatable")
+    options.add_argument("--setting", choices=SETTINGS, action="append", help="only this one; repeatable")
     options = options.parse_args()
-    sizes = options.workers or list(SIZES)
     options.folder.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "volunteers": {},
-        "narrow": {"servers": 1 / 2000},
-        "no-links": {"links": False},
-    }
-    found: dict[str, dict[str, list[Result]]] = {}
-    for setting, changes in settings.items():
-        found[setting] = {}
+    for setting in options.setting or SETTINGS:
+        changes, largest = SETTINGS[setting]
+        sizes = options.workers or [size for size in SIZES if size <= largest]
+        rows: dict[str, list[Result]] = {}
         for size in sizes:
             cluster = volunteers(size, **changes)
             for name, spec in policies(size).items():
                 begin = time.monotonic()
                 told = ask(spec, cluster)
-                found[setting].setdefault(name, []).append(told)
+                rows.setdefault(name, []).append(told)
                 print(
                     f"{setting}: {size:,} workers, {name}: {told.samples_per_second / size:.3f} samples/s and worker, "
                     f"simulated in {time.monotonic() - begin:.0f} s",
                     file=sys.stderr,
                     flush=True,
                 )
-        rows = found[setting]
         print(f"\n{setting}: samples per second and worker · seconds per update · staleness\n\n{table(rows, sizes)}\n")
         per_worker = {n: [one.samples_per_second / one.workers for one in told] for n, told in rows.items()}
         figure(
@@ -194,34 +193,6 @@ def main() -> None:
             {name: [progress(one) for one in told] for name, told in rows.items()},
             sizes,
         )
-    kept = {
-        setting: {name: [dataclasses.asdict(cell(one)) for one in told] for name, told in rows.items()}
-        for setting, rows in found.items()
-    }
-    (options.folder / "scale.json").write_text(json.dumps(kept, indent=1) + "\n")
-
-
-@dataclasses.dataclass
-class Cell:
-    workers: int
-    samples_per_second: float
-    seconds_per_update: float
-    staleness: float
-    waiting: float
-    communicating: float
-    progress: float
-
-
-def cell(told: Result) -> Cell:
-    return Cell(
-        told.workers,
-        told.samples_per_second,
-        told.seconds_per_update,
-        told.staleness.mean,
-        sum(told.waiting) / told.workers,
-        sum(told.communicating) / told.workers,
-        progress(told),
-    )
 
 
 if __name__ == "__main__":
