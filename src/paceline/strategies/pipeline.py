@@ -79,7 +79,7 @@ class PipelineTrainer(Trainer):
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
 
-    def takebatch_of(self, samples: int, weight: float) -> None:
+    def take_batch(self, samples: int, weight: float) -> None:
         self._stopwatch.start(samples)
         self._stopwatch.drop()  # what a stage computes is told by its passes
         self._samples = samples
@@ -168,7 +168,7 @@ class PipelineTrainer(Trainer):
             msgspec.json.decode(part, type=float)
             for part in self._members.gather(msgspec.json.encode(float(own)), Intent.CLIP)
         ]
-        total = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
         return total
 
