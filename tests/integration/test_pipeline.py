@@ -432,7 +432,7 @@ class Nap(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Nap.apply(x * self.scale, 0.015, 0.03)  # type: ignore[no-any-return]
+        return _Nap.apply(x * self.scale, 0.03, 0.06)  # type: ignore[no-any-return]
 
 
 def asleep(team: Team, microbatches: int) -> None:

@@ -168,7 +168,7 @@ class PipelineTrainer(Trainer):
             msgspec.json.decode(part, type=float)
             for part in self._members.gather(msgspec.json.encode(float(own)), Intent.CLIP)
         ]
-        total = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
         return total
 

@@ -45,7 +45,7 @@ class Batch(Protocol):
     training: bool
     """Whether there will be a backward pass."""
     version: int
-    sizes: Sequence[int]
+    sizes: tuple[int, ...]
     """Samples of each microbatch."""
 
     def kind(self, microbatch: int) -> Any:

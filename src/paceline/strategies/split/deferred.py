@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 from paceline.errors import UsageError
 
 Tensor = torch.Tensor
+_kind: Any = torch.Tensor
+"""The class itself, whose attributes are descriptors."""
 
 
 class Run(Protocol):
@@ -81,8 +83,8 @@ class Deferred(torch.Tensor):
         options: dict[str, Any],
         place: int,
     ) -> Deferred:
-        new: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            Deferred, outline.shape, dtype=outline.dtype, device="cpu", requires_grad=False
+        new: Any = torch.Tensor._make_wrapper_subclass(
+            Deferred, outline.shape, dtype=outline.dtype, device=torch.device("cpu"), requires_grad=False
         )
         new.run, new.outline, new.number, new.function = run, outline, number, function
         new.arguments, new.options, new.place, new.known = arguments, options, place, None
@@ -108,7 +110,7 @@ class Deferred(torch.Tensor):
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **options)
-        if func == torch.Tensor.requires_grad.__get__:
+        if func == _kind.requires_grad.__get__:
             return args[0].outline.is_floating_point()
         if name.endswith("_") and not name.endswith("__"):
             raise UsageError(f"'{name}' changes a split model's output in place; use '{name[:-1]}'")
@@ -120,7 +122,9 @@ class Deferred(torch.Tensor):
         return _recorded(func, name, args, options)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Only reached by what goes around torch's functions."""
         raise UsageError(f"'{func}' needs the values of a split model's output, which are not there yet")
 
@@ -226,14 +230,14 @@ _FORCING_NAMES = {
     "isclose",
 }
 _PLAIN = {
-    torch.Tensor.shape.__get__,
-    torch.Tensor.dtype.__get__,
-    torch.Tensor.device.__get__,
-    torch.Tensor.ndim.__get__,
-    torch.Tensor.layout.__get__,
-    torch.Tensor.is_sparse.__get__,
-    torch.Tensor.is_leaf.__get__,
-    torch.Tensor.grad_fn.__get__,
+    _kind.shape.__get__,
+    _kind.dtype.__get__,
+    _kind.device.__get__,
+    _kind.ndim.__get__,
+    _kind.layout.__get__,
+    _kind.is_sparse.__get__,
+    _kind.is_leaf.__get__,
+    _kind.grad_fn.__get__,
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.numel,
