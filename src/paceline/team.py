@@ -22,8 +22,11 @@ from paceline.cluster.process import keep_freed_memory
 from paceline.config import (
     AllReduce,
     Launch,
+    Mesh,
+    Pipeline,
     Place,
     Strategy,
+    Tensor,
     Timeouts,
     between_replicas,
     check_workers,
@@ -240,14 +243,26 @@ class Team:
         shared = [self._share(loader, global_batch, balance) for loader in loaders]
         return (model, optimizer, *shared)
 
-    def _kind(self) -> type[Trainer]:
+    def _kind(self) -> Callable[..., Trainer]:
         if self._launch.profiling is not None:
             return ProfilingTrainer
         elastic = self._launch.elastic or self._launch.joins is not None
         if self._started_with == 1 and not (elastic and type(self.strategy) in POLICIES):
             return AloneTrainer
+        if isinstance(self.strategy, Pipeline | Tensor | Mesh):
+            self._demand_one_machine(elastic)
         kind = TRAINERS[type(self.strategy)]
         return ElasticAllReduceTrainer if elastic and kind is AllReduceTrainer else kind
+
+    def _demand_one_machine(self, elastic: bool) -> None:
+        """A split model's workers are in the middle of each other's work."""
+        if elastic:
+            raise UsageError(f"'{self.strategy}' cannot go on without a worker; --elastic is for whole models")
+        if len(self._members.machines) > 1:
+            raise UsageError(
+                f"'{self.strategy}' splits a model among workers of one machine; these are on {len(self._members.machines)}. "
+                "Over machines, use all-reduce or a parameter server, or torch's own FSDP2"
+            )
 
     def loader(self, loader: DataLoader[Any], *, global_batch: int | None = None) -> TeamLoader | LeasedLoader:
         """This worker's share of one more loader."""
