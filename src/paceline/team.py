@@ -260,7 +260,7 @@ class Team:
             raise UsageError(f"'{self.strategy}' cannot go on without a worker; --elastic is for whole models")
         if len(self._members.machines) > 1:
             raise UsageError(
-                f"'{self.strategy}' splits a model among workers of one machine; these are on {len(self._members.machines)}. "
+                f"'{self.strategy}' splits a model among workers of one machine, and these are on several. "
                 "Over machines, use all-reduce or a parameter server, or torch's own FSDP2"
             )
 

@@ -529,7 +529,7 @@ class ParameterServerTrainer(Trainer):
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         if self._late:
             return  # what the run has made of it since then counts
-        here = [rank for rank, said in enumerate(self.gather(b"here", Intent.BARRIER)) if said]
+        here = [rank for rank, said in enumerate(self.gather(b"here", Intent.BARRIER) or []) if said]
         # One after the other: the lead writes what all share, the others then find it, and their own buffers.
         for rank in here:
             if rank == self._rank:
