@@ -1,4 +1,4 @@
-"""Several hosts on links of a given speed: how close an all-reduce comes to what the wires allow, and a step of training.
+"""Several hosts on links of a given speed: how close all-reduce comes to what the wires allow, and a step of training.
 
 `python benchmarks/network.py` (as root: hosts are network namespaces on a bridge, made and removed here)
 
@@ -75,86 +75,89 @@ def work(options: argparse.Namespace) -> None:
     """What every worker does."""
     import torch
     from torch import distributed
-    from torch.nn.parallel import DistributedDataParallel
 
     import paceline
+
+    torch.set_num_threads(1)
+    team = paceline.join(timeouts=paceline.Timeouts(join=120.0, meeting=120.0))
+    distributed.init_process_group("gloo")
+    size, ours = all_reduce(team)
+    theirs = torch.full((size // 4,), team.rank + 1.0)
+    step, ddp = steps(team, options.batch)
+    parts: dict[str, Callable[[], Any]] = {
+        "all-reduce": ours,
+        "gloo": lambda: distributed.all_reduce(theirs),
+        "step": step,
+        "ddp": ddp,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    for number in range(options.rounds + 1):
+        for name, part in parts.items():
+            distributed.barrier()
+            start = time.perf_counter()
+            part()
+            distributed.barrier()
+            if number:  # the first time warms up
+                seconds[name].append(time.perf_counter() - start)
+    if team.is_lead:
+        print(json.dumps({"bytes": size, "seconds": seconds}))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def all_reduce(team: Any) -> tuple[int, Callable[[], None]]:
+    """The mean gradient of the model, from everybody's buffer into everybody's; with how many bytes it has."""
     from paceline.bench.workloads import WORKLOADS
     from paceline.parameters.gradients import Gradients
     from paceline.parameters.layout import Layout
     from paceline.strategies.spread import SpreadReduction
     from paceline.transport import Intent
 
-    torch.set_num_threads(1)
-    workload = WORKLOADS[WORKLOAD]
-    team = paceline.join(timeouts=paceline.Timeouts(join=120.0, meeting=120.0))
-    distributed.init_process_group("gloo")
     members = team._members
-    batch = workload.batch_of(options.batch, seed=team.rank)
-
-    model = workload.build()
-    layout = Layout(model.named_parameters(), members.local.size)
+    layout = Layout(WORKLOADS[WORKLOAD].build().named_parameters(), members.local.size)
     memory = members.share(Gradients.memory_size(layout, members.local.size))
     gradients = Gradients.shared(layout, memory, members.local.rank, members.local.size)
-    for flat in gradients.own:
-        flat.fill_(team.rank + 1.0)
     reduction = SpreadReduction(layout, gradients, members, "auto")
     weights = [(rank, 1.0 / team.world_size) for rank in range(team.world_size)]
+    mean = (team.world_size + 1) / 2
+    for flat in gradients.own:
+        flat.fill_(team.rank + 1.0)  # whose mean stays what it is, however often it is made
+    members.meeting.meet(Intent.BARRIER)
 
-    def ours() -> None:
+    def once() -> None:
         reduction.shard(weights, None)
         members.meeting.meet(Intent.PUBLISH)
         reduction.gather()
         members.meeting.meet(Intent.PUBLISH)
+        assert all(abs(float(flat[place]) - mean) < 1e-3 for flat in gradients.own for place in (0, -1))
 
-    theirs_flat = torch.full((layout.size // 4,), team.rank + 1.0)
+    return layout.size, once
 
-    def theirs() -> None:
-        distributed.all_reduce(theirs_flat)
 
-    def timed(what: Callable[[], None], rounds: int) -> list[float]:
-        found = []
-        for _ in range(rounds):
-            distributed.barrier()
-            start = time.perf_counter()
-            what()
-            distributed.barrier()
-            found.append(time.perf_counter() - start)
-        return found
+def steps(team: Any, samples: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A step of training in the team, and one under DistributedDataParallel."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
 
-    timed(ours, 1)
-    seconds: dict[str, list[float]] = {"all-reduce": [], "gloo": [], "step": [], "ddp": []}
-    for _ in range(options.rounds):
-        seconds["all-reduce"] += timed(ours, 1)
-        seconds["gloo"] += timed(theirs, 1)
-    mean = (team.world_size + 1) / 2
-    assert all(bool(((flat - mean).abs() < 1e-4).all()) for flat in gradients.own), "the mean is wrong"
+    from paceline.bench.workloads import WORKLOADS
 
-    torch.manual_seed(0)
-    plain = DistributedDataParallel(workload.build(), gradient_as_bucket_view=True)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-    torch.manual_seed(0)
-    own: Any = workload.build()
-    own, optimizer = team.setup(own, torch.optim.SGD(own.parameters(), lr=0.01))
+    workload = WORKLOADS[WORKLOAD]
+    x, y = workload.batch_of(samples, seed=team.rank)
 
-    def step(net: Any, optimizer: Any) -> Callable[[], None]:
+    def training(net: Any, optimizer: Any) -> Callable[[], None]:
         def once() -> None:
-            x, y = batch
             workload.loss(net(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
 
         return once
 
-    for what, name in ((step(own, optimizer), "step"), (step(plain, plain_optimizer), "ddp")):
-        timed(what, 1)
-        seconds[name].clear()
-    for _ in range(options.rounds):
-        seconds["step"] += timed(step(own, optimizer), 2)
-        seconds["ddp"] += timed(step(plain, plain_optimizer), 2)
-    if team.is_lead:
-        print(json.dumps({"bytes": layout.size, "seconds": seconds}))
-    distributed.barrier()
-    distributed.destroy_process_group()
+    own = workload.build()
+    plain = DistributedDataParallel(workload.build(), gradient_as_bucket_view=True)
+    return (
+        training(*team.setup(own, torch.optim.SGD(own.parameters(), lr=0.01))),
+        training(plain, torch.optim.SGD(plain.parameters(), lr=0.01)),
+    )
 
 
 def tell(options: argparse.Namespace, found: dict[str, Any]) -> None:

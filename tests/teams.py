@@ -7,7 +7,7 @@ import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,6 +27,7 @@ def run_team(
     timeout: float = 60.0,
     places: str | None = None,
     more: dict[str, str] | None = None,
+    may_die: Sequence[int] = (),
 ) -> list[Any]:
     """What `work(team, *arguments)` returns on each worker, by rank; its exception is raised here if it fails."""
     control = Memory.create(Meeting.memory_size(workers))
@@ -50,7 +51,7 @@ def run_team(
             fine, value = pickle.loads(end.recv_bytes())
         except (EOFError, AssertionError) as error:
             fine, value = False, f"rank {rank} ended without a word: {error}"
-        if not fine and failure is None:
+        if not fine and failure is None and rank not in may_die:
             failure = f"rank {rank}: {value}"
         results.append(value)
     for process, _ in ends:
@@ -70,13 +71,23 @@ def run_spread(
     *arguments: Any,
     launch: Launch | None = None,
     timeout: float = 60.0,
+    may_die: Sequence[int] = (),
 ) -> list[Any]:
     """As `run_team`, on pretended machines: a letter per rank says on which; what would cross a network does so."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])}
-        return run_team(work, len(places), *arguments, launch=launch, timeout=timeout, places=places, more=environment)
+        return run_team(
+            work,
+            len(places),
+            *arguments,
+            launch=launch,
+            timeout=timeout,
+            places=places,
+            more=environment,
+            may_die=may_die,
+        )
 
 
 def _member(

@@ -25,6 +25,7 @@ from paceline.data.loader import check_loader
 from paceline.errors import UsageError
 from paceline.events import Balance, Join, Leave, Metric, Recorder, folder_of
 from paceline.events.summary import merge
+from paceline.parameters.travel import pack, unpack
 from paceline.parameters.variables import Mirrored, PerReplica
 from paceline.policies import POLICIES, make_policy
 from paceline.strategies import TRAINERS, Options, Surroundings, Trainer
@@ -274,14 +275,20 @@ class Team:
         return path
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Take model and optimizer from a checkpoint; all workers call it. Returns what else was saved."""
+        """Take model and optimizer from a checkpoint; all workers call it. Returns what else was saved.
+
+        On several machines, those that cannot read the file get what it holds from rank 0.
+        """
         trainer = self._training()
         path = Path(path)
-        if not path.is_file():
+        found = [path.is_file()]
+        if len(self._members.machines) > 1:
+            found = [flag == b"1" for flag in self._members.gather(b"1" if found[0] else b"0")]
+        if not found[0]:
             raise UsageError(f"there is no checkpoint at {path}")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(content, dict) or not {"model", "optimizer"} <= content.keys():
-            raise UsageError(f"{path} is not a checkpoint of a team: it has no 'model' and 'optimizer'")
+        content = _read(path) if all(found) or self.is_lead else {}
+        if not all(found):
+            content = unpack(self._members.gather(pack(content) if self.is_lead else b"")[0])
         trainer.load(content.pop("model"), content.pop("optimizer"))
         trainer.version = int(content.pop("version", trainer.version))
         return content
@@ -399,6 +406,13 @@ def _folder(launch: Launch, name: str | None) -> Path | None:
     if launch.folder is not None:
         return Path(launch.folder)
     return None if name is None else Path("runs") / name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict) or not {"model", "optimizer"} <= content.keys():
+        raise UsageError(f"{path} is not a checkpoint of a team: it has no 'model' and 'optimizer'")
+    return content
 
 
 def _compact(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import time
@@ -90,6 +91,8 @@ class Members:
         """By how much the clock of rank 0's machine is ahead of this one's; a lead knows it."""
         self.farewell: Callable[[], None] | None = None
         """What is left to do over the wires once this lead has left."""
+        self.numbers = itertools.count()
+        """Of what is found through the store: all members make the same things in the same order."""
         self.store = store  # rank 0 may be its host, and goes on being it as long as the team lasts
         self._pulse = pulse
 
@@ -197,7 +200,7 @@ def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callabl
             _current = _meet_here(place.rank, place.world_size, memory, timeouts, say)
         else:
             store = open_store(place, timeouts)
-            roster = call_roll(place, store, machine(), timeouts)
+            roster, store = call_roll(place, store, machine(), timeouts)
             token = with_key(roster.token, key_of_run(launch.key))
             roster = msgspec.structs.replace(roster, token=token)
             _current = _meet_everywhere(place, roster, store, timeouts, say)

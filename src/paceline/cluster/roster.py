@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
-from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.config import Place, Timeouts
 from paceline.errors import JoinError, UsageError, names
@@ -26,6 +26,8 @@ class Entry(msgspec.Struct, frozen=True):
     """The address from which it reaches the store."""
     master: str
     """The address at which it reaches the store."""
+    name: str
+    """Of this process alone."""
 
 
 class Roster(msgspec.Struct, frozen=True):
@@ -37,6 +39,8 @@ class Roster(msgspec.Struct, frozen=True):
     """Per machine, the address at which the others reach it."""
     token: bytes = b""
     """By which the members know each other."""
+    names: list[str] = []
+    """Of all processes, by rank."""
     error: str = ""
     """Why there is none."""
     missing: list[int] = []
@@ -58,26 +62,52 @@ def open_store(place: Place, timeouts: Timeouts) -> Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"paceline/{attempt}", store)
+    return PrefixStore("paceline", store)
 
 
-def call_roll(place: Place, store: Store, machine: str, timeouts: Timeouts) -> Roster:
-    """Say who one is, and hear who the others are."""
-    store.set(f"member/{place.rank}", msgspec.json.encode(Entry(machine, *_addresses(*_master(place)))))
+def call_roll(place: Place, store: Store, machine: str, timeouts: Timeouts) -> tuple[Roster, Store]:
+    """Say who one is, and hear who the others are; also the part of the store that is this team's alone.
+
+    Rank 0 calls, the others answer. After a restart the store may still hold what an earlier team has said, and a
+    restart is not counted alike on all machines. So every call has a name of its own, and a roster counts for a member
+    only if it is in there itself.
+    """
+    entry = Entry(machine, *_addresses(*_master(place)), secrets.token_hex(8))
     if place.rank == 0:
-        roster = _collect(place, store, timeouts)
-        store.set("roster", msgspec.json.encode(roster))
+        call = secrets.token_hex(8)
+        own: Store = PrefixStore(call, store)
+        own.set("member/0", msgspec.json.encode(entry).decode())
+        store.set("call", call)
+        roster = _collect(place, own, timeouts)
+        own.set("roster", msgspec.json.encode(roster).decode())
     else:
-        # Rank 0 waits as long for the last to come, and says then who is missing.
         try:
-            store.wait(["roster"], datetime.timedelta(seconds=timeouts.join + 2.0))
-            roster = msgspec.json.decode(store.get("roster"), type=Roster)
-        except DistStoreError as error:
-            raise JoinError(f"rank {place.rank} did not hear from rank 0 in {timeouts.join:g} s: {error}") from None
+            roster, own = _answer(place, store, entry, timeouts)
+        except DistError as error:
+            raise JoinError(f"rank {place.rank} has lost the store of rank 0: {error}", [0]) from None
     if roster.error:
         raise JoinError(roster.error, roster.missing)
-    return roster
+    return roster, own
+
+
+def _answer(place: Place, store: Store, entry: Entry, timeouts: Timeouts) -> tuple[Roster, Store]:
+    """Whenever rank 0 calls, until it has heard this member."""
+    until = time.monotonic() + timeouts.join + 2.0  # rank 0 waits as long for the last, and says then who is missing
+    answered = ""
+    pause = 0.01
+    while time.monotonic() < until:
+        call = store.get("call").decode() if store.check(["call"]) else ""
+        own = PrefixStore(call, store)
+        if call and call != answered:
+            own.set(f"member/{place.rank}", msgspec.json.encode(entry).decode())
+            answered = call
+        if call and own.check(["roster"]):
+            roster = msgspec.json.decode(own.get("roster"), type=Roster)
+            if roster.error or entry.name in roster.names:
+                return roster, own
+        time.sleep(pause)
+        pause = min(0.2, pause * 1.5)
+    raise JoinError(f"rank {place.rank} did not hear from rank 0 in {timeouts.join:g} s", [0])
 
 
 def _collect(place: Place, store: Store, timeouts: Timeouts) -> Roster:
@@ -97,7 +127,7 @@ def _collect(place: Place, store: Store, timeouts: Timeouts) -> Roster:
     places = list(dict.fromkeys(entry.machine for entry in entries))
     machines = [[rank for rank, entry in enumerate(entries) if entry.machine == where] for where in places]
     hosts = [_reachable(entries, ranks) for ranks in machines]
-    return Roster(machines, hosts, secrets.token_bytes(32))
+    return Roster(machines, hosts, secrets.token_bytes(32), [entry.name for entry in entries])
 
 
 def _reachable(entries: list[Entry], ranks: list[int]) -> str:

@@ -46,7 +46,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: TeamError) -> Failure:
-        return cls(type(error).__name__, str(error), list(error.ranks))
+        return cls(type(error).__name__, str(error)[:2000], list(error.ranks))
 
     def error(self) -> TeamError:
         kind = getattr(errors, self.kind, TeamError)
@@ -327,7 +327,7 @@ class SpreadMeeting:
             self._tell(error)
         if self.idle is not None:
             self.idle()
-        text = b"" if failure is None else msgspec.msgpack.encode(Failure.of(failure))[: _PAGE - _STATE.size]
+        text = b"" if failure is None else msgspec.msgpack.encode(Failure.of(failure))
         self._state[_STATE.size : _STATE.size + len(text)] = text
         _STATE.pack_into(self._state, 0, len(text), last, self._count)
 
@@ -347,20 +347,25 @@ class SpreadMeeting:
         last, waited_for = -1, False
         start = time.monotonic()
         notice = self._timeouts.notice
+        self._wires.move()
         while True:
             for number in sorted(waiting):
                 came = self._take(number, topic)
                 if came is not None:
                     waiting.discard(number)
                     last = came if waited_for else last
-            if not waiting:
+            behind = {
+                number for number, wire in self._wires.wires.items() if wire.pending
+            }  # who have not read ours yet
+            if not waiting and not behind:
                 return last
-            waited_for = True
+            waited_for = waited_for or bool(waiting)
             self._wires.move(_SLICE)
             waited = time.monotonic() - start
-            missing = self._missing(waiting) if waited > min(notice, self._timeouts.meeting) else ""
+            late = waiting or behind
+            missing = self._missing(late) if waited > min(notice, self._timeouts.meeting) else ""
             if waited >= self._timeouts.meeting + self._grace:
-                ranks = [rank for number in sorted(waiting) for rank in self._machines[number]]
+                ranks = [rank for number in sorted(late) for rank in self._machines[number]]
                 raise TeamTimeout(
                     f"rank {self.rank} waited {waited:.1f} s for {missing} at {topic.spoken}; "
                     f"the timeout is {self._timeouts.meeting:g} s",

@@ -1,0 +1,296 @@
+"""All-reduce between real separate hosts: what crosses the cable, what happens when it is pulled, and torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
+import yaml
+from hosts import Host, hosts
+from spread import Failure, Spread
+from support import PYTHON, TORCHRUN, free_port, started, wait_until, write_script
+from teams import run_team
+from torch import nn
+from training import adamw, apart, in_team, plain, same_bits
+
+from paceline import Team
+from paceline.config import Timeouts
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).parents[2]
+RESUME = ROOT / "examples" / "train_resume.py"
+SIZE = 8 * 2**20
+"""Bytes of the gradients whose way is watched."""
+
+
+def crossed(team: Team) -> tuple[list[float], int]:
+    """Bytes that leave and reach this host in an update."""
+    model: Any = nn.Linear(2048, SIZE // 4 // 2048, bias=False)
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    statistics = Path("/proc/net/dev")
+    found = []
+    for _ in range(3):
+        model(torch.ones(1, 2048)).sum().backward()
+        team.barrier()
+        before = _bytes(statistics)
+        team.barrier()
+        optimizer.step()
+        team.barrier()
+        found.append(_bytes(statistics) - before)
+        optimizer.zero_grad()
+    return found, len(team._members.machines)
+
+
+def _bytes(path: Path) -> int:
+    """Sent over the cable since it was plugged in."""
+    line = next(line for line in path.read_text().splitlines() if "eth0" in line)
+    return int(line.split(":")[1].split()[8])
+
+
+def test_each_byte_crosses_the_cable_once() -> None:
+    with hosts(2) as made, Spread(crossed, made, 2, strategy="all-reduce") as team:
+        for found, machines in team.values():
+            assert machines == 2
+            for sent in found:
+                # Of M = 2 machines each sends 2(M−1)/M·S = S, and some headers and notes.
+                assert SIZE <= sent <= 1.06 * SIZE
+
+
+def test_learns_over_hosts_what_one_process_learns(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with (
+        hosts(3) as made,
+        Spread(in_team, made, 1, adamw, torch.float64, 2, strategy="all-reduce", folder=folder) as team,
+    ):
+        results = team.values()
+        assert apart(results[0], plain(adamw, torch.float64, 2)) < 1e-12
+        assert all(same_bits(results[0], other) for other in results[1:])
+        events = team.events()
+    for rank in range(3):
+        assert sum(type(event).__name__ == "Update" and event.rank == rank for event in events) == 10
+    assert sorted({type(event).__name__ for event in events} & {"Join", "Leave"}) == ["Join", "Leave"]
+    assert not list(folder.glob("machine-*"))
+
+
+def look_at_links(team: Team) -> tuple[list[int], list[list[float]]]:
+    model: Any = nn.Linear(256, 256)
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    between = team._trainer._spread.between  # type: ignore[union-attr]
+    return between.order, between.links.bandwidth
+
+
+def slow_down(host: Host, to: Host, rate: str) -> None:
+    """Let what a host sends to one other go at this rate, and all else as it did."""
+    for words in (
+        "qdisc add dev eth0 root handle 1: htb default 10",
+        "class add dev eth0 parent 1: classid 1:10 htb rate 10gbit quantum 60000",
+        f"class add dev eth0 parent 1: classid 1:20 htb rate {rate} quantum 60000",
+        f"filter add dev eth0 parent 1: protocol ip u32 match ip dst {to.address}/32 flowid 1:20",
+    ):
+        subprocess.run(["tc", "-n", host.name, *words.split()], check=True, capture_output=True)
+
+
+def test_the_ring_follows_the_fast_links() -> None:
+    with hosts(4) as made:
+        slow = [(0, 1), (2, 3)]  # of which both would be in a ring in the order of machines
+        for one, other in slow:
+            slow_down(made[one], made[other], "20mbit")
+            slow_down(made[other], made[one], "20mbit")
+        with Spread(look_at_links, made, 1, strategy="all-reduce:topology=ring") as team:
+            results = team.values()
+    order, bandwidth = results[0]
+    assert all(found == order for found, _ in results)
+    for one, other in slow:
+        assert bandwidth[one][other] < 20e6 / 8 * 1.5
+        assert abs(order.index(one) - order.index(other)) == 2
+
+
+# -- the cable -------------------------------------------------------------------------------------------------------
+
+
+def keep_training(team: Team, folder: str, seconds: float) -> int:
+    model: Any = nn.Linear(64, 64)
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    Path(folder, f"began-{team.rank}").touch()
+    start, steps = time.monotonic(), 0
+    while team.per_replica(time.monotonic() - start < seconds)[0]:
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize(("pulled", "timeout"), [(3.0, 20.0), (8.0, 3.0)], ids=["3 s", "too long"])
+def test_a_pulled_cable_heals_or_is_named(tmp_path: Path, pulled: float, timeout: float) -> None:
+    timeouts = Timeouts(join=30.0, meeting=timeout)
+    arguments = (str(tmp_path), pulled + 3.0)
+    with hosts(2) as made, Spread(keep_training, made, 2, *arguments, strategy="all-reduce", timeouts=timeouts) as team:
+        wait_until(lambda: len(list(tmp_path.glob("began-*"))) == 4, 40.0, "the team")
+        time.sleep(0.5)
+        made[1].cable(plugged=False)
+        time.sleep(pulled)
+        made[1].cable(plugged=True)
+        results = team.results(40.0)
+    if pulled < timeout:
+        assert all(isinstance(steps, int) and steps > 10 for steps in results), results
+        assert len(set(results)) == 1
+        return
+    for rank, failure in enumerate(results):
+        assert isinstance(failure, Failure)
+        assert failure.kind in ("TeamTimeout", "WorkerLost"), failure
+        assert made[1 - rank // 2].address in failure.message
+
+
+# -- torchrun --------------------------------------------------------------------------------------------------------
+
+STRUCK = f"""
+import os, runpy, signal, sys, paceline
+save = paceline.Team.save
+def hook(team, path, **extra):
+    result = save(team, path, **extra)
+    if team.rank == 3 and extra["epochs"] == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        team.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if extra["epochs"] == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        team.barrier()
+    return result
+paceline.Team.save = hook
+sys.argv[0] = {str(RESUME)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""The example, in which a worker is killed after its second epoch, unless it has been started again."""
+
+
+def agent(node: int, address: str, port: int, *words: Any) -> list[str]:
+    place = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(node)]
+    return [TORCHRUN, *place, "--master-addr", address, "--master-port", str(port), *map(str, words)]
+
+
+def said_loss(out: str) -> float:
+    found = re.search(r"loss ([0-9.]+) after", out)
+    assert found, out
+    return float(found[1])
+
+
+def play(team: Team, folder: str) -> float:
+    """The example as it is, in a team on one machine."""
+    sys.argv = [str(RESUME), "--epochs", "4", "--checkpoint", f"{folder}/calm.pt"]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        runpy.run_path(str(RESUME), run_name="__main__")
+    return said_loss(out.getvalue()) if team.is_lead else 0.0
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_trains_over_hosts_and_restarts_a_killed_worker(tmp_path: Path) -> None:
+    script = write_script(tmp_path, STRUCK)
+    calm = run_team(play, 4, str(tmp_path))[0]
+    with hosts(2) as made:
+        folders = [tmp_path / "one", tmp_path / "other"]  # which do not see each other's files
+        runs = []
+        for node, (host, folder) in enumerate(zip(made, folders, strict=True)):
+            folder.mkdir()
+            words = ("--max-restarts", 2, script, "--epochs", 4, "--checkpoint", "c.pt", "--name", "run")
+            runs.append(started(host.command(agent(node, made[0].address, 29400, *words)), folder))
+        with runs[0] as lead, runs[1] as other:
+            outcome = lead.finish(200.0)
+            assert (outcome.code, other.finish(30.0).code) == (0, 0), outcome.err
+    assert "going on after epoch 2" in outcome.out
+    assert said_loss(outcome.out) == calm
+    summary = json.loads((folders[0] / "runs" / "run" / "summary.json").read_text())
+    assert summary["world_size"] == 4
+    assert len(summary["workers"]) == 4
+    assert all(worker["minibatches"] >= 2 * 16 for worker in summary["workers"].values())
+    assert not (folders[1] / "c.pt").exists()
+
+
+# -- other people's clusters -----------------------------------------------------------------------------------------
+
+
+def commands(tmp_path: Path, name: str, text: str) -> None:
+    path = write_script(tmp_path, text, name)
+    path.chmod(0o755)
+
+
+TOGETHER = f"""
+import runpy, sys, paceline
+sys.argv[0] = {str(RESUME)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+team = paceline.join()
+if team.is_lead:
+    print("machines", team._members.machines, flush=True)
+"""
+"""The example, which says in the end who shared memory with whom."""
+
+
+@pytest.mark.timeout(200)
+def test_the_slurm_script_starts_a_torchrun_per_machine(tmp_path: Path) -> None:
+    """Its commands are executed, with SLURM's own two replaced: `scontrol` names hosts, `srun` starts on each."""
+    commands(tmp_path, "scontrol", "#!/bin/sh\necho 127.0.0.1\necho other\n")
+    commands(
+        tmp_path,
+        "srun",
+        """#!/bin/bash
+shift
+for node in 0 1; do SLURM_PROCID=$node "$@" & pids="$pids $!"; done
+for pid in $pids; do wait $pid || exit 1; done
+""",
+    )
+    environment = {
+        "PATH": f"{tmp_path}:{Path(PYTHON).parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(free_port()),
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_CPUS_PER_TASK": "2",
+        "WORKERS": "1",
+        "SCRIPT": str(write_script(tmp_path, TOGETHER)),
+    }
+    command = ["bash", ROOT / "examples" / "cluster" / "slurm.sbatch", "--epochs", "1"]
+    with started(command, tmp_path, **environment) as run:
+        outcome = run.finish(120.0)
+    assert outcome.code == 0, outcome.err
+    assert "loss " in outcome.out
+    # Two agents on one host are one machine.
+    assert "machines [[0, 1]]" in outcome.out
+
+
+@pytest.mark.timeout(200)
+def test_the_kubernetes_job_starts_a_torchrun_per_pod(tmp_path: Path) -> None:
+    text = (ROOT / "examples" / "cluster" / "kubernetes.yaml").read_text()
+    parts = {part["kind"]: part for part in yaml.safe_load_all(text)}
+    assert set(parts) == {"Service", "Secret", "Job"}
+    job = parts["Job"]["spec"]
+    assert job["completionMode"] == "Indexed"
+    pod = job["template"]["spec"]
+    assert pod["subdomain"] == parts["Service"]["metadata"]["name"]
+    container = pod["containers"][0]
+    given = {entry["name"]: entry.get("value", "0" * 64) for entry in container["env"]}
+    assert given["MASTER"] == f"{parts['Job']['metadata']['name']}-0.{pod['subdomain']}"
+    assert int(given["NODES"]) == job["completions"] == job["parallelism"]
+    # The command line of each pod, on this machine: another master, fewer workers, and no volume.
+    given |= {"MASTER": "127.0.0.1", "WORKERS": "1", "PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"}
+    line = container["args"][0].replace("/checkpoints/", f"{tmp_path}/").replace("--epochs 10", "--epochs 1")
+    line = line.replace("29400", str(free_port())).replace("examples/", f"{ROOT}/examples/")
+    runs = [
+        started([*container["command"], line], tmp_path, **given, JOB_COMPLETION_INDEX=str(pod_number))
+        for pod_number in range(2)
+    ]
+    with runs[0] as first, runs[1] as second:
+        outcome = first.finish(120.0)
+        assert (outcome.code, second.finish(30.0).code) == (0, 0), outcome.err
+    assert "loss " in outcome.out
