@@ -3,7 +3,7 @@
 `python benchmarks/network_servers.py` (as root: hosts are network namespaces on a bridge, made and removed here)
 
 Three parts, on the same hosts and links, one after the other: pushes and pulls of `mlp25m` under `sync` with a server
-on each host, against 2·max(1, N/k)·S/B of N machines and k servers; the same exchange written with torch.distributed.rpc;
+on each host, against 2·max(1, N/k)·S/B of N machines and k servers; the same exchange written with torch's own rpc;
 and steps of training with one worker a host, for how much of a push is hidden behind the backward pass.
 """
 

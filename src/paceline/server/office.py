@@ -535,7 +535,7 @@ class Office:
                     raise ValueError("flags of other parameters")
                 self._used[letter.who][:] = letter.used
         if isinstance(message, Hello):
-            message = msgspec.structs.replace(message, plan=0, remote=True)
+            message = msgspec.structs.replace(message, plan=0, host=self._charter.peers[machine].address)
         self._sit(letter.who, message, [])
 
     def _take_gone(self, machine: int, who: int) -> None:
