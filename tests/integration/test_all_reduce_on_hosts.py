@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ import yaml
 from hosts import Host, hosts
 from spread import Failure, Spread
 from support import PYTHON, TORCHRUN, free_port, started, wait_until, write_script
+from teams import run_team
 from torch import nn
 from training import adamw, apart, in_team, plain, same_bits
 
@@ -182,18 +187,19 @@ def said_loss(out: str) -> float:
     return float(found[1])
 
 
+def play(team: Team, folder: str) -> float:
+    """The example as it is, in a team on one machine."""
+    sys.argv = [str(RESUME), "--epochs", "4", "--checkpoint", f"{folder}/calm.pt"]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        runpy.run_path(str(RESUME), run_name="__main__")
+    return said_loss(out.getvalue()) if team.is_lead else 0.0
+
+
+@pytest.mark.timeout(300)
 def test_torchrun_trains_over_hosts_and_restarts_a_killed_worker(tmp_path: Path) -> None:
     script = write_script(tmp_path, STRUCK)
-    here = tmp_path / "here"
-    here.mkdir()
-    port = free_port()
-    # Two agents on one host are one machine.
-    with (
-        started(agent(0, "127.0.0.1", port, RESUME, "--epochs", 4, "--checkpoint", "c.pt"), here) as first,
-        started(agent(1, "127.0.0.1", port, RESUME, "--epochs", 4, "--checkpoint", "c.pt"), here) as second,
-    ):
-        calm = first.finish(150.0)
-        assert (calm.code, second.finish(30.0).code) == (0, 0), calm.err
+    calm = run_team(play, 4, str(tmp_path))[0]
     with hosts(2) as made:
         folders = [tmp_path / "one", tmp_path / "other"]  # which do not see each other's files
         runs = []
@@ -205,7 +211,7 @@ def test_torchrun_trains_over_hosts_and_restarts_a_killed_worker(tmp_path: Path)
             outcome = lead.finish(200.0)
             assert (outcome.code, other.finish(30.0).code) == (0, 0), outcome.err
     assert "going on after epoch 2" in outcome.out
-    assert said_loss(outcome.out) == said_loss(calm.out)
+    assert said_loss(outcome.out) == calm
     summary = json.loads((folders[0] / "runs" / "run" / "summary.json").read_text())
     assert summary["world_size"] == 4
     assert len(summary["workers"]) == 4
@@ -221,6 +227,18 @@ def commands(tmp_path: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
+TOGETHER = f"""
+import runpy, sys, paceline
+sys.argv[0] = {str(RESUME)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+team = paceline.join()
+if team.is_lead:
+    print("machines", team._members.machines, flush=True)
+"""
+"""The example, which says in the end who shared memory with whom."""
+
+
+@pytest.mark.timeout(200)
 def test_the_slurm_script_starts_a_torchrun_per_machine(tmp_path: Path) -> None:
     """Its commands are executed, with SLURM's own two replaced: `scontrol` names hosts, `srun` starts on each."""
     commands(tmp_path, "scontrol", "#!/bin/sh\necho 127.0.0.1\necho other\n")
@@ -240,15 +258,18 @@ for pid in $pids; do wait $pid || exit 1; done
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_CPUS_PER_TASK": "2",
         "WORKERS": "1",
-        "SCRIPT": str(RESUME),
+        "SCRIPT": str(write_script(tmp_path, TOGETHER)),
     }
     command = ["bash", ROOT / "examples" / "cluster" / "slurm.sbatch", "--epochs", "1"]
     with started(command, tmp_path, **environment) as run:
         outcome = run.finish(120.0)
     assert outcome.code == 0, outcome.err
     assert "loss " in outcome.out
+    # Two agents on one host are one machine.
+    assert "machines [[0, 1]]" in outcome.out
 
 
+@pytest.mark.timeout(200)
 def test_the_kubernetes_job_starts_a_torchrun_per_pod(tmp_path: Path) -> None:
     text = (ROOT / "examples" / "cluster" / "kubernetes.yaml").read_text()
     parts = {part["kind"]: part for part in yaml.safe_load_all(text)}

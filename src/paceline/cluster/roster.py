@@ -75,11 +75,11 @@ def call_roll(place: Place, store: Store, machine: str, timeouts: Timeouts) -> t
     entry = Entry(machine, *_addresses(*_master(place)), secrets.token_hex(8))
     if place.rank == 0:
         call = secrets.token_hex(8)
-        own = PrefixStore(call, store)
-        own.set("member/0", msgspec.json.encode(entry))
+        own: Store = PrefixStore(call, store)
+        own.set("member/0", msgspec.json.encode(entry).decode())
         store.set("call", call)
         roster = _collect(place, own, timeouts)
-        own.set("roster", msgspec.json.encode(roster))
+        own.set("roster", msgspec.json.encode(roster).decode())
     else:
         try:
             roster, own = _answer(place, store, entry, timeouts)
@@ -99,7 +99,7 @@ def _answer(place: Place, store: Store, entry: Entry, timeouts: Timeouts) -> tup
         call = store.get("call").decode() if store.check(["call"]) else ""
         own = PrefixStore(call, store)
         if call and call != answered:
-            own.set(f"member/{place.rank}", msgspec.json.encode(entry))
+            own.set(f"member/{place.rank}", msgspec.json.encode(entry).decode())
             answered = call
         if call and own.check(["roster"]):
             roster = msgspec.json.decode(own.get("roster"), type=Roster)

@@ -73,11 +73,13 @@ class Between:
         timeouts = members.meeting.timeouts
         # A little less than the others wait in a meeting: whoever misses somebody speaks before those who miss it.
         self._limit = datetime.timedelta(seconds=0.9 * timeouts.meeting)
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=members.hosts[members.machine])]
+        kind: Any = ProcessGroupGloo  # of which torch's types do not tell all
+        options = kind._Options()
+        options._devices = [kind.create_device(hostname=members.hosts[members.machine])]
         options._timeout = datetime.timedelta(seconds=max(timeouts.join, timeouts.meeting))
+        assert members.store is not None  # through which the machines found each other
         store = PrefixStore(f"between/{next(members.numbers)}/{name}", members.store)
-        self._gloo: Any = ProcessGroupGloo(store, self._index[members.rank], len(ranks), options)
+        self._gloo = kind(store, self._index[members.rank], len(ranks), options)
         self._gloo._set_default_timeout(self._limit)
         self.order = list(range(len(machines)))
         """Of the machines around the ring."""

@@ -70,8 +70,8 @@ class Hello(_Message, frozen=True, gc=False):
     rank: int
     pid: int
     plan: int = 0
-    remote: bool = False
-    """It is on another machine than the coordinator."""
+    host: str = ""
+    """The address of its machine, if that is not the coordinator's."""
     joins: bool = False
     """The run goes on already."""
 

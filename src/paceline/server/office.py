@@ -295,6 +295,9 @@ class Office:
             wire.close()
             return
         who = hello.rank if isinstance(hello, Hello) else -1 - hello.index
+        if who in self._near or self._where.get(who) != self._me:
+            wire.close()
+            return
         self._near[who] = near = _Near(who, wire)
         self._came = True
         self._watch(wire.descriptor, lambda: self._hear(near))
@@ -536,7 +539,7 @@ class Office:
                     raise ValueError("flags of other parameters")
                 self._used[letter.who][:] = letter.used
         if isinstance(message, Hello):
-            message = msgspec.structs.replace(message, plan=0, remote=True)
+            message = msgspec.structs.replace(message, plan=0, host=self._charter.peers[machine].address)
         self._sit(letter.who, message, [])
 
     def _take_gone(self, machine: int, who: int) -> None:
