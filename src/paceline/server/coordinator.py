@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline import events
 from paceline.config import parse_strategy
-from paceline.errors import Mismatch, ServerLost, TeamError, TeamTimeout, WorkerLost, names
+from paceline.errors import Mismatch, ServerLost, TeamError, TeamTimeout, WorkerLost
 from paceline.events import Recorder
 from paceline.parameters.hyperparameters import Hyperparameters
 from paceline.policies import Decision, Groups, Order, Policy, make_policy
@@ -143,7 +143,7 @@ class Coordinator:
                 continue
             if waited >= limits.meeting:
                 raise TeamTimeout(
-                    f"rank {seat.rank} waited {waited:.1f} s for {names(late)} at {seat.state.value}; "
+                    f"rank {seat.rank} waited {waited:.1f} s for {self._seats.named(late)} at {seat.state.value}; "
                     f"the timeout is {limits.meeting:g} s",
                     late,
                 )
@@ -152,8 +152,8 @@ class Coordinator:
             elif waited >= notice:
                 self._notices[seat.rank] = 2 * waited
                 self._say(
-                    f"rank {seat.rank} waits for {names(late)} at {seat.state.value}: {waited:.0f} s so far, "
-                    f"the timeout is {limits.meeting:g} s"
+                    f"rank {seat.rank} waits for {self._seats.named(late)} at {seat.state.value}: {waited:.0f} s "
+                    f"so far, the timeout is {limits.meeting:g} s"
                 )
 
     # -- gradients ---------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Coordinator:
             self._samples.settle()
 
     def _cancel(self, seat: Seat) -> None:
-        if seat.remote:
+        if seat.host:
             self._seats.tell(seat, Cancel(self._policy.version))
             return
         self._floors.stamp(seat.rank, time.perf_counter())
@@ -299,6 +299,7 @@ class Coordinator:
 
     def _lost(self, seat: Seat, how: str = "died") -> None:
         """A worker has died."""
+        how = f"on {seat.host} {how}" if seat.host else how
         state = seat.state
         self._recorder.add(events.Lost(seat.rank, time.perf_counter()))
         leases = self._remove(seat, "lost")

@@ -85,7 +85,7 @@ class _Company:
         if isinstance(hello, ShardHello):
             self.others[hello.index] = wire
         elif isinstance(hello, Hello):
-            self.seats[hello.rank] = Seat(hello.rank, hello.pid, wire, remote=hello.remote)
+            self.seats[hello.rank] = Seat(hello.rank, hello.pid, wire, host=hello.host)
             if hello.plan:
                 self.text, self.descriptors = receive_parts(wire, patience) or b"", received
                 self.plan = msgspec.msgpack.decode(self.text, type=Plan)

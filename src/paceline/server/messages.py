@@ -59,8 +59,8 @@ class Hello(_Message, frozen=True, gc=False):
     rank: int
     pid: int
     plan: int = 0
-    remote: bool = False
-    """It is on another machine than the coordinator."""
+    host: str = ""
+    """The address of its machine, if that is not the coordinator's."""
 
 
 class ShardHello(_Message, frozen=True, gc=False):

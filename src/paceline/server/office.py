@@ -74,6 +74,8 @@ _BEAT = 0.5
 """Seconds between signs of life."""
 _KNOCK = 0.02
 """Seconds between looks at whether the coordinator has come."""
+_STALLED = 30.0
+"""Seconds without a sign that anything arrives, after which a connection is made anew."""
 _FAREWELL = 3.0
 """Seconds in which the last words must have arrived."""
 _WINDOWS = {"control": 1 << 30, "bulk": 8 << 20}
@@ -234,11 +236,15 @@ class Office:
                 if sender.idle:
                     sender.send(_encode(Beat(time.perf_counter())))
                 self._look_after(machine, now)
+            for link in LINKS:
+                self._senders[link][machine].renew(_STALLED)
         self._pass_on_streams()
         self._count_refusals()
         self._haul.recorder.flush()
 
     def _count_refusals(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.count_strangers()
         for why, count in self.refusals.items():
             if count > self._told.get(why, 0):
                 now, more = time.perf_counter(), count - self._told.get(why, 0)
@@ -529,7 +535,7 @@ class Office:
                     raise ValueError("flags of other parameters")
                 self._used[letter.who][:] = letter.used
         if isinstance(message, Hello):
-            message = msgspec.structs.replace(message, plan=0, remote=True)
+            message = msgspec.structs.replace(message, plan=0, host=self._charter.peers[machine].address)
         self._sit(letter.who, message, [])
 
     def _take_gone(self, machine: int, who: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.errors import names
 from paceline.server.messages import Ask, Cancelled, Enter, Push
 from paceline.transport.wire import Closed, Wire
 
@@ -31,8 +32,8 @@ class Seat:
     rank: int
     pid: int
     wire: Wire[Any]
-    remote: bool = False
-    """Whether it is on another machine."""
+    host: str = ""
+    """The address of its machine, if it is on another one."""
     version: int = 0
     buffer: int = 0
     state: State = State.COMPUTING
@@ -97,6 +98,11 @@ class Seats(dict[int, Seat]):
         for seat in seats.values():
             self.shelf.hold(seat.buffer)
             seat.into(State.COMPUTING)
+
+    def named(self, ranks: list[int]) -> str:
+        """How messages speak of these workers."""
+        hosts = sorted({self[rank].host for rank in ranks if rank in self and self[rank].host})
+        return f"{names(ranks)} on {' and '.join(hosts)}" if hosts else names(ranks)
 
     def tell(self, seat: Seat, message: msgspec.Struct) -> None:
         with contextlib.suppress(Closed):  # its end will be heard

@@ -162,7 +162,7 @@ class Updates:
         pushes = [self.held[ticket] for ticket in tickets if ticket in self.held]
         seats = [self._seats[pushed.rank] for pushed in pushes if pushed.rank in self._seats]
         plain = self._plan.compress in ("none", "fp32") and not self._corrections.compensates
-        plain = plain and not any(seat.remote for seat in self._seats.values())  # they share no memory
+        plain = plain and not any(seat.host for seat in self._seats.values())  # they share no memory
         if not plain or len(seats) < len(pushes) or any(pushed.used is not None for pushed in pushes):
             return  # the update takes them one by one
         total = sum(pushed.mass for pushed in pushes) or 1.0

@@ -31,7 +31,7 @@ _ROOM = 1 << 18
 """Bytes that a frame may be longer than a chunk: short things and heads."""
 _QUEUE = 16
 """Frames that ZeroMQ keeps for a connection, at each end."""
-_HANDSHAKE = 5000
+_HANDSHAKE = 3000
 """Milliseconds in which whoever connects must have proven that it is a member."""
 _BACKLOG = 64
 
@@ -39,7 +39,7 @@ LINKS = ("control", "bulk")
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of every frame; numbers begin with 1. Number 0 asks how far the other end is; its size is how far one has sent."""
+    """Of each frame; numbers begin with 1. Number 0 asks how far the other end is; its size is how far one has sent."""
 
     run: str
     machine: int
@@ -105,13 +105,26 @@ class Sender:
         self._number = 0
         self._bytes = 0
         self._knock = False
+        self._progress = time.monotonic()
+        """When something was last acknowledged, or nothing was to be."""
         self.heard = time.monotonic()
         """When the other end last gave a sign of life."""
         self.again = 0
         """Frames that were sent again."""
 
     def connect(self, address: str, port: int) -> None:
-        self.socket.connect(f"tcp://{address}:{port}")
+        self._endpoint = f"tcp://{address}:{port}"
+        self.socket.connect(self._endpoint)
+
+    def renew(self, patience: float) -> None:
+        """Connect anew if nothing has been acknowledged for so long: damage may have left the other end waiting."""
+        now = time.monotonic()
+        if not self._kept:
+            self._progress = now
+        elif now - self._progress > patience:
+            self._progress = now
+            self.socket.disconnect(self._endpoint)
+            self.socket.connect(self._endpoint)
 
     @property
     def room(self) -> int:
@@ -160,7 +173,7 @@ class Sender:
                     taken = _taken.decode(parts[0])
                 except msgspec.MsgspecError:
                     continue
-                self.heard = time.monotonic()
+                self.heard = self._progress = time.monotonic()
                 while self._kept and self._kept[0][0] <= taken.number:
                     _, letter, payload = self._kept.popleft()
                     self._bytes -= len(letter) + (0 if payload is None else len(payload))
@@ -200,6 +213,9 @@ class Receiver:
         """When each machine was last heard of."""
         self._taken: dict[int, int] = {}
         self._run = ""
+        self._knocks: deque[float] = deque()
+        """When those connected who may still prove to be members."""
+        self._old = self._members = self._strangers = 0
 
     def bind(self, address: str, keys: Keys | None) -> int:
         """Listen; returns the port."""
@@ -215,10 +231,7 @@ class Receiver:
             self.socket.setsockopt(zmq.ZAP_DOMAIN, b"paceline")
             self.socket.curve_server = True
             self.socket.curve_secretkey = keys.server.secret
-        failed = (
-            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
-        self.monitor = self.socket.get_monitor_socket(failed)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         return int(self.socket.bind_to_random_port(f"tcp://{address}"))
 
     def open(self, run: str, machines: list[int]) -> None:
@@ -255,7 +268,8 @@ class Receiver:
             self.heard[head.machine] = time.monotonic()
             return Taken(before, head.size)
         if head.number > before + 1:
-            return None  # one before it was lost with its connection; both come again
+            self.refusals.add("before its turn", name)  # if one before it was lost with its connection, both come again
+            return None
         letter, payload = parts[2], parts[3] if len(parts) == 4 else None
         why = ""
         if head.size != len(letter) + (0 if payload is None else len(payload)):
@@ -296,8 +310,25 @@ class Receiver:
     def read_monitor(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                recv_monitor_message(self.monitor, zmq.DONTWAIT)
-                self.refusals.add("not a member")
+                event = recv_monitor_message(self.monitor, zmq.DONTWAIT)["event"]
+                if event == zmq.EVENT_ACCEPTED:
+                    self._knocks.append(time.monotonic())
+                else:
+                    self._members += 1
+
+    def count_strangers(self) -> None:
+        """Whoever connected and has not proven in time to be a member is refused, however it failed.
+
+        ZeroMQ does not say which connection it is that has proven it, so they are counted: those who came so long ago,
+        less all who have. One who came since makes it too few, but not for longer than that.
+        """
+        before = time.monotonic() - _HANDSHAKE / 1e3 - 0.5
+        while self._knocks and self._knocks[0] < before:
+            self._knocks.popleft()
+            self._old += 1
+        for _ in range(self._old - self._members - self._strangers):
+            self._strangers += 1
+            self.refusals.add("not a member")
 
     def close(self) -> None:
         self.socket.disable_monitor()

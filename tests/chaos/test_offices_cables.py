@@ -1,0 +1,94 @@
+"""Cables that are pulled, and links that are slow: a run over hosts heals, or says whom it has lost."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from checker import violations
+from hosts import hosts
+from spread import Failure, Spread
+
+from paceline.config import Timeouts
+from paceline.events import Push, Update
+
+
+def paced(team: Any, steps: int, seconds: float, width: int = 32) -> list[Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(width, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = team.setup(model, optimizer)
+    for number in range(steps):
+        x = torch.randn(4, width, generator=torch.Generator().manual_seed(number))
+        model(x).square().mean().backward()
+        time.sleep(seconds)
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+def _after_first_updates(team: Spread, seconds: float = 20.0) -> None:
+    assert team.folder is not None
+    path = team.folder / "streams" / "-1.jsonl"
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if path.exists() and path.read_bytes().count(b'"event":"update"') >= 2:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the run did not begin")
+
+
+def test_a_cable_pulled_for_three_seconds_heals_by_itself(tmp_path: Path) -> None:
+    with hosts(2) as (a, b), Spread(paced, [a, b], 1, 30, 0.1, folder=tmp_path / "run", servers="lead") as team:
+        _after_first_updates(team)
+        b.cable(False)
+        time.sleep(3.0)
+        b.cable(True)
+        team.values(40)
+        recorded = team.events()
+    assert violations(recorded, "sync") == []
+    updates = [event for event in recorded if isinstance(event, Update)]
+    assert len(updates) == 30
+    # The fault has happened: nothing went on while the cable was out.
+    assert max(after.start - before.start for before, after in itertools.pairwise(updates)) > 2.5
+
+
+def test_a_cable_pulled_for_longer_is_an_error_that_names_the_host(tmp_path: Path) -> None:
+    timeouts = Timeouts(join=20.0, meeting=4.0)
+    with (
+        hosts(2) as (a, b),
+        Spread(paced, [a, b], 1, 600, 0.1, folder=tmp_path / "run", servers="lead", timeouts=timeouts) as team,
+    ):
+        _after_first_updates(team)
+        b.cable(False)
+        pulled = time.monotonic()
+        results = team.results(30)
+        assert time.monotonic() - pulled < 20.0
+    assert isinstance(results[0], Failure) and isinstance(results[1], Failure)
+    assert results[0].kind in ("WorkerLost", "TeamTimeout"), results[0]
+    assert b.address in results[0].message, results[0]
+    assert results[1].kind == "ServerLost", results[1]
+    assert a.address in results[1].message
+
+
+def test_a_slow_link_under_k_async_leaves_the_team_its_pace(tmp_path: Path) -> None:
+    def pace(folder: Path, slow: bool) -> tuple[float, int]:
+        with hosts(3) as made:
+            if slow:
+                made[2].limit("1mbit")
+            with Spread(paced, made, 1, 40, 0.05, 128, folder=folder, strategy="k-async:k=1", servers="lead") as team:
+                results = team.results(60)
+                assert not any(isinstance(result, Failure) for result in results), results
+                recorded = team.events()
+        assert violations(recorded, "k-async:k=1") == []
+        first = [event.start for event in recorded if isinstance(event, Push) and event.rank in (0, 1)]
+        late = sum(isinstance(event, Push) and event.rank == 2 and event.start < first[-1] for event in recorded)
+        return (first[-1] - first[0]) / (len(first) - 1), late
+
+    even, _ = pace(tmp_path / "even", slow=False)
+    slowed, late = pace(tmp_path / "slowed", slow=True)
+    assert late < 30  # the link was slow: its worker has pushed less than the others
+    assert slowed <= even / 0.8
