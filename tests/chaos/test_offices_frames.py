@@ -95,7 +95,7 @@ class Rig:
         return client
 
     def head(self, link: str, letter: bytes, payload: bytes | None, ahead: int = 1) -> Head:
-        check = zlib.crc32(letter) if payload is None else zlib.crc32(payload, zlib.crc32(letter))
+        check = zlib.crc32(letter) ^ zlib.crc32(payload or b"")
         return Head(self.run, 1, self.numbers[link] + ahead, len(letter) + len(payload or b""), check)
 
     def contents(self) -> list[int]:

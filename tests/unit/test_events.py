@@ -23,8 +23,10 @@ from paceline.events import (
     Push,
     Recorder,
     Reduce,
+    Refused,
     Return,
     Seen,
+    Send,
     Switch,
     Update,
     Wait,
@@ -49,6 +51,8 @@ EVERY_KIND: list[Event] = [
     Cancel(1, 3.2, 0.05, 3, [6]),
     Lease(1, 3.25, 6, 0, 2, 48, 16),
     Return(1, 3.3, [6], "cancelled"),
+    Send(1, 3.4, 0.1, 400),
+    Refused(-1, 3.5, 1, "damaged", 2),
     Seen(0, 3.35, [8]),
     Epoch(-1, 3.4, 0, 2, 1500),
     Epoch(-1, 3.45, 0, 2, 0, True),
@@ -238,6 +242,7 @@ SUMMARY: dict[str, Any] = {
     "last": {"loss": 1.0, "accuracy": 0.5, "grip": 0.25},
     "pushed_bytes": 0,
     "saved_bytes": 0,
+    "refused": {},
     "workers": {
         "0": {
             "computing": 4.5,
@@ -340,3 +345,12 @@ def test_a_stream_that_was_cut_off_is_merged_up_to_there(tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:-5])
     merge(tmp_path, 2)
     assert len(list(read(tmp_path / "events.jsonl"))) == len(RUN) - 1
+
+
+def test_refusals_are_counted_by_why() -> None:
+    events = [
+        Refused(-1, 1.0, 0, "damaged", 2),
+        Refused(-1, 2.0, 1, "damaged", 3),
+        Refused(-1, 3.0, 1, "seen before", 1),
+    ]
+    assert summarise(events, 1).refused == {"damaged": 5, "seen before": 1}

@@ -83,8 +83,8 @@ class Shipment:
         self.closing = True
         self._queue.extend(range(len(self._grid.chunks)))
 
-    def next(self) -> tuple[int, memoryview] | None:
-        """The next chunk to send, if there is one; place and bytes."""
+    def next(self) -> tuple[int, bytes, int] | None:
+        """The next chunk to send, if there is one: its place, its bytes, and their checksum."""
         while self._queue:
             index = self._queue.popleft()
             start, stop = self._grid.chunks[index]
@@ -94,7 +94,7 @@ class Shipment:
             if self._sent.get(index) == check:
                 continue
             self._sent[index] = check
-            return start, memoryview(data)
+            return start, data, check
         return None
 
     @property

@@ -289,9 +289,9 @@ class Haul:
         if chunk is not None:
             if not push.start:
                 push.start = time.perf_counter()
-            place, data = chunk
+            place, data, check = chunk
             push.bytes += len(data)
-            sender.send(_encode(Chunk("gradient", rank, place, push.turn)), data)
+            sender.send(_encode(Chunk("gradient", rank, place, push.turn)), data, check)
             return True
         if shipment.complete and not shipment.ended:
             shipment.ended = True

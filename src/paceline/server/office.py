@@ -296,6 +296,9 @@ class Office:
             wire.close()
             return
         who = hello.rank if isinstance(hello, Hello) else -1 - hello.index
+        if who in self._near or self._where.get(who) != self._me:
+            wire.close()
+            return
         self._near[who] = near = _Near(who, wire)
         self._came = True
         self._watch(wire.descriptor, lambda: self._hear(near))

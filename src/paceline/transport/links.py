@@ -23,6 +23,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 from zmq.utils.z85 import decode as z85_decode
 
+from paceline.errors import TeamError
 from paceline.transport.keys import Keys
 
 CHUNK = 1 << 20
@@ -64,7 +65,8 @@ _taken = msgspec.msgpack.Decoder(Taken)
 
 
 def _check(letter: Any, payload: Any) -> int:
-    return zlib.crc32(payload, zlib.crc32(letter)) if payload is not None else zlib.crc32(letter)
+    """Of a frame; the parts by themselves, so that who knows the payload's already need not look at it again."""
+    return zlib.crc32(letter) ^ (0 if payload is None else zlib.crc32(payload))
 
 
 class Refusals(Counter[str]):
@@ -98,8 +100,8 @@ class Sender:
             self.socket.curve_publickey, self.socket.curve_secretkey = keys.client
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._me, self._run, self._window = me, run, window
-        self._kept: deque[tuple[int, bytes, Any]] = deque()
-        """Number, letter and payload of what is not acknowledged."""
+        self._kept: deque[tuple[int, bytes, Any, int | None]] = deque()
+        """Number, letter, payload and the payload's checksum, if that is known, of what is not acknowledged."""
         self._next = 0
         """Which of those goes next."""
         self._number = 0
@@ -140,9 +142,10 @@ class Sender:
         """Whether something is to be sent as soon as ZeroMQ takes it."""
         return self._knock or self._next < len(self._kept)
 
-    def send(self, letter: bytes, payload: Any = None) -> None:
+    def send(self, letter: bytes, payload: Any = None, check: int | None = None) -> None:
+        """payload: bytes, or memory that stays as it is until this is acknowledged; check: its crc32, if known."""
         self._number += 1
-        self._kept.append((self._number, letter, payload))
+        self._kept.append((self._number, letter, payload, check))
         self._bytes += len(letter) + (0 if payload is None else len(payload))
         self.flush()
 
@@ -154,10 +157,10 @@ class Sender:
                     self.socket.send_multipart([_encode(Head(self._run, self._me, 0, sent, 0)), b""], zmq.DONTWAIT)
                     self._knock = False
                     continue
-                number, letter, payload = self._kept[self._next]
-                parts = [letter] if payload is None else [letter, bytes(payload)]
+                number, letter, payload, known = self._kept[self._next]
+                parts = [letter] if payload is None else [letter, payload]
                 size = sum(map(len, parts))
-                check = _check(letter, None if payload is None else parts[1])
+                check = _check(letter, payload) if known is None else zlib.crc32(letter) ^ known
                 head = _encode(Head(self._run, self._me, number, size, check))
                 self.socket.send_multipart([head, *parts], zmq.DONTWAIT)
                 self._next += 1
@@ -173,9 +176,12 @@ class Sender:
                     taken = _taken.decode(parts[0])
                 except msgspec.MsgspecError:
                     continue
+                # A wrong number here would make this end forget what has never come.
+                if parts[1:] != [zlib.crc32(parts[0]).to_bytes(4, "little")]:
+                    continue
                 self.heard = self._progress = time.monotonic()
                 while self._kept and self._kept[0][0] <= taken.number:
-                    _, letter, payload = self._kept.popleft()
+                    _, letter, payload, _ = self._kept.popleft()
                     self._bytes -= len(letter) + (0 if payload is None else len(payload))
                     self._next = max(0, self._next - 1)
                 if taken.damaged or taken.asked > taken.number:
@@ -255,7 +261,8 @@ class Receiver:
         answer = self._judge(who, parts)
         if answer is not None:
             with contextlib.suppress(zmq.ZMQError):
-                self.socket.send_multipart([who, _encode(answer)], zmq.DONTWAIT)
+                text = _encode(answer)
+                self.socket.send_multipart([who, text, zlib.crc32(text).to_bytes(4, "little")], zmq.DONTWAIT)
 
     def _judge(self, who: bytes, parts: list[memoryview]) -> Taken | None:
         """Take one frame, or refuse it; returns what to answer."""
@@ -285,7 +292,7 @@ class Receiver:
         self._taken[head.machine] = head.number
         try:
             self._take(head.machine, bytes(letter), payload)
-        except (ValueError, KeyError, IndexError) as error:  # msgspec's are ValueErrors, too
+        except (ValueError, KeyError, IndexError, TeamError) as error:  # msgspec's are ValueErrors, too
             self.refusals.add(f"{error}" if type(error) is ValueError else "not understood", name)
         return Taken(head.number)
 
