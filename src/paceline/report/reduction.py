@@ -277,8 +277,9 @@ class Reduction:
     def _each_once(self, updates: Rows) -> Rows:
         """Every version once: as the first worker made it or, when that is gone, the lowest that is left."""
         if not (updates["rank"] >= 0).any():
-            return updates[updates["rank"] == -1]
-        new = updates[(updates["rank"] >= 0) & (updates["version"] > self._newest)]
+            by_server: Rows = updates[updates["rank"] == -1]
+            return by_server
+        new: Rows = updates[(updates["rank"] >= 0) & (updates["version"] > self._newest)]
         if not len(new):
             return new
         order = np.lexsort((new["rank"], new["version"]))
