@@ -142,7 +142,8 @@ def _table(console: Console, findings: list[Finding]) -> None:
 
 
 def _matrix(console: Console, title: str, links: Links, values: list[list[float | None]], factor: float) -> None:
-    table = Table(title=title, box=None, padding=(0, 1, 0, 1), title_justify="left")
+    console.print(f"[italic]{title}[/]")
+    table = Table(box=None, padding=(0, 1, 0, 1))
     table.add_column("")
     for rank in range(len(values)):
         table.add_column(str(rank), justify="right")
