@@ -20,6 +20,7 @@ from paceline.doctor import member
 from paceline.doctor.findings import Diagnosis, Finding, Links
 from paceline.errors import TeamError, UsageError
 
+_WIDTH = 160
 _COLOURS = {"ok": "green", "works with limits": "yellow", "cannot": "red"}
 
 
@@ -109,7 +110,9 @@ def _plain(diagnosis: Diagnosis) -> dict[str, object]:
 
 
 def _show(diagnosis: Diagnosis) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH  # who reads a file wants whole lines
     several = len(diagnosis.machines) > 1
     for machine in diagnosis.machines:
         if several:
@@ -129,6 +132,8 @@ def _show(diagnosis: Diagnosis) -> None:
 
 def _table(console: Console, findings: list[Finding]) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for column in range(3):
+        table.add_column(no_wrap=column < 2, overflow="fold")
     for finding in findings:
         table.add_row(finding.what, f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]", finding.found)
         if finding.change:
@@ -137,7 +142,8 @@ def _table(console: Console, findings: list[Finding]) -> None:
 
 
 def _matrix(console: Console, title: str, links: Links, values: list[list[float | None]], factor: float) -> None:
-    table = Table(title=title, box=None, padding=(0, 1, 0, 1), title_justify="left")
+    console.print(f"[italic]{title}[/]")
+    table = Table(box=None, padding=(0, 1, 0, 1))
     table.add_column("")
     for rank in range(len(values)):
         table.add_column(str(rank), justify="right")

@@ -1,8 +1,8 @@
 """What runs on a node of a Ray cluster: starts the processes of one worker there, and hands on what they say and write.
 
-Ray is sent this file's code by value, so it is plain Python, like `crew`, `outbox` and `bootstrap`: the node's Ray process
-imports neither torch nor anything of ours. The driver pulls (`listen`), so a slow driver slows the worker's output,
-and never fills the node's memory.
+Ray is sent this file's code by value, so it is plain Python, like `crew`, `outbox` and `bootstrap`: the node's Ray
+process imports neither torch nor anything of ours. The driver pulls (`listen`), so a slow driver slows the worker's
+output, and never fills the node's memory.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from paceline.errors import JoinError, UsageError
 
 _IGNORED = ["/runs/", ".git/", ".venv/", "__pycache__/", ".mypy_cache/", ".ruff_cache/", ".pytest_cache/"]
 """What does not travel with the script, besides what .gitignore and .rayignore name."""
+_KNOCK = 10.0
+"""Seconds for a cluster to answer at all."""
 _STOP = 5.0
 """Seconds for the agents to end their processes."""
 
@@ -90,7 +93,8 @@ class Cluster:
         self._ray = ray = _import()
         self.Lost = (ray.exceptions.RayActorError, ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError)
         """How Ray says that an agent is not there any more, or could not do as it was told."""
-        where = address or os.environ.get("RAY_ADDRESS") or "auto"
+        where = address or known_address() or "auto"
+        _knock(where)
         try:
             ray.init(
                 address=where,
@@ -99,7 +103,7 @@ class Cluster:
                 logging_level="ERROR",
             )
         except (ConnectionError, TimeoutError, OSError) as error:
-            raise UsageError(_no_cluster(where, error)) from None
+            raise UsageError(_no_cluster(where)) from error
         except (RuntimeError, ValueError) as error:
             raise UsageError(f"Ray at '{where}' did not take this run: {first_line(error)}") from None
         for module in (agent_module, crew_module, outbox_module):
@@ -198,7 +202,27 @@ def _import() -> Any:
     return ray
 
 
-def _no_cluster(where: str, error: BaseException) -> str:
+def known_address() -> str | None:
+    """Of the cluster that the environment names, or that was started last on this machine; as Ray finds it."""
+    if named := os.environ.get("RAY_ADDRESS"):
+        return named
+    scratch = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    note = Path(scratch) / "ray" / "ray_current_cluster"
+    return note.read_text(encoding="ascii").strip() or None if note.exists() else None
+
+
+def _knock(where: str) -> None:
+    """Whether anybody is there: Ray itself would wait for minutes."""
+    host, colon, port = where.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # "auto", or something that Ray itself will refuse
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK).close()
+    except (OSError, OverflowError):
+        raise UsageError(_no_cluster(where)) from None
+
+
+def _no_cluster(where: str) -> str:
     place = "on this machine" if where == "auto" else f"at '{where}'"
     return (
         f"no Ray cluster answers {place}; start one with `ray start --head`, or name another with RAY_ADDRESS or "

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster.places import known_address
 from paceline.cluster.process import WITHOUT_AMX, bfloat16_dies
 from paceline.doctor.findings import Finding, cannot, limits, ok
 
@@ -96,8 +97,5 @@ def ray() -> Finding:
     if importlib.util.find_spec("ray") is None:
         return ok("Ray", "not installed; only --on ray needs it (pip install 'paceline[ray]')")
     version = importlib.metadata.version("ray")
-    address = os.environ.get("RAY_ADDRESS")
-    if not address:
-        note = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "ray_current_cluster"
-        address = note.read_text().strip() if note.exists() else ""
+    address = known_address()
     return ok("Ray", f"{version}, {f'cluster at {address}' if address else 'no cluster here'}")
