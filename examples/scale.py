@@ -148,12 +148,13 @@ def figure(path: Path, title: str, y: str, series: dict[str, list[float]], x: li
 
 
 def table(rows: dict[str, list[Result]], sizes: list[int]) -> str:
-    """Per policy and size: samples per second and worker, seconds per update, staleness."""
+    """Per policy and size: samples per second and worker, seconds per update, staleness, progress."""
     head = " | ".join(f"{size:,} workers" for size in sizes)
     lines = [f"| policy | {head} |", "|---|" + "---|" * len(sizes)]
     for name, told in rows.items():
         cells = [
-            f"{one.samples_per_second / one.workers:.3f} · {one.seconds_per_update:.3g} s · {one.staleness.mean:.1f}"
+            f"{one.samples_per_second / one.workers:.3f} · {one.seconds_per_update:.3g} s · "
+            f"{one.staleness.mean:.1f} · {progress(one):.3g}"
             for one in told
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -187,7 +188,8 @@ def main() -> None:
 
 
 def draw(setting: str, sizes: list[int], rows: dict[str, list[Result]], folder: Path) -> None:
-    print(f"\n{setting}: samples per second and worker · seconds per update · staleness\n\n{table(rows, sizes)}\n")
+    what = "samples per second and worker · seconds per update · staleness · progress"
+    print(f"\n{setting}: {what}\n\n{table(rows, sizes)}\n")
     per_worker = {n: [one.samples_per_second / one.workers for one in told] for n, told in rows.items()}
     figure(
         folder / f"scale-{setting}.svg",
