@@ -6,8 +6,10 @@ tables of docs/scale.md. Some minutes on one core; `--workers 1000` and `--setti
 
 import argparse
 import math
+import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,7 @@ SETTINGS = {
 """What differs from `volunteers`, and up to how many workers; with more the others say nothing new."""
 ROUNDS = {1_000: 24, 10_000: 12}
 """Steps of every worker, about; of more workers fewer, which tell as much."""
-FEW = 4
+FEW = 3
 MEGABIT = 125e3
 
 
@@ -36,6 +38,7 @@ def volunteers(workers: int, *, links: bool = True, failures: bool = True, serve
     parameters, pushed as int8; home links of 100 Mbit/s at the median; a server with 10 Gbit/s for every 200 workers.
     """
     source = np.random.default_rng(1)
+    count = max(1, math.ceil(workers * servers))
     factors = np.exp(0.5 * source.standard_normal(workers))
     speeds = 100 * MEGABIT * np.exp(source.standard_normal(workers))
     latencies = 0.02 * np.exp(0.7 * source.standard_normal(workers))
@@ -51,10 +54,10 @@ def volunteers(workers: int, *, links: bool = True, failures: bool = True, serve
         compress="int8",
         link=Link(0.02, 100 * MEGABIT) if links else Link(),
         links=own if links else (),
-        servers=str(max(1, math.ceil(workers * servers))),
+        servers=str(count),
         server_link=Link(0.0, 10_000 * MEGABIT) if links else None,
         failures=Failures(4 * 3600.0, 300.0) if failures else None,
-        update_seconds=0.05 if links else 0.0,
+        update_seconds=0.05 / count if links else 0.0,  # every server updates its own shard
         batch=8,
     )
 
@@ -85,8 +88,18 @@ def updates_for(spec: str, workers: int) -> int:
     return max(6, ROUNDS.get(workers, FEW) * workers // gradients)
 
 
-def ask(spec: str, cluster: Cluster) -> Result:
-    return simulate(spec, cluster, updates=updates_for(spec, cluster.workers), seed=2)[0]
+def ask(question: tuple[str, int, str, str]) -> Result:
+    setting, workers, name, spec = question
+    begin = time.monotonic()
+    cluster = volunteers(workers, **SETTINGS[setting][0])
+    told, _ = simulate(spec, cluster, updates=updates_for(spec, workers), seed=2)
+    print(
+        f"{setting}: {workers:,} workers, {name}: {told.samples_per_second / workers:.3f} samples/s and worker, "
+        f"simulated in {time.monotonic() - begin:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
+    return told
 
 
 def figure(path: Path, title: str, y: str, series: dict[str, list[float]], x: list[int], *, log: bool = True) -> None:
@@ -135,12 +148,13 @@ def figure(path: Path, title: str, y: str, series: dict[str, list[float]], x: li
 
 
 def table(rows: dict[str, list[Result]], sizes: list[int]) -> str:
-    """Per policy and size: samples per second and worker, seconds per update, staleness."""
+    """Per policy and size: samples per second and worker, seconds per update, staleness, progress."""
     head = " | ".join(f"{size:,} workers" for size in sizes)
     lines = [f"| policy | {head} |", "|---|" + "---|" * len(sizes)]
     for name, told in rows.items():
         cells = [
-            f"{one.samples_per_second / one.workers:.3f} · {one.seconds_per_update:.3g} s · {one.staleness.mean:.1f}"
+            f"{one.samples_per_second / one.workers:.3f} · {one.seconds_per_update:.3g} s · "
+            f"{one.staleness.mean:.1f} · {progress(one):.3g}"
             for one in told
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -158,41 +172,40 @@ def main() -> None:
     options.add_argument("folder", type=Path, help="where the figures go")
     options.add_argument("--workers", type=int, action="append", help="how many; repeatable")
     options.add_argument("--setting", choices=SETTINGS, action="append", help="only this one; repeatable")
+    options.add_argument("--processes", type=int, default=os.cpu_count(), help="that simulate side by side")
     options = options.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    for setting in options.setting or SETTINGS:
-        changes, largest = SETTINGS[setting]
-        sizes = options.workers or [size for size in SIZES if size <= largest]
-        rows: dict[str, list[Result]] = {}
-        for size in sizes:
-            cluster = volunteers(size, **changes)
-            for name, spec in policies(size).items():
-                begin = time.monotonic()
-                told = ask(spec, cluster)
-                rows.setdefault(name, []).append(told)
-                print(
-                    f"{setting}: {size:,} workers, {name}: {told.samples_per_second / size:.3f} samples/s and worker, "
-                    f"simulated in {time.monotonic() - begin:.0f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        print(f"\n{setting}: samples per second and worker · seconds per update · staleness\n\n{table(rows, sizes)}\n")
-        per_worker = {n: [one.samples_per_second / one.workers for one in told] for n, told in rows.items()}
-        figure(
-            options.folder / f"scale-{setting}.svg",
-            f"Predicted throughput per worker ({setting})",
-            "samples per second and worker",
-            per_worker,
-            sizes,
-            log=False,
-        )
-        figure(
-            options.folder / f"scale-{setting}-progress.svg",
-            f"Predicted progress ({setting})",
-            "fresh updates' worth per second",
-            {name: [progress(one) for one in told] for name, told in rows.items()},
-            sizes,
-        )
+    with ProcessPoolExecutor(options.processes) as pool:
+        for setting in options.setting or SETTINGS:
+            sizes = options.workers or [size for size in SIZES if size <= SETTINGS[setting][1]]
+            asked = [(setting, size, name, spec) for size in sizes for name, spec in policies(size).items()]
+            rows: dict[str, list[Result]] = {}
+            # Large ones first, so that none is left to be waited for at the end.
+            told = dict(zip(asked[::-1], pool.map(ask, asked[::-1]), strict=True))
+            for one in asked:
+                rows.setdefault(one[2], []).append(told[one])
+            draw(setting, sizes, rows, options.folder)
+
+
+def draw(setting: str, sizes: list[int], rows: dict[str, list[Result]], folder: Path) -> None:
+    what = "samples per second and worker · seconds per update · staleness · progress"
+    print(f"\n{setting}: {what}\n\n{table(rows, sizes)}\n")
+    per_worker = {n: [one.samples_per_second / one.workers for one in told] for n, told in rows.items()}
+    figure(
+        folder / f"scale-{setting}.svg",
+        f"Predicted throughput per worker ({setting})",
+        "samples per second and worker",
+        per_worker,
+        sizes,
+        log=False,
+    )
+    figure(
+        folder / f"scale-{setting}-progress.svg",
+        f"Predicted progress ({setting})",
+        "fresh updates' worth per second",
+        {name: [progress(one) for one in told] for name, told in rows.items()},
+        sizes,
+    )
 
 
 if __name__ == "__main__":

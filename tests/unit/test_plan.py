@@ -1,6 +1,7 @@
 """A plan names what suits a cluster, says why, and gives the line to run."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -183,7 +184,9 @@ def invoke(*words: str) -> str:
 
 def test_it_prints_a_ranking_and_the_line_to_run(runs: list[Path]) -> None:
     told = invoke("--from", str(runs[0]), "--from", str(runs[1]), "--goal", "loss=0.4")
-    assert "persistently uneven: worker 3 × 3" in told
+    uneven = re.search(r"persistently uneven: worker 3 × ([\d.]+);", told)
+    assert uneven is not None
+    assert float(uneven[1]) == pytest.approx(3.0, rel=0.05)
     assert "seconds to a loss of 0.4" in told
     assert "paceline run SCRIPT --workers 4 --strategy" in told.splitlines()[-1]
 

@@ -131,7 +131,14 @@ def test_a_trace_s_stretches_are_in_microseconds_on_the_right_track(trace: list[
         ("server", "updating", "update", 13_500_000.0, 500_000.0),
     ]
     computed = next(record for record in trace if record["name"] == "computing")
-    assert computed["args"] == {"version": 0, "minibatches": 2, "samples": 16, "slowed": 0.125, "forward": 0.25}
+    assert computed["args"] == {
+        "version": 0,
+        "minibatches": 2,
+        "samples": 16,
+        "slowed": 0.125,
+        "forward": 0.25,
+        "core": 0.0,
+    }
 
 
 def test_every_push_is_an_arrow_from_its_worker_to_the_server(trace: list[dict[str, Any]]) -> None:
@@ -195,7 +202,7 @@ def test_there_is_a_table_per_kind_of_event_with_its_fields_as_columns(tmp_path:
 def test_the_tables_have_these_columns(tmp_path: Path) -> None:
     write_csv(tmp_path, RUN)
     heads = {path.name: ",".join(table(path)[0]) for path in tmp_path.iterdir()}
-    assert heads["compute.csv"] == "rank,start,seconds,version,minibatches,samples,slowed,forward"
+    assert heads["compute.csv"] == "rank,start,seconds,version,minibatches,samples,slowed,forward,core"
     assert heads["load.csv"] == "rank,start,seconds"
     assert heads["wait.csv"] == "rank,start,seconds,on"
     assert heads["update.csv"] == "rank,start,seconds,version,bytes,workers,skipped,pushes,rate"
