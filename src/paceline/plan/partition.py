@@ -87,7 +87,8 @@ class Problem:
 
     def before(self, last: int) -> Numbers:
         """Seconds of the stretches that end at this point, by where they begin."""
-        return self._seconds[last] - self._seconds[:last]
+        spent: Numbers = self._seconds[last] - self._seconds[:last]
+        return spent
 
     def memory(self, last: int, kept: int) -> Numbers:
         return _STATE * (self._parameters[last] - self._parameters[:last]) + kept * (
