@@ -458,3 +458,31 @@ def test_the_bubble_is_the_formulas_where_stages_are_equally_long(
     assert summary.bubble.measured == pytest.approx(formula, rel=0.1)
     assert summary.updates == 3 and summary.minibatches == 3
     assert sum(worker.samples for worker in summary.workers.values()) == 3 * microbatches
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def resident(team: Team) -> int:
+    """Bytes of shared memory that this worker has touched after some steps."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(512, 512) for _ in range(16)))
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    for _ in range(2):
+        model(torch.ones(2, 512)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = "memfd:paceline" in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_a_worker_has_no_more_of_the_model_in_memory_than_its_part() -> None:
+    found = run_team(resident, 4, launch=launched("pipeline:stages=4,microbatches=2"))
+    whole = 16 * 512 * 513 * 4
+    # The lead has written the first values of all of them; its pages are the others' own.
+    assert all(size < 0.45 * whole for size in found[1:]), [size / whole for size in found]

@@ -22,6 +22,7 @@ from paceline.config import (
     Strategy,
     Timeouts,
     capacity,
+    check_workers,
     parse_compression,
     parse_correction,
     parse_servers,
@@ -218,6 +219,7 @@ def _check(spec: str, workers: int) -> Strategy:
     strategy = parse_strategy(spec)
     if type(strategy) in POLICIES:
         make_policy(strategy, range(workers))
+    check_workers(strategy, workers)
     return strategy
 
 

@@ -87,12 +87,14 @@ class Problem:
 
     def before(self, last: int) -> Numbers:
         """Seconds of the stretches that end at this point, by where they begin."""
-        return self._seconds[last] - self._seconds[:last]
+        spent: Numbers = self._seconds[last] - self._seconds[:last]
+        return spent
 
     def memory(self, last: int, kept: int) -> Numbers:
-        return _STATE * (self._parameters[last] - self._parameters[:last]) + kept * (
-            self._kept[last] - self._kept[:last]
-        )
+        held: Numbers = _STATE * (self._parameters[last] - self._parameters[:last])
+        flying: Numbers = kept * (self._kept[last] - self._kept[:last])
+        total: Numbers = held + flying
+        return total
 
     def stage(self, first: int, last: int, pace: float, kept: int, devices: int = 1) -> StagePlan:
         return StagePlan(

@@ -7,6 +7,7 @@ output to the loss, and applies it to every microbatch where the output is made.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -144,8 +145,7 @@ def _recorded(func: Any, name: str, args: tuple[Any, ...], options: dict[str, An
             "on weights use the optimizer's weight_decay"
         )
     try:
-        outlines = pytree.tree_map_only(Tensor, _outline, (args, options))
-        result = func(*outlines[0], **outlines[1])
+        result = _outlined(func, args, options)
     except NotImplementedError:
         raise UsageError(
             f"'{name}' of a split model's output depends on its values, which are not there before loss.backward(); "
@@ -157,6 +157,32 @@ def _recorded(func: Any, name: str, args: tuple[Any, ...], options: dict[str, An
     if isinstance(result, tuple | list) and any(isinstance(one, Tensor) for one in result):
         made = [Deferred._new(run, one, 0, func, args, options, place) for place, one in enumerate(result)]
         return type(result)(made) if type(result) in (tuple, list) else tuple(made)
+    return result
+
+
+_shapes: dict[Any, Any] = {}
+"""What functions give, by what they are given: every step asks for the same."""
+
+
+def _outlined(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The result of a function as far as it can be known without values: shapes and dtypes, on the meta device."""
+    leaves, spec = pytree.tree_flatten((args, options))
+    facts = tuple(
+        (leaf.dtype, leaf.shape, leaf.stride()) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+        for leaf in (leaf.outline if isinstance(leaf, Deferred) else leaf for leaf in leaves)
+    )
+    autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype())
+    try:
+        key = (func, facts, spec, autocast)
+        known = key in _shapes
+    except TypeError:  # an argument that cannot be looked up
+        key, known = None, False
+    if known:
+        return _shapes[key]
+    outlines = pytree.tree_map_only(Tensor, _outline, (args, options))
+    result = func(*outlines[0], **outlines[1])
+    if key is not None and len(_shapes) < 10_000:
+        _shapes[key] = result
     return result
 
 
@@ -275,6 +301,7 @@ class Shares:
 
     def __init__(self, batch: int, sizes: Sequence[int]) -> None:
         self._batch, self._sizes = batch, sizes
+        self._counted: dict[int, Tensor | None] = {}
         self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
 
     def check(self, loss: Deferred) -> None:
@@ -346,7 +373,9 @@ class Shares:
             return replay(of, value, other)
         if all(leaf.outline.dim() == 0 for leaf in _deferred(of)):
             return self._after(of, replay(of, value, other), microbatch)
-        counted = _counted(of)
+        if id(of) not in self._counted:
+            self._counted[id(of)] = _counted(of)
+        counted = self._counted[id(of)]
         if counted is not None:
             return replay(of, value, other, {"reduction": "sum"}) / counted
         return replay(of, value, other) * self._weight(of, microbatch)
@@ -379,10 +408,15 @@ def _reduction(of: Deferred) -> str | None:
     return found if isinstance(found, str) else None
 
 
+@functools.cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
 def _bound(of: Deferred) -> dict[str, Any]:
     """The function's arguments by name, with defaults."""
     try:
-        bound = inspect.signature(of.function).bind(*of.arguments, **of.options)  # type: ignore[arg-type]
+        bound = _signature(of.function).bind(*of.arguments, **of.options)
     except (TypeError, ValueError):
         return {}
     bound.apply_defaults()
