@@ -263,8 +263,9 @@ class LocalEngine:
                     self._selector.unregister(key.fd)
         path = self._folder / f"{rank}.json"
         farewell = msgspec.json.decode(path.read_bytes(), type=Farewell) if path.exists() else None
-        # A worker that was killed, not one whose script is wrong.
-        spared = self._spare and rank >= 0 and code < 0 and not self._deadlines
+        # A worker that was killed, or one that cannot go on without such a one; not one whose script is wrong.
+        lost = code < 0 or (farewell is not None and farewell.kind == "WorkerLost")
+        spared = self._spare and rank >= 0 and lost and not self._deadlines
         return Ending(rank, code, farewell, spared)
 
     def _schedule(self, endings: list[Ending]) -> None:
