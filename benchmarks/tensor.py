@@ -1,8 +1,8 @@
 """`tensor` against DTensor on gloo, on a transformer. One command: `python benchmarks/tensor.py [--workers 2]`.
 
 Contestants take turns in the same processes, on the same batches; what counts is the ratio of their best rounds. Both
-split the same layers: queries, keys and values and the first half of an MLP by their outputs, what follows by its inputs,
-the head by its outputs. Nothing else should run on the machine meanwhile.
+split the same layers: queries, keys and values and the first half of an MLP by their outputs, what follows by its
+inputs, the head by its outputs. Nothing else should run on the machine meanwhile.
 """
 
 import argparse
