@@ -226,7 +226,7 @@ def between_replicas(strategy: Strategy, workers: int) -> tuple[Strategy, int]:
     """What a team does between its replicas, and how many there are of so many workers."""
     if isinstance(strategy, Mesh):
         return parse_strategy(strategy.sync), strategy.data
-    return strategy, workers
+    return strategy, 1 if isinstance(strategy, Pipeline | Tensor) else workers
 
 
 def check_workers(strategy: Strategy, workers: int) -> None:

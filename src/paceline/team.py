@@ -209,7 +209,12 @@ class Team:
                 f"sync_batch_norm needs all workers in every step, which '{self.strategy}' does not promise; "
                 "use all-reduce"
             )
-        if sync_batch_norm and self.world_size > 1:
+        if sync_batch_norm and isinstance(self.strategy, Mesh) and self.strategy.pipeline > 1:
+            raise UsageError(
+                "sync_batch_norm cannot be had with pipelines, whose stages are not at the same layer at the same "
+                "time; use mesh with tensor instead"
+            )
+        if sync_batch_norm and between_replicas(self.strategy, self.world_size)[1] > 1:
             model = synchronise(model, self._exchange_statistics)
         options = Options(
             gradients=gradients,
@@ -483,6 +488,8 @@ class Team:
 
     def _exchange_statistics(self, value: torch.Tensor) -> list[torch.Tensor]:
         parts = self._members.gather(value.numpy().tobytes(), Intent.STATISTICS)
+        each = self.world_size // self.replicas  # workers of a replica: those with the same part of it come together
+        parts = parts[self.rank % each :: each]
         return [torch.frombuffer(bytearray(part), dtype=value.dtype) for part in parts if part]
 
     def _training(self) -> Trainer:

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.events import (
     Balance,
+    Brought,
     Cancel,
     Compute,
     Epoch,
@@ -47,6 +48,7 @@ EVERY_KIND: list[Event] = [
     Update(3, 3.0, 0.125, 4),
     Update(-1, 3.0, 0.125, 4, 64, 2, pushes=[7, 9], rate=0.5),
     Push(2, 3.1, 7, 3, 1, 16, [4, 5], 64, 192, "held", "1 of 2 minibatches are here"),
+    Brought(2, 3.0, 1, 7, 4, 12, 24),
     Pull(2, 3.1, 0.01, 4),
     Cancel(1, 3.2, 0.05, 3, [6]),
     Lease(1, 3.25, 6, 0, 2, 48, 16),

@@ -81,9 +81,11 @@ class Supervision:
 
     def record(self, gone: Gone, host: str = "") -> Ending:
         farewell = msgspec.json.decode(gone.farewell, type=Farewell) if gone.farewell else None
-        # A worker that was killed, not one whose script is wrong; or one that came too late to join.
+        # A worker that was killed, or one that cannot go on without such a one, not one whose script is wrong; or one
+        # that came too late to join.
+        lost = gone.code < 0 or (farewell is not None and farewell.kind == "WorkerLost")
         late = farewell is not None and farewell.kind == "JoinError" and self.joining
-        spared = gone.rank >= 0 and not self._deadlines and ((self.spare and gone.code < 0) or late)
+        spared = gone.rank >= 0 and not self._deadlines and ((self.spare and lost) or late)
         ending = Ending(gone.rank, gone.code, farewell, spared, host=host)
         self.endings.append(ending)
         if not self._deadlines and ending.failed:

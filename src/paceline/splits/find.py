@@ -71,7 +71,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         for kinds in _CALLS.values():
             for kind in kinds:
-                own = getattr(type(module), "forward", None) is getattr(kind, "forward", None)
+                own = type(module).forward is kind.forward or getattr(type(module), "by_channel", False)
                 if isinstance(module, kind) and own and "forward" not in vars(module) and _plain(module):
                     found[name] = module
     return found
@@ -218,7 +218,8 @@ class Finder:
         if parts is not None and fixed is None and not isinstance(layer, nn.Embedding):
             return Role("row", parts.blocks)
         blocks = self._blocks.get(name, (_outputs(layer),))
-        return Role("column", blocks) if Placement(0, blocks).divides(workers) else WHOLE
+        # What the user wants and can not have is told later, not passed over.
+        return Role("column", blocks) if fixed is not None or Placement(0, blocks).divides(workers) else WHOLE
 
     def _saving(self, layer: nn.Module, source: int, out: int) -> float:
         """Seconds of a training step that each worker is spared if it computes only its part; less what it costs."""

@@ -17,6 +17,8 @@ class TeamBatchNorm(_BatchNorm):
     """A batch norm layer whose statistics are the team's."""
 
     exchange: Exchange | None = None
+    by_channel = True
+    """What it does to one channel has nothing to do with the others."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

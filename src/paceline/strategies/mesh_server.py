@@ -259,12 +259,10 @@ class MeshServerTrainer(ParameterServerTrainer):
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         """The mean is clipped where it is made, on the server; what is known here is this replica's own norm."""
         self._clip = (limit, norm)
-        parameters = [
-            slot.parameter for slot, own in zip(self._layout.slots, self._split.parts.own, strict=True) if own
-        ]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        own = struct.pack("=d", float(torch.nn.utils.get_total_norm(gradients, norm)))
-        notes = [own] if self._together is None else self._together.gather(own, Intent.CLIP)
+        slots = zip(self._layout.slots, self._split.parts.own, strict=True)
+        gradients = [slot.parameter.grad for slot, own in slots if own and slot.parameter.grad is not None]
+        note = struct.pack("=d", float(torch.nn.utils.get_total_norm(gradients, norm)))
+        notes = [note] if self._together is None else self._together.gather(note, Intent.CLIP)
         values = [struct.unpack("=d", note)[0] for note in notes]
         if math.isinf(norm):
             return torch.tensor(max(values))

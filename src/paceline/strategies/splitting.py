@@ -14,6 +14,7 @@ from paceline.splits.borders import Space
 from paceline.splits.cutting import Cutting
 from paceline.splits.plans import decode, described, encode, find_plan
 from paceline.strategies.base import Options, Surroundings
+from paceline.strategies.batch_norm import TeamBatchNorm
 from paceline.strategies.cancellation import Snapshot
 from paceline.strategies.replicas import Seat, come_together
 from paceline.transport import Intent
@@ -46,6 +47,9 @@ def cut_model(
     if members.rank == 0:
         snapshot = Snapshot(model)
         snapshot.take()
+        synchronised = {module: module.exchange for module in model.modules() if isinstance(module, TeamBatchNorm)}
+        for module in synchronised:
+            module.exchange = None  # the others are not here
         try:
             inputs = example(options.loaders)
             roles = find_plan(model, inputs, seat.shape.tensor, options.tensor_plan, options.sequence_parallel)
@@ -60,6 +64,8 @@ def cut_model(
             )
         finally:
             snapshot.restore()
+            for module, exchange in synchronised.items():
+                module.exchange = exchange
     told = members.gather(b"!" + error.encode() if error else plan, Intent.ALLOCATE)[0]
     if told[:1] == b"!":
         raise UsageError(told[1:].decode())

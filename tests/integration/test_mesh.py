@@ -1,0 +1,220 @@
+"""Replicas that are split themselves train as one process would; under any policy an update is of whole gradients."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from meshes import parts_amiss
+from splits import MODELS, adam, apart, launched, made, score, train
+from support import PACELINE, finished, write_script
+from teams import run_team
+from torch import nn
+from torch.utils.data import DataLoader
+
+from paceline import Team, UsageError
+from paceline.events import Brought, Event, Push, Update, decode
+
+REPLICAS = [[0, 1], [2, 3]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tracing_is_loaded() -> None:
+    """Once here instead of once in every worker that is forked."""
+    torch.export.export(nn.Linear(2, 2), (torch.zeros(3, 2),), strict=False)
+    importlib.import_module("torch.distributed.pipelining")
+
+
+def losses(team: Team, kind: str, steps: int, options: dict[str, Any]) -> list[float]:
+    return train(team, kind, steps, batch=10, **options)
+
+
+def mean(found: Sequence[Sequence[float]]) -> list[float]:
+    """Of the replicas' losses, each of one half of the batch."""
+    return [(first + second) / 2 for first, second in zip(found[0], found[2], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "options"),
+    [
+        ("transformer", "pipeline=2,microbatches=4", {}),
+        ("transformer", "tensor=2", {}),
+        ("convnet", "tensor=2", {"sync_batch_norm": True}),
+        ("transformer", "tensor=2,sync=sync", {}),
+        ("transformer", "pipeline=2,microbatches=2,sync=sync", {}),
+    ],
+)
+def test_losses_are_those_of_the_plain_model(kind: str, split: str, options: dict[str, Any]) -> None:
+    launch = launched(f"mesh:data=2,{split}", servers="lead" if "sync=" in split else None)
+    found = run_team(losses, 4, kind, 20, options, launch=launch, timeout=120)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert apart(mean(found), train(None, kind, 20, batch=20)) < 1e-5
+
+
+# -- any policy between replicas -------------------------------------------------------------------------------------
+
+TRAIN = """
+import sys
+sys.path.insert(0, {folder!r})
+import torch, paceline
+from splits import train
+team = paceline.join()
+torch.set_num_threads(1)
+{fault}
+train(team, "transformer", 12, batch=4)
+"""
+
+
+def script(folder: Path, fault: str = "") -> Path:
+    text = TRAIN.replace("{folder!r}", repr(str(Path(__file__).parent.parent))).replace("{fault}", fault)
+    return write_script(folder, text)
+
+
+def run(folder: Path, sync: str, split: str = "tensor=2", *more: str, fault: str = "") -> Any:
+    strategy = f"mesh:data=2,{split},sync={sync}"
+    words = [PACELINE, "run", script(folder, fault), "--workers", "4", "--strategy", strategy, "--name", "one", *more]
+    return finished(words, folder, 100.0)
+
+
+def events_in(folder: Path) -> list[Event]:
+    return [decode(line) for line in (folder / "runs" / "one" / "events.jsonl").read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        "sync",
+        "k-sync:k=1",
+        "k-batch-sync:k=1",
+        "async",
+        "k-async:k=2",
+        "k-batch-async:k=2",
+        "ssp:s=1",
+        "groups:size=2",
+        "adaptive:of=k-async,start=1",
+    ],
+)
+def test_every_policy_makes_updates_of_whole_gradients(sync: str) -> None:
+    launch = launched(f"mesh:data=2,tensor=2,sync={sync}", servers="lead")
+    found = run_team(losses, 4, "transformer", 4, {}, launch=launch, timeout=100)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert all(torch.isfinite(torch.tensor(one)).all() for one in found)
+
+
+@pytest.mark.parametrize("split", ["tensor=2", "pipeline=2,microbatches=2"])
+def test_with_a_slow_replica_every_update_is_of_one_replicas_whole_gradient(split: str, tmp_path: Path) -> None:
+    outcome = run(tmp_path, "k-sync:k=1", split, "--slow", "2:6", "--slow", "3:6")
+    assert outcome.code == 0, outcome.err
+    events = events_in(tmp_path)
+    assert parts_amiss(events, REPLICAS) == []
+    pushes = [event for event in events if isinstance(event, Push)]
+    assert any(push.outcome == "dropped" for push in pushes)  # the slow replica came too late at least once
+    assert {push.rank for push in pushes if push.outcome == "used"} >= {0}
+
+
+def fine() -> list[Event]:
+    return [
+        Brought(0, 1.0, 0, 1, 0, 3, 5),
+        Brought(1, 1.1, 0, 1, 0, 2, 5),
+        Push(0, 1.2, 1, 0, 0, 4, [], 8, 0, "used", ""),
+        Update(-1, 1.3, 0.1, 1, pushes=[1]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "sentence"),
+    [
+        (1, {"replica": 1}, "push 1 of replica 0 has parts of ranks [0]"),
+        (1, {"version": 3}, "push 1 of replica 0 is of version 0, its parts of [0, 3]"),
+        (1, {"parts": 1}, "push 1 of replica 0 has 4 parts"),
+        (1, {"start": 1.25}, "push 1 of replica 0 was made before all of its parts were there"),
+        (3, {"pushes": [2]}, "version 1 is made of push 2"),
+    ],
+)
+def test_the_checker_finds(place: int, change: dict[str, Any], sentence: str) -> None:
+    events = fine()
+    assert parts_amiss(events, REPLICAS) == []
+    events[place] = msgspec.structs.replace(events[place], **change)
+    assert sentence in parts_amiss(events, REPLICAS)
+
+
+# -- checkpoints, faults and what cannot be --------------------------------------------------------------------------
+
+
+def saved(team: Team, path: Path) -> list[float]:
+    found = []
+    model: Any = made("transformer")
+    loader: Any = DataLoader(MODELS["transformer"][1](), batch_size=10)
+    model, optimizer, loader = team.setup(model, adam(model), loader)
+    for x, y in loader:
+        loss = score(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss))
+    team.barrier()
+    if team.is_lead:
+        team.save(path)
+    team.barrier()
+    team.load(path)
+    return found
+
+
+@pytest.mark.parametrize("split", ["tensor=2", "tensor=2,sync=sync", "pipeline=2,microbatches=2,sync=sync"])
+def test_a_checkpoint_is_the_plain_models(split: str, tmp_path: Path) -> None:
+    path = tmp_path / "mesh.pt"
+    launch = launched(f"mesh:data=2,{split}", servers="lead" if "sync=" in split else None)
+    run_team(saved, 4, path, launch=launch, timeout=100)
+    content = torch.load(path, weights_only=True)
+    model = made("transformer")
+    model.load_state_dict(content["model"])
+    optimizer = adam(model)
+    optimizer.load_state_dict(content["optimizer"])
+    shapes = [state["exp_avg"].shape for state in optimizer.state.values()]
+    assert shapes == [parameter.shape for parameter in model.parameters()]
+    assert content["version"] == 2
+
+
+def refused(team: Team) -> str:
+    model: Any = made("transformer")
+    try:
+        team.setup(model, adam(model), DataLoader(MODELS["transformer"][1](), batch_size=10))
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_both_ways_of_splitting_at_once_are_refused() -> None:
+    for told in run_team(refused, 4, launch=launched("mesh:data=1,pipeline=2,tensor=2")):
+        assert "write pipeline=4,tensor=1 or pipeline=1,tensor=4" in told
+
+
+DYING = """
+import os, signal
+import splits
+plain = splits.score
+steps = 0
+def score(output, y):
+    global steps
+    steps += 1
+    if team.rank == 3 and steps == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(output, y)
+splits.score = score
+"""
+"""The last worker dies in its fourth step."""
+
+
+@pytest.mark.parametrize(("sync", "goes_on"), [("all-reduce", False), ("sync", False), ("async", True)])
+def test_a_worker_that_dies_ends_the_run_or_its_replica(sync: str, goes_on: bool, tmp_path: Path) -> None:
+    outcome = run(tmp_path, sync, "tensor=2", "--timeout", "20", fault=DYING)
+    assert (outcome.code == 0) == goes_on, outcome.err
+    assert "rank 3" in outcome.err
+    assert not outcome.run.processes()

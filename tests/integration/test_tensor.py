@@ -1,0 +1,231 @@
+"""A model that is split inside its layers trains as one process would, whatever the model and the loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from splits import MODELS, WORDS, adam, apart, launched, made, score, train
+from teams import run_team
+from torch import nn
+from torch.utils.data import DataLoader
+
+from paceline import Team, TeamError, UsageError
+
+
+def losses(team: Team, kind: str, steps: int, options: dict[str, Any]) -> list[float]:
+    return train(team, kind, steps, **options)
+
+
+def encoder(dropout: float = 0.0) -> nn.Module:
+    """torch's own attention, between layers that make it a model of words."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout, batch_first=True)
+    return nn.Sequential(nn.Embedding(WORDS, 16), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), _Head())
+
+
+class _Head(nn.Linear):
+    """Not what torch has a Linear be, so it is left alone."""
+
+    def __init__(self) -> None:
+        super().__init__(16, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 0.5
+
+
+MODELS.setdefault("encoder", (encoder, MODELS["transformer"][1]))
+MODELS.setdefault("dropout", (lambda: encoder(0.3), MODELS["transformer"][1]))
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("transformer", 2), ("convnet", 2), ("convnet", 4), ("encoder", 4)])
+def test_losses_are_those_of_the_plain_model(kind: str, workers: int) -> None:
+    found = run_team(losses, workers, kind, 20, {}, launch=launched(f"tensor:degree={workers}"))
+    assert apart(found[0], train(None, kind, 20)) < 1e-5
+    assert all(other == found[0] for other in found)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "encoder"])
+def test_sequence_parallelism_changes_no_loss(kind: str) -> None:
+    found = run_team(losses, 2, kind, 8, {"sequence_parallel": True}, launch=launched("tensor:degree=2"))
+    assert apart(found[0], train(None, kind, 8)) < 1e-5
+
+
+def test_a_plan_of_the_users_changes_no_loss() -> None:
+    plan = {"blocks.0.*": "whole", "blocks.1.attend": "column", "blocks.1.join": "whole", "words": "whole"}
+    found = run_team(losses, 2, "transformer", 6, {"tensor_plan": plan}, launch=launched("tensor:degree=2"))
+    assert apart(found[0], train(None, "transformer", 6)) < 1e-5
+
+
+# -- loops of all kinds ----------------------------------------------------------------------------------------------
+
+
+def full_loop(team: Team | None, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Clipping, a scheduler, accumulation and evaluation."""
+    model: Any = made("transformer")
+    optimizer = adam(model)
+    loader: Any = DataLoader(MODELS["transformer"][1](), batch_size=8)
+    if team is not None:
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    seen = []
+    for number, (x, y) in enumerate(loader):
+        score(model(x), y).backward()
+        if number % 2 == 0:
+            continue
+        norm = team.clip_grad_norm_(0.5) if team else nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        model.eval()
+        with torch.no_grad():
+            seen += [float(norm), float(score(model(x), y))]
+        model.train()
+    if team is not None:
+        team.save(folder / "split.pt")
+    return seen, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_clipping_schedulers_accumulation_and_evaluation_are_as_in_plain_torch(tmp_path: Path) -> None:
+    found = run_team(full_loop, 2, tmp_path, launch=launched("tensor:degree=2"))
+    seen, state = full_loop(None, tmp_path)
+    assert apart(found[0][0], seen) < 1e-5
+    assert found[1][0] == found[0][0]
+    for name, value in state.items():
+        torch.testing.assert_close(found[1][1][name], value, rtol=1e-3, atol=1e-3)
+
+
+def dropped(team: Team) -> tuple[list[float], list[float]]:
+    """Losses, and what of a model's random numbers is this worker's own."""
+    found = train(team, "dropout", 6)
+    return found, [float(torch.rand(())), 0.0]
+
+
+def test_dropout_draws_alike_where_all_have_the_same_and_apart_where_they_do_not() -> None:
+    first, second = run_team(dropped, 2, launch=launched("tensor:degree=2"))
+    assert first == second
+    assert apart(first[0], train(None, "dropout", 6)) > 1e-3  # it does drop something
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def resumed(team: Team | None, path: Path | None, save: Path | None) -> list[float]:
+    """Two steps, from a checkpoint if there is one."""
+    model: Any = made("convnet")
+    optimizer = adam(model)
+    loader: Any = DataLoader(MODELS["convnet"][1](), batch_size=20)
+    if team is not None:
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+    if path is not None and team is not None:
+        team.load(path)
+    elif path is not None:
+        content = torch.load(path, weights_only=True)
+        model.load_state_dict(content["model"])
+        optimizer.load_state_dict(content["optimizer"])
+    found = []
+    for x, y in loader:
+        loss = score(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    if save is not None and team is not None and team.is_lead:
+        team.save(save)
+    return found
+
+
+def test_a_checkpoint_goes_on_in_the_plain_model_and_in_another_split(tmp_path: Path) -> None:
+    path = tmp_path / "two.pt"
+    run_team(resumed, 2, None, path, launch=launched("tensor:degree=2"))
+    plain = resumed(None, path, None)
+    assert apart(run_team(resumed, 4, path, None, launch=launched("tensor:degree=4"))[3], plain) < 1e-5
+    assert apart(run_team(resumed, 2, path, None, launch=launched("pipeline:stages=2"))[0], plain) < 1e-5
+
+
+def test_close_gives_the_plain_model_back() -> None:
+    def work(team: Team) -> bool:
+        model: Any = made("convnet")
+        loader: Any = DataLoader(MODELS["convnet"][1](), batch_size=20)
+        split, optimizer, loader = team.setup(model, adam(model), loader)
+        for x, y in loader:
+            score(split(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        team.close()
+        plain = made("convnet")
+        plain.load_state_dict(before)
+        same = all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
+        shapes = [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
+        model.eval()
+        plain.eval()
+        return same and shapes and torch.equal(model(x), plain(x))
+
+    assert all(run_team(work, 2, launch=launched("tensor:degree=2")))
+
+
+# -- what cannot be --------------------------------------------------------------------------------------------------
+
+
+def refused(team: Team, kind: str) -> str:
+    """One sentence, on every worker."""
+    model: Any = nn.Linear(7, 7) if kind == "odd" else made("chain")
+    loader: Any = DataLoader(MODELS["chain"][1](), batch_size=4)
+    optimizer: Any = torch.optim.LBFGS(model.parameters()) if kind == "lbfgs" else adam(model)
+    loaders = [] if kind == "blind" else [loader]
+    options: dict[str, Any] = {"gradients": "visible"} if kind == "visible" else {}
+    try:
+        team.setup(model, optimizer, *loaders, **options)
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("odd", "could not be run on its loader's first batch"),
+        ("lbfgs", "LBFGS is not known to treat every element by itself"),
+        ("blind", "give setup the loader"),
+        ("visible", "it must be 'local'"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_sentence(kind: str, sentence: str) -> None:
+    for told in run_team(refused, 2, kind, launch=launched("tensor:degree=2")):
+        assert sentence in told
+        assert "\n" not in told
+
+
+def killed(team: Team) -> tuple[str, float]:
+    """The second worker dies in the middle; what the first one hears of it, and when."""
+    model: Any = made("transformer")
+    loader: Any = DataLoader(MODELS["transformer"][1](), batch_size=4)
+    model, optimizer, loader = team.setup(model, adam(model), loader)
+    start = time.monotonic()
+    try:
+        for number, (x, y) in enumerate(loader):
+            if number == 3 and team.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            start = time.monotonic()
+            score(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except TeamError as error:
+        return type(error).__name__, time.monotonic() - start
+    return "nothing", 0.0
+
+
+def test_a_worker_that_dies_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="rank 1 ended without a word"):
+        run_team(_killed_and_told, 2, launch=launched("tensor:degree=2"))
+
+
+def _killed_and_told(team: Team) -> None:
+    kind, seconds = killed(team)
+    assert kind == "WorkerLost"
+    assert seconds < 5
