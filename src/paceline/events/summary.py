@@ -128,22 +128,8 @@ class Summariser:
         self._first, self._final = min(self._first, event.start), max(self._final, end)
         worker = self._workers.setdefault(event.rank, Worker()) if event.rank >= 0 else _server
         match event:
-            case Compute():
-                worker.computing += event.seconds
-                worker.minibatches += event.minibatches
-                worker.samples += event.samples
-                self._minibatches += event.minibatches
-                self._gradients[0].append(end)
-                self._gradients[1].append(event.samples)
-            case Pass():
-                worker.computing += event.seconds
-                worker.minibatches += event.minibatches
-                worker.samples += event.samples
-                self._bubbles.add(event)
-                if event.samples:
-                    self._minibatches += event.minibatches
-                    self._gradients[0].append(end)
-                    self._gradients[1].append(event.samples)
+            case Compute() | Pass():
+                self._count_computed(event, worker, end)
             case Load():
                 worker.loading += event.seconds
             case Wait():
@@ -164,6 +150,18 @@ class Summariser:
                 _remember(self._last, event)
             case Join():
                 self._strategy = event.strategy
+
+    def _count_computed(self, event: Compute | Pass, worker: Worker, end: float) -> None:
+        worker.computing += event.seconds
+        worker.minibatches += event.minibatches
+        worker.samples += event.samples
+        if isinstance(event, Pass):
+            self._bubbles.add(event)
+            if not event.samples:
+                return
+        self._minibatches += event.minibatches
+        self._gradients[0].append(end)
+        self._gradients[1].append(event.samples)
 
     def _count_push(self, push: Push) -> None:
         self._ages[push.staleness] += 1

@@ -510,20 +510,24 @@ class Office:
                 self._receive(letter.who, letter.data)
             case Gone():
                 self._take_gone(machine, letter.who)
-            case Beat():
-                if machine == HOME:
-                    self._words.present = letter.present
-                self._control[machine].send(_encode(Beaten(letter.sent, time.perf_counter())))
-            case Beaten():
-                now = time.perf_counter()
-                took = now - letter.sent
-                best = self._clocks.get(machine, (float("inf"), 0.0))
-                # A little doubt each time, so that a drift is followed.
-                self._clocks[machine] = min((best[0] * 1.01, best[1]), (took, letter.at - (now + letter.sent) / 2))
+            case Beat() | Beaten():
+                self._take_beat(machine, letter)
             case Finished():
                 self._finished.add(machine)
             case Lines():
                 self._streams.take(machine, letter.name, letter.text)
+
+    def _take_beat(self, machine: int, letter: Beat | Beaten) -> None:
+        now = time.perf_counter()
+        if isinstance(letter, Beat):
+            if machine == HOME:
+                self._words.present = letter.present
+            self._control[machine].send(_encode(Beaten(letter.sent, now)))
+            return
+        best = self._clocks.get(machine, (float("inf"), 0.0))
+        # A little doubt each time, so that a drift is followed.
+        taken = (now - letter.sent, letter.at - (now + letter.sent) / 2)
+        self._clocks[machine] = min((best[0] * 1.01, best[1]), taken)
 
     def _take_say(self, machine: int, letter: Say) -> None:
         if self._me != HOME or self._where.get(letter.who) != machine:

@@ -80,7 +80,8 @@ def _projected(
 
 
 def _in_heads(value: torch.Tensor, heads: int) -> torch.Tensor:
-    return value.unflatten(-1, (heads, -1)).transpose(1, 2)
+    split: torch.Tensor = value.unflatten(-1, (heads, -1))
+    return split.transpose(1, 2)
 
 
 def _mask(
