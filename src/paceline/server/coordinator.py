@@ -113,6 +113,8 @@ class Coordinator:
         finally:
             self._recorder.close()
             self._epoll.close()
+            for seat in self._seats.values():
+                seat.wire.close()  # nobody will answer there any more
 
     # -- hearing -----------------------------------------------------------------------------------------------------
 
@@ -333,8 +335,9 @@ class Coordinator:
     def _fail(self, error: TeamError) -> None:
         """Tell all workers that the run can not go on."""
         self._recorder.flush()
+        word = Failed(type(error).__name__, str(error), list(error.ranks))
         for seat in self._seats.values():
-            self._seats.tell(seat, Failed(type(error).__name__, str(error), list(error.ranks)))
+            self._seats.tell(seat, word)
         # They raise it, and leave; whoever computes finds it when it next looks.
         until = time.monotonic() + self._plan.timeouts.stop + 2.0
         while self._seats and time.monotonic() < until:
@@ -342,6 +345,7 @@ class Coordinator:
                 seat = self._by_descriptor[descriptor]
                 try:
                     seat.wire.receive()
+                    self._seats.tell(seat, word)  # whatever it asks for as it leaves
                 except Closed:
                     self._epoll.unregister(descriptor)
                     del self._by_descriptor[descriptor], self._seats[seat.rank]
