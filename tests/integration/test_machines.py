@@ -636,7 +636,7 @@ def test_between_two_hosts_each_byte_crosses_the_cable_once(hosts: Hosts, tmp_pa
             }
             extra = {name: str(value) for name, value in place.items()}
             runs.append(stack.enter_context(started(hosts.command(rank // 2, script), tmp_path, **extra)))
-        outcomes = [run.finish(60.0) for run in runs]
+        outcomes = [run.finish(100.0) for run in runs]
         assert [outcome.code for outcome in outcomes] == [0] * 4, "\n".join(outcome.err for outcome in outcomes)
         results = [json.loads((run.notes / "result.json").read_text()) for run in runs]
     for result in results:

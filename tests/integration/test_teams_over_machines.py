@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +187,12 @@ def struck(team: Team, victim: int, how: str) -> tuple[str, str, tuple[int, ...]
 
 
 @pytest.fixture
-def survivors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def survivors() -> Any:
     def run(places: str, victim: int, how: str, launch: Launch) -> dict[int, Any]:
         results = run_spread(struck, places, victim, how, launch=launch, may_die=[victim] if how == "killed" else [])
         return {rank: result for rank, result in enumerate(results) if rank != victim}
 
-    yield run
+    return run
 
 
 @pytest.mark.parametrize("victim", [3, 2], ids=["a worker", "a lead"])
@@ -228,13 +227,14 @@ def test_a_script_that_ends_early_is_missed(survivors: Any, victim: int) -> None
 
 def quick(team: Team) -> float:
     meeting = team._members.meeting
-    for _ in range(20):
+    taken = []
+    for _ in range(200):
+        start = time.perf_counter()
         meeting.meet(Intent.BARRIER)
-    start = time.perf_counter()
-    for _ in range(100):
-        meeting.meet(Intent.BARRIER)
-    return (time.perf_counter() - start) / 100
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[len(taken) // 10]
 
 
 def test_meetings_are_quick() -> None:
-    assert min(run_spread(quick, "ab")) < 0.005
+    # At the time of those that nothing else on this machine held up.
+    assert min(run_spread(quick, "ab")) < 0.001

@@ -78,8 +78,17 @@ def test_an_unknown_strategy_is_answered_with_those_there_are(name: str) -> None
 def test_an_unknown_option_is_answered_with_those_there_are() -> None:
     with pytest.raises(UsageError, match="'pack' has no option 'wheels'; it takes 'riders', 'gap', 'early' or 'shape'"):
         parse_strategy("pack:riders=2,wheels=3")
-    with pytest.raises(UsageError, match="'all-reduce' has no option 'k'; it takes no options"):
+    with pytest.raises(UsageError, match="'all-reduce' has no option 'k'; it takes 'topology'"):
         parse_strategy("all-reduce:k=3")
+    with pytest.raises(UsageError, match="'sync' has no option 'k'; it takes no options"):
+        parse_strategy("sync:k=3")
+
+
+def test_a_topology_is_one_of_those_there_are() -> None:
+    assert str(parse_strategy("all-reduce:topology=ring")) == "all-reduce:topology=ring"
+    assert str(parse_strategy("all-reduce:topology=auto")) == "all-reduce"
+    with pytest.raises(UsageError, match="'topology' of strategy 'all-reduce' is 'star'; it must be 'auto', 'ring', "):
+        parse_strategy("all-reduce:topology=star")
 
 
 @pytest.mark.parametrize("spec", ["pack:riders", "pack:riders=", "pack:gap=1,riders="])
