@@ -175,7 +175,7 @@ def rpc(options: argparse.Namespace) -> None:
         index = rank // options.workers
         _shards[index] = Shard(parts[index].clone(), world)
     address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    # Left to itself it copies between processes of one kernel, whatever their network: these hosts must use their links.
+    # Left to itself it copies between processes of one kernel, whatever their network; these must use their links.
     backend = remote.TensorPipeRpcBackendOptions(
         init_method=address, num_worker_threads=16, rpc_timeout=300, _transports=["uv"], _channels=["mpt_uv", "basic"]
     )
