@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e9, help="of each host's link, in bits per second each way")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=64, help="samples of a worker's minibatch")
+    parser.add_argument("--servers", action="store_true", help="then the same for servers: network_servers.py")
     parser.add_argument("--json", type=Path, help="where to write the results, too")
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -41,6 +42,10 @@ def main() -> None:
     tell(options, found)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
+    if options.servers:
+        beside = Path(__file__).with_name("network_servers.py")
+        same = ["--hosts", str(options.hosts), "--workers", str(options.workers), "--rate", str(options.rate)]
+        subprocess.run([sys.executable, str(beside), *same, "--rounds", str(options.rounds)], check=True)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

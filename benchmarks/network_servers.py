@@ -175,7 +175,10 @@ def rpc(options: argparse.Namespace) -> None:
         index = rank // options.workers
         _shards[index] = Shard(parts[index].clone(), world)
     address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    backend = remote.TensorPipeRpcBackendOptions(init_method=address, num_worker_threads=16, rpc_timeout=300)
+    # Left to itself it copies between processes of one kernel, whatever their network; these must use their links.
+    backend = remote.TensorPipeRpcBackendOptions(
+        init_method=address, num_worker_threads=16, rpc_timeout=300, _transports=["uv"], _channels=["mpt_uv", "basic"]
+    )
     remote.init_rpc(f"worker{rank}", rank=rank, world_size=world, rpc_backend_options=backend)
     gradient = [torch.ones_like(part) for part in parts]
 

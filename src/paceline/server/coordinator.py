@@ -139,6 +139,8 @@ class Coordinator:
             if self._door is not None:
                 self._door.close()
             self._epoll.close()
+            for seat in self._seats.values():
+                seat.wire.close()  # nobody will answer there any more
 
     def _expects_others(self) -> bool:
         """Whether all workers were lost and others may yet come for them."""
@@ -402,8 +404,9 @@ class Coordinator:
         self._recorder.flush()
         if self._door is not None:
             self._door.close()  # nobody can join any more, nor need be heard
+        word = Failed(type(error).__name__, str(error), list(error.ranks))
         for seat in self._seats.values():
-            self._seats.tell(seat, Failed(type(error).__name__, str(error), list(error.ranks)))
+            self._seats.tell(seat, word)
         # They raise it, and leave; whoever computes finds it when it next looks.
         until = time.monotonic() + self._plan.timeouts.stop + 2.0
         while self._seats and time.monotonic() < until:
@@ -411,6 +414,7 @@ class Coordinator:
                 seat = self._by_descriptor[descriptor]
                 try:
                     seat.wire.receive()
+                    self._seats.tell(seat, word)  # whatever it asks for as it leaves
                 except Closed:
                     self._epoll.unregister(descriptor)
                     del self._by_descriptor[descriptor], self._seats[seat.rank]

@@ -100,6 +100,8 @@ class _Near:
     answers: deque[Any] = dataclasses.field(default_factory=deque)
     """What it is to be told, in order, as soon as what they name is here."""
     fetching: bool = False
+    bye: bool = False
+    """Whether it has said farewell."""
     table: int = -1
     """The state of its hyperparameters that was last passed on."""
 
@@ -325,6 +327,8 @@ class Office:
                 return
             case Cancelled() | Push():
                 self._haul.restart(who)
+            case Bye():
+                near.bye = True
             case Thaw() if message.reload:
                 self._haul.load(who, near.buffer, lambda: self._tell_coordinator(who, message))
                 return
@@ -342,6 +346,8 @@ class Office:
 
     def _left(self, near: _Near) -> None:
         """One of this machine has gone."""
+        if not near.bye:
+            self._streams.lost(near.who)
         self._part(near)
         if self._me == HOME:
             self._rise(near.who)

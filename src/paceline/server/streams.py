@@ -57,6 +57,10 @@ class Streams:
         """Whether all workers of this machine have written their last line."""
         return self._home or self._folder is None or not self._open
 
+    def lost(self, rank: int) -> None:
+        """This worker writes nothing more."""
+        self._open.discard(str(rank))
+
     def more(self, ahead: float) -> Iterator[tuple[str, bytes]]:
         """Whole lines that were written since; `ahead` is added to their times."""
         if self._folder is None or self._home:
