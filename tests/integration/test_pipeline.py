@@ -432,13 +432,13 @@ class Nap(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Nap.apply(x * self.scale, 0.03, 0.06)  # type: ignore[no-any-return]
+        return _Nap.apply(x * self.scale, 0.02, 0.04)  # type: ignore[no-any-return]
 
 
 def asleep(team: Team, microbatches: int) -> None:
     model: Any = nn.Sequential(*(Nap() for _ in range(2 * team.world_size)))
     model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    for _ in range(3):
+    for _ in range(5):
         model(torch.ones(microbatches, 2)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -456,8 +456,8 @@ def test_the_bubble_is_the_formulas_where_stages_are_equally_long(
     summary = merge(tmp_path, stages)
     assert summary.bubble is not None and summary.bubble.formula == pytest.approx(formula)
     assert summary.bubble.measured == pytest.approx(formula, rel=0.1)
-    assert summary.updates == 3 and summary.minibatches == 3
-    assert sum(worker.samples for worker in summary.workers.values()) == 3 * microbatches
+    assert summary.updates == 5 and summary.minibatches == 5
+    assert sum(worker.samples for worker in summary.workers.values()) == 5 * microbatches
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
