@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import re
@@ -325,6 +326,10 @@ def refused(team: Team, case: str) -> str:
         loss.backward()
         if case == "twice":
             loss.backward()
+        if case == "copy":
+            again = copy.deepcopy(model)
+            assert torch.equal(again[2].weight, model[2].weight)
+            again(x)
         if case == "scaler":
             scaler = torch.amp.GradScaler("cpu")
             scaler.scale(model(x).mean()).backward()
@@ -347,6 +352,7 @@ def refused(team: Team, case: str) -> str:
         ("place", "'mul_' changes a split model's output in place; use 'mul'"),
         ("values", "depends on its values, which are not there before loss.backward"),
         ("twice", "backward was called a second time"),
+        ("copy", "this is a copy of a model that is split over workers, which cannot be called"),
         ("scaler", "a GradScaler has one scale per worker"),
     ],
 )

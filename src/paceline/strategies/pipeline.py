@@ -37,6 +37,25 @@ _SLACK = 0.02
 """How much slower the slowest stage may be for fewer bytes over the cuts: about what measuring is good for."""
 
 
+class _Split:
+    """What a split model does when it is called. A copy of the model is not split, and has no part in the pipeline."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Split:
+        def refuse(*_args: Any, **_kwargs: Any) -> Any:
+            raise UsageError(
+                "this is a copy of a model that is split over workers, which cannot be called; make a plain model and "
+                "load its state_dict"
+            )
+
+        return _Split(refuse)
+
+
 class PipelineTrainer(Trainer):
     """One worker's stages of a model."""
 
@@ -63,7 +82,8 @@ class PipelineTrainer(Trainer):
         self._said: set[str] = set()
         self._plain_forward: Callable[..., Any] = model.forward
         self._had_forward = "forward" in vars(model)
-        model.forward = self._forward
+        self._split = _Split(self._forward)
+        model.forward = self._split
         self._takeover = Takeover(optimizer)
         self._takeover.replace("step", self.step)
         self._takeover.replace("zero_grad", self._zero_grad)
@@ -237,7 +257,7 @@ class PipelineTrainer(Trainer):
         try:
             yield
         finally:
-            self._model.forward = self._forward
+            self._model.forward = self._split
 
     def _say_once(self, message: str) -> None:
         if message not in self._said:
