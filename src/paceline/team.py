@@ -37,7 +37,7 @@ from paceline.events import Balance, Join, Leave, Metric, Recorder
 from paceline.events.summary import merge
 from paceline.parameters.variables import Mirrored, PerReplica
 from paceline.policies import POLICIES, make_policy
-from paceline.strategies import TRAINERS, Options, Surroundings, Trainer
+from paceline.strategies import TRAINERS, Make, Options, Surroundings, Trainer
 from paceline.strategies.alone import AloneTrainer
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
@@ -211,7 +211,7 @@ class Team:
             device=self.device,
             say=self._say_once,
         )
-        kind: type[Trainer] = TRAINERS[type(self.strategy)] if self.world_size > 1 else AloneTrainer
+        kind: Make = TRAINERS[type(self.strategy)] if self.world_size > 1 else AloneTrainer
         if self._launch.profiling is not None:
             kind = ProfilingTrainer
         self._model, self._optimizer = model, optimizer

@@ -101,8 +101,9 @@ class Cutting:
         for name, value in self._own(layer):
             given = state.get(prefix + name)
             placement = self.placements[id(value)]
-            fits = isinstance(given, torch.Tensor) and given.dim() > placement.dim
-            if fits and given.shape[placement.dim] == placement.size:
+            if not isinstance(given, torch.Tensor) or given.dim() <= placement.dim:
+                continue  # torch itself will say what is wrong
+            if given.shape[placement.dim] == placement.size:
                 state[prefix + name] = self.part(given, value)
 
     def undo(self) -> None:

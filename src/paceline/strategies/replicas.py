@@ -106,7 +106,7 @@ def random_state() -> bytes:
     if "numpy" in sys.modules:
         import numpy
 
-        state = numpy.random.get_state(legacy=True)
+        state: Any = numpy.random.get_state(legacy=True)
         numbers = [state[0], state[1].tolist(), *state[2:]]
     return msgspec.msgpack.encode(_Random(bytes(torch.get_rng_state().numpy()), [kind, list(words), gauss], numbers))
 
