@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from paceline import Team, TeamError, UsageError
 from paceline.config import Launch, Timeouts
+from paceline.events.summary import merge
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -405,3 +406,83 @@ def report_to(team: Team, work: Any, fault: str, path: str, folder: str) -> str:
     said: str = work(team, fault, path)
     (Path(folder) / f"heard-{team.rank}").write_text(said)
     return said
+
+
+# -- the bubble ------------------------------------------------------------------------------------------------------
+
+
+class _Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+class Nap(nn.Module):
+    """Takes its time, and changes nothing: layers that sleep do not slow each other down on few cores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Nap.apply(x * self.scale, 0.03, 0.06)  # type: ignore[no-any-return]
+
+
+def asleep(team: Team, microbatches: int) -> None:
+    model: Any = nn.Sequential(*(Nap() for _ in range(2 * team.world_size)))
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(3):
+        model(torch.ones(microbatches, 2)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches", "formula"),
+    [("gpipe", 2, 4, 1 / 5), ("1f1b", 2, 2, 1 / 3), ("1f1b", 4, 4, 3 / 7)],
+)
+def test_the_bubble_is_the_formulas_where_stages_are_equally_long(
+    schedule: str, stages: int, microbatches: int, formula: float, tmp_path: Path
+) -> None:
+    spec = f"pipeline:stages={stages},microbatches={microbatches},schedule={schedule}"
+    run_team(asleep, stages, microbatches, launch=launched(spec, folder=str(tmp_path)))
+    summary = merge(tmp_path, stages)
+    assert summary.bubble is not None and summary.bubble.formula == pytest.approx(formula)
+    assert summary.bubble.measured == pytest.approx(formula, rel=0.1)
+    assert summary.updates == 3 and summary.minibatches == 3
+    assert sum(worker.samples for worker in summary.workers.values()) == 3 * microbatches
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def resident(team: Team) -> int:
+    """Bytes of shared memory that this worker has touched after some steps."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(512, 512) for _ in range(16)))
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    for _ in range(2):
+        model(torch.ones(2, 512)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = "memfd:paceline" in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_a_worker_has_no_more_of_the_model_in_memory_than_its_part() -> None:
+    found = run_team(resident, 4, launch=launched("pipeline:stages=4,microbatches=2"))
+    whole = 16 * 512 * 513 * 4
+    # The lead has written the first values of all of them; its pages are the others' own.
+    assert all(size < 0.45 * whole for size in found[1:]), [size / whole for size in found]

@@ -150,7 +150,8 @@ def _print(sheet: Sheet, cut: Partition, schedule: Evaluated, formula: float, ti
             f"{stage.bytes / 1e3:.3g} kB" if number else "–",
         )
     console.print(table)
+    step = float(schedule.makespan.mean())
     console.print(
-        f"slowest stage {cut.slowest * 1e3:.3g} ms per microbatch; "
-        f"a step {float(schedule.makespan.mean()) * 1e3:.3g} ms; bubble {schedule.bubble:.1%}, with stages of equal length {formula:.1%}"
+        f"slowest stage {cut.slowest * 1e3:.3g} ms per microbatch; a step {step * 1e3:.3g} ms; "
+        f"bubble {schedule.bubble:.1%}, with stages of equal length {formula:.1%}"
     )

@@ -59,9 +59,7 @@ def plan(
     ] = None,
     latency: Annotated[str | None, typer.Option(help="Plan for links with this latency, one way: 50us.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Plan for links of this bandwidth: 1Gbit/s.")] = None,
-    split: Annotated[
-        bool, typer.Option("--split", help="Also models that are split over devices (simulated only).")
-    ] = False,
+    split: Annotated[bool, typer.Option("--split", help="Also models that are split over devices.")] = False,
     layers: Annotated[int, typer.Option(help="With --split: layers that a tensor split has to agree on.")] = 1,
     activations: Annotated[str, typer.Option(help="With --split: bytes of activations between two layers.")] = "0",
     partition: Annotated[

@@ -20,6 +20,7 @@ from paceline.config import (
     Launch,
     Strategy,
     Timeouts,
+    check_workers,
     parse_compression,
     parse_correction,
     parse_servers,
@@ -159,6 +160,7 @@ def _check(spec: str, workers: int) -> Strategy:
     strategy = parse_strategy(spec)
     if type(strategy) in POLICIES:
         make_policy(strategy, range(workers))
+    check_workers(strategy, workers)
     return strategy
 
 

@@ -63,9 +63,10 @@ def _split(workers: int) -> list[Candidate]:
             continue
         for schedule in ("1f1b", "zero-bubble"):
             options = f"microbatches={2 * stages},schedule={schedule}"
-            spec = f"pipeline:stages={stages},{options}"
-            if stages < workers:
-                spec = f"mesh:data={workers // stages},pipeline={stages},{options}"
+            if stages == workers:
+                found.append(Candidate(f"pipeline:stages={stages},{options}"))
+                continue
+            spec = f"mesh:data={workers // stages},pipeline={stages},{options}"
             found.append(Candidate(spec, runnable=False))
     return found
 

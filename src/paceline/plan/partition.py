@@ -13,9 +13,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 from paceline.plan.costs import Cost
+
+Numbers = NDArray[np.float64]
 
 _STATE = 4
 """Parameter, gradient, and two values of an optimizer such as Adam: bytes per byte of parameters."""
@@ -82,14 +85,16 @@ class Problem:
     def seconds(self, first: int, last: int) -> float:
         return float(self._seconds[last] - self._seconds[first])
 
-    def before(self, last: int) -> np.ndarray:  # type: ignore[type-arg]
+    def before(self, last: int) -> Numbers:
         """Seconds of the stretches that end at this point, by where they begin."""
-        return self._seconds[last] - self._seconds[:last]  # type: ignore[no-any-return]
+        spent: Numbers = self._seconds[last] - self._seconds[:last]
+        return spent
 
-    def memory(self, last: int, kept: int) -> np.ndarray:  # type: ignore[type-arg]
-        return (  # type: ignore[no-any-return]
-            _STATE * (self._parameters[last] - self._parameters[:last]) + kept * (self._kept[last] - self._kept[:last])
-        )
+    def memory(self, last: int, kept: int) -> Numbers:
+        held: Numbers = _STATE * (self._parameters[last] - self._parameters[:last])
+        flying: Numbers = kept * (self._kept[last] - self._kept[:last])
+        total: Numbers = held + flying
+        return total
 
     def stage(self, first: int, last: int, pace: float, kept: int, devices: int = 1) -> StagePlan:
         return StagePlan(
@@ -126,7 +131,7 @@ def partition(
     kept = kept_in_flight(schedule, count, microbatches)
     transfer = np.where(problem.over > 0, 2 * (problem.over / bandwidth + latency), 0.0)
 
-    def worst(stage: int, last: int) -> np.ndarray:  # type: ignore[type-arg]
+    def worst(stage: int, last: int) -> Numbers:
         """What a stage that ends at this point takes, by where it begins; infinite where it has no room."""
         device = devices[stage]
         taken = np.maximum(problem.before(last) / device.pace, transfer[:last] if stage else 0.0)
@@ -140,7 +145,7 @@ def partition(
             "stages, fewer microbatches, or more memory"
         )
 
-    def fewest(stage: int, last: int) -> np.ndarray:  # type: ignore[type-arg]
+    def fewest(stage: int, last: int) -> Numbers:
         bytes_over = problem.over[:last] if stage else np.zeros(last)
         return np.where(worst(stage, last) <= limit, bytes_over, np.inf)
 
@@ -153,15 +158,15 @@ def partition(
     return Partition(stages=stages, slowest=_slowest(stages, transfer, starts))
 
 
-def _slowest(stages: list[StagePlan], transfer: np.ndarray, starts: list[int]) -> float:  # type: ignore[type-arg]
+def _slowest(stages: list[StagePlan], transfer: Numbers, starts: list[int]) -> float:
     return max(*(stage.seconds for stage in stages), *(float(transfer[start]) for start in starts))
 
 
 def _programme(
     stages: int,
     points: int,
-    cost: Callable[[int, int], np.ndarray],
-    join: np.ufunc,  # type: ignore[type-arg]
+    cost: Callable[[int, int], Numbers],
+    join: np.ufunc,
 ) -> tuple[float, list[int]]:
     """The least that stages which follow each other cost, joined by `join`, and where each of them ends."""
     table = np.full((stages, points), np.inf)
@@ -194,7 +199,7 @@ def replicated(
         for last in range(1, points):
             for share in range(1, used + 1):
                 # Devices that share a stage must agree on its gradient; all but one of them send and receive it.
-                agree = 0.0
+                agree: Numbers = np.zeros(last)
                 if share > 1:
                     parameters = np.array([problem.stage(first, last, 1.0, 0).parameters for first in range(last)])
                     agree = 2 * (share - 1) / share * parameters / bandwidth / microbatches
@@ -213,5 +218,7 @@ def replicated(
         used, last = used - share, first
     found.reverse()
     kept = kept_in_flight("1f1b", len(found), microbatches)
-    stages = [problem.stage(*ends, 1.0, keep, share) for (*ends, share), keep in zip(found, kept, strict=True)]
+    stages = [
+        problem.stage(first, last, 1.0, keep, share) for (first, last, share), keep in zip(found, kept, strict=True)
+    ]
     return Partition(stages=stages, slowest=float(table[:, points - 1].min()))

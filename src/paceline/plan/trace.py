@@ -338,14 +338,16 @@ def _attribute(module: Any, path: str) -> Any:
 
 def _is_random(node: fx.Node) -> bool:
     """Whether an operation draws, with the arguments that it has."""
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
-        return True
     schema = getattr(node.target, "_schema", None)
-    name = str(getattr(schema, "name", ""))
-    if "dropout" not in name and "scaled_dot_product" not in name and "lstm" not in name and "gru" not in name:
+    if schema is None:
         return False
-    return not any(argument is False for argument in node.args[2:3]) if "dropout" in name else True
+    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    if "scaled_dot_product" in schema.name:
+        return bool(given.get("dropout_p", 0.0))
+    if "dropout" in schema.name or "train" in given:
+        share = given.get("p", given.get("dropout", 1.0))
+        return bool(given.get("train", True)) and share != 0
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> Trace:

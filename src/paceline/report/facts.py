@@ -278,6 +278,7 @@ def _timeline(run: Reduction, ranks: list[int], columns: int) -> dict[str, Any]:
     return {
         "seconds": run.last - run.first if pieces else 0.0,
         "whole": run.detail.whole,
+        "passes": run.bubbles.measured() is not None,
         "kinds": KINDS,
         "width": width,
         "lanes": [

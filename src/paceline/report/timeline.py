@@ -40,6 +40,8 @@ class _Bar(NamedTuple):
     note: str
     colour: str
     light: bool = False
+    label: str = ""
+    """Written into it, where there is room."""
 
 
 class _Scale(NamedTuple):
@@ -131,7 +133,8 @@ def _bars(event: Event, served: bool) -> list[_Bar]:
 def _computed(event: Compute | Pass, served: bool) -> list[_Bar]:
     if isinstance(event, Pass):
         words = f"{event.kind}{event.microbatch} of stage {event.stage} in {event.seconds * 1e3:.2f} ms"
-        return [_Bar(_PASSES[event.kind][0], event.start, event.seconds, words, _PASSES[event.kind][1])]
+        kind, colour = _PASSES.get(event.kind, _PASSES["F"])
+        return [_Bar(kind, event.start, event.seconds, words, colour, label=str(event.microbatch))]
     words = f"{event.samples} samples on version {event.version} in {event.seconds * 1e3:.2f} ms"
     if served:
         return [_Bar("computing", event.start, event.seconds, words, _colour(event.version))]
@@ -167,10 +170,14 @@ def _drawn(scale: _Scale, rank: int, bar: _Bar) -> str:
     width = max(0.6, scale.x(last) - x)
     faint = " fill-opacity='.25' stroke-dasharray='3 2'" if bar.light else ""
     edge = f" stroke='{bar.colour}' stroke-width='.8'" if bar.light else ""
-    return (
+    box = (
         f"<rect x='{x:.2f}' y='{y + 1}' width='{width:.2f}' height='{_ROW - 10}' fill='{bar.colour}'{faint}{edge}>"
         f"<title>{escape(bar.kind)}: {escape(bar.note)}</title></rect>"
     )
+    if bar.label and width > 8 * len(bar.label) + 2:
+        middle = x + width / 2
+        box += f"<text x='{middle:.1f}' y='{y + 18}' text-anchor='middle' class='inside'>{escape(bar.label)}</text>"
+    return box
 
 
 def _arrows(events: list[Event], scale: _Scale, published: list[float], staleness: bool) -> list[str]:
@@ -262,7 +269,8 @@ def _frame(title: str, rows: int, shapes: list[str], legend: list[tuple[str, lis
         x += 22 + 7 * len(kind)
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' height='{height}'>"
-        "<style>text{font:13px system-ui,sans-serif;fill:#222}.small{font-size:11px;fill:#555}</style>"
+        "<style>text{font:13px system-ui,sans-serif;fill:#222}.small{font-size:11px;fill:#555}"
+        ".inside{font-size:11px;fill:#fff}</style>"
         f"<rect width='{_WIDTH}' height='{height}' fill='#ffffff'/>"
         f"<text x='{_LEFT}' y='26' style='font-weight:600;font-size:15px'>{escape(title)}</text>"
         + "".join(shapes)

@@ -105,16 +105,17 @@ class PipelineTrainer(Trainer):
         if self._line is None:
             self._line = self._build(args, kwargs)
         line = self._line
-        known = line.known(args, kwargs)
+        kind = line.key(args, kwargs)
+        known = line.trace(kind, args, kwargs)
         inputs = known.flat_inputs(args, kwargs)
         batch = batch_of(inputs)
         sizes = self._sizes(batch, first=not self._calls and training)
-        call = Call(inputs, batch, sizes, line.key(args, kwargs), self._calls, self._seed, self.version)
+        call = Call(inputs, batch, sizes, kind, self._calls, self._seed, self.version)
         self._calls += 1
         passage = Passage(line, call, training)
         if not training:
             return known.returned(passage.outputs())
-        outlines = line.outlines(args, kwargs, inputs)
+        outlines = line.outlines(kind, args, kwargs, batch)
         return known.returned([Deferred.made(passage, one, number) for number, one in enumerate(outlines)])
 
     def _sizes(self, batch: int, first: bool) -> tuple[int, ...]:
@@ -168,7 +169,7 @@ class PipelineTrainer(Trainer):
             msgspec.json.decode(part, type=float)
             for part in self._members.gather(msgspec.json.encode(float(own)), Intent.CLIP)
         ]
-        total = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
         return total
 
@@ -358,12 +359,8 @@ class _Line:
         frozen = tuple(parameter.requires_grad for parameter in self._model.parameters())
         return (shapes, str(spec), modes, frozen)
 
-    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-        return self._trace(args, kwargs)[0]
-
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Trace, Conveyor]:
+    def trace(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         """The model as it is called now: in another mode, or with inputs of another kind, it is another one."""
-        key = self.key(args, kwargs)
         if key not in self._traces:
             if isinstance(self._first, GraphTrace):
                 with self._trainer._plain():
@@ -371,7 +368,7 @@ class _Line:
             else:
                 traced = self._first
             self._traces[key] = (traced, self._conveyor(traced, self._bounds(traced)))
-        return self._traces[key]
+        return self._traces[key][0]
 
     def _bounds(self, traced: Trace) -> list[int]:
         """The same cut of another trace: operations stay with those of the same name, others with their inputs."""
@@ -386,9 +383,9 @@ class _Line:
             bounds.append(min(allowed, key=lambda place: (abs(place - end), place)))
         return [*bounds, len(stages)]
 
-    def outlines(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any]) -> list[torch.Tensor]:
+    def outlines(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> list[torch.Tensor]:
         """What the model returns for a batch of this size, without values."""
-        key = (self.key(args, kwargs), batch_of(inputs), torch.is_autocast_enabled("cpu"))
+        key = (kind, batch, torch.is_autocast_enabled("cpu"))
         if key not in self._shapes:
             with self._trainer._plain(), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 weights = {

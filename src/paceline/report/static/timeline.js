@@ -2,6 +2,7 @@
 "use strict";
 
 const VERSIONS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"];
+const PASSES = { forward: "#0072B2", backward: "#009E73" };
 const ON_VERSIONS = ["#ffffff", "#14171b", "#ffffff", "#14171b", "#14171b", "#ffffff"];
 const LEFT = 92, ROW = 34, GAP = 8, TOP = 22;
 
@@ -81,7 +82,9 @@ class Timeline {
     const names = this.data.kinds.filter((kind) => kind !== "computing" && kind !== "waiting");
     const versions = VERSIONS.map((c, i) => `${c} ${i * 17}% ${(i + 1) * 17}%`).join(",");
     this.legend.innerHTML =
-      `<span><i style="background:linear-gradient(90deg,${versions})"></i>computing, a colour per version (from afar: blue)</span>` +
+      (this.data.passes
+        ? Object.entries(PASSES).map(([name, colour]) => `<span><i style="background:${colour}"></i>${name}</span>`).join("")
+        : `<span><i style="background:linear-gradient(90deg,${versions})"></i>computing, a colour per version (from afar: blue)</span>`) +
       names.map((kind) => `<span><i style="background:var(--${kind})"></i>${kind}</span>`).join("") +
       `<span><i style="background:var(--waiting)"></i>waiting</span><span><i style="background:var(--track)"></i>not training</span>` +
       `<span>│ an update</span>` + (this.data.slowest.length ? "<span>▾ an unusually slow step</span>" : "");
@@ -227,7 +230,8 @@ class Timeline {
         const version = rows.version[n];
         pen.globalAlpha = 1;
         if (kind === "computing" || kind === "cancelled") {
-          pen.fillStyle = VERSIONS[version % VERSIONS.length];
+          const pass = this.data.passes && kind === "computing" ? (rows.forward && rows.forward[n] ? "forward" : "backward") : null;
+          pen.fillStyle = pass ? PASSES[pass] : VERSIONS[version % VERSIONS.length];
           if (kind === "cancelled") pen.globalAlpha = 0.28;
           pen.fillRect(x, y, w, ROW);
           pen.globalAlpha = 1;
@@ -240,9 +244,9 @@ class Timeline {
           if (kind === "computing" && w > 34) {
             pen.fillStyle = ON_VERSIONS[version % VERSIONS.length];
             pen.textAlign = "center";
-            pen.fillText(String(version), x + w / 2, y + ROW / 2);
+            pen.fillText(pass ? pass[0].toUpperCase() : String(version), x + w / 2, y + ROW / 2);
           }
-          if (kind === "computing" && rows.forward && rows.forward[n] && w > 16) {
+          if (kind === "computing" && !pass && rows.forward && rows.forward[n] && w > 16) {
             pen.fillStyle = "rgba(255,255,255,.75)";
             pen.fillRect(this.at(start + rows.forward[n] / 1e6), y + ROW - 6, 1, 6);
           }
@@ -276,7 +280,8 @@ class Timeline {
     const words = [`${kind}: ${duration(seconds)}`];
     if (kind === "computing") {
       words.push(`on version ${rows.version[n]}`);
-      if (rows.forward && rows.forward[n]) words.push(`forward ${duration(rows.forward[n] / 1e6)}, then backward`);
+      if (this.data.passes) words.push(rows.forward && rows.forward[n] ? "a forward pass of a microbatch" : "a backward pass of a microbatch");
+      else if (rows.forward && rows.forward[n]) words.push(`forward ${duration(rows.forward[n] / 1e6)}, then backward`);
     }
     if (kind === "cancelled") words.push(`on version ${rows.version[n]}`);
     if (kind === "updating") words.push(`makes version ${rows.version[n]}`);

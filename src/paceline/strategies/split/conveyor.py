@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -45,7 +45,7 @@ class Batch(Protocol):
     training: bool
     """Whether there will be a backward pass."""
     version: int
-    sizes: Sequence[int]
+    sizes: tuple[int, ...]
     """Samples of each microbatch."""
 
     def kind(self, microbatch: int) -> Any:
@@ -136,8 +136,7 @@ class Conveyor:
             around.enter_context(batch.surroundings())
             around.enter_context(torch.set_grad_enabled(batch.training))
             if stage.part.random:
-                around.enter_context(torch.random.fork_rng(devices=[]))
-                torch.manual_seed(batch.seed(stage.index, microbatch))
+                around.enter_context(_seeded(batch.seed(stage.index, microbatch)))
             made = stage.part.run([taken[number] for number in stage.part.takes])
         given = dict(zip(stage.part.gives, made, strict=True))
         if stage.index == self._last:
@@ -286,6 +285,17 @@ class Conveyor:
                 raise sending.error
         if self._mailbox.unsent:
             self._mailbox.attend()
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Random numbers of its own; torch.manual_seed would take milliseconds, for devices that are not there."""
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)
 
 
 def _tag(number: int, taker: int, microbatch: int, what: int) -> int:

@@ -7,6 +7,7 @@ output to the loss, and applies it to every microbatch where the output is made.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from torch.utils import _pytree as pytree
 from paceline.errors import UsageError
 
 Tensor = torch.Tensor
+_kind: Any = torch.Tensor
+"""The class itself, whose attributes are descriptors."""
 
 
 class Run(Protocol):
@@ -81,8 +84,8 @@ class Deferred(torch.Tensor):
         options: dict[str, Any],
         place: int,
     ) -> Deferred:
-        new: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            Deferred, outline.shape, dtype=outline.dtype, device="cpu", requires_grad=False
+        new: Any = torch.Tensor._make_wrapper_subclass(
+            Deferred, outline.shape, dtype=outline.dtype, device=torch.device("cpu"), requires_grad=False
         )
         new.run, new.outline, new.number, new.function = run, outline, number, function
         new.arguments, new.options, new.place, new.known = arguments, options, place, None
@@ -108,7 +111,7 @@ class Deferred(torch.Tensor):
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **options)
-        if func == torch.Tensor.requires_grad.__get__:
+        if func == _kind.requires_grad.__get__:
             return args[0].outline.is_floating_point()
         if name.endswith("_") and not name.endswith("__"):
             raise UsageError(f"'{name}' changes a split model's output in place; use '{name[:-1]}'")
@@ -120,7 +123,9 @@ class Deferred(torch.Tensor):
         return _recorded(func, name, args, options)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Only reached by what goes around torch's functions."""
         raise UsageError(f"'{func}' needs the values of a split model's output, which are not there yet")
 
@@ -140,8 +145,7 @@ def _recorded(func: Any, name: str, args: tuple[Any, ...], options: dict[str, An
             "on weights use the optimizer's weight_decay"
         )
     try:
-        outlines = pytree.tree_map_only(Tensor, _outline, (args, options))
-        result = func(*outlines[0], **outlines[1])
+        result = _outlined(func, args, options)
     except NotImplementedError:
         raise UsageError(
             f"'{name}' of a split model's output depends on its values, which are not there before loss.backward(); "
@@ -153,6 +157,32 @@ def _recorded(func: Any, name: str, args: tuple[Any, ...], options: dict[str, An
     if isinstance(result, tuple | list) and any(isinstance(one, Tensor) for one in result):
         made = [Deferred._new(run, one, 0, func, args, options, place) for place, one in enumerate(result)]
         return type(result)(made) if type(result) in (tuple, list) else tuple(made)
+    return result
+
+
+_shapes: dict[Any, Any] = {}
+"""What functions give, by what they are given: every step asks for the same."""
+
+
+def _outlined(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The result of a function as far as it can be known without values: shapes and dtypes, on the meta device."""
+    leaves, spec = pytree.tree_flatten((args, options))
+    facts = tuple(
+        (leaf.dtype, leaf.shape, leaf.stride()) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+        for leaf in (leaf.outline if isinstance(leaf, Deferred) else leaf for leaf in leaves)
+    )
+    autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype())
+    try:
+        key = (func, facts, spec, autocast)
+        known = key in _shapes
+    except TypeError:  # an argument that cannot be looked up
+        key, known = None, False
+    if known:
+        return _shapes[key]
+    outlines = pytree.tree_map_only(Tensor, _outline, (args, options))
+    result = func(*outlines[0], **outlines[1])
+    if key is not None and len(_shapes) < 10_000:
+        _shapes[key] = result
     return result
 
 
@@ -226,14 +256,14 @@ _FORCING_NAMES = {
     "isclose",
 }
 _PLAIN = {
-    torch.Tensor.shape.__get__,
-    torch.Tensor.dtype.__get__,
-    torch.Tensor.device.__get__,
-    torch.Tensor.ndim.__get__,
-    torch.Tensor.layout.__get__,
-    torch.Tensor.is_sparse.__get__,
-    torch.Tensor.is_leaf.__get__,
-    torch.Tensor.grad_fn.__get__,
+    _kind.shape.__get__,
+    _kind.dtype.__get__,
+    _kind.device.__get__,
+    _kind.ndim.__get__,
+    _kind.layout.__get__,
+    _kind.is_sparse.__get__,
+    _kind.is_leaf.__get__,
+    _kind.grad_fn.__get__,
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.numel,
@@ -271,6 +301,7 @@ class Shares:
 
     def __init__(self, batch: int, sizes: Sequence[int]) -> None:
         self._batch, self._sizes = batch, sizes
+        self._counted: dict[int, Tensor | None] = {}
         self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
 
     def check(self, loss: Deferred) -> None:
@@ -342,7 +373,9 @@ class Shares:
             return replay(of, value, other)
         if all(leaf.outline.dim() == 0 for leaf in _deferred(of)):
             return self._after(of, replay(of, value, other), microbatch)
-        counted = _counted(of)
+        if id(of) not in self._counted:
+            self._counted[id(of)] = _counted(of)
+        counted = self._counted[id(of)]
         if counted is not None:
             return replay(of, value, other, {"reduction": "sum"}) / counted
         return replay(of, value, other) * self._weight(of, microbatch)
@@ -375,10 +408,15 @@ def _reduction(of: Deferred) -> str | None:
     return found if isinstance(found, str) else None
 
 
+@functools.cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
 def _bound(of: Deferred) -> dict[str, Any]:
     """The function's arguments by name, with defaults."""
     try:
-        bound = inspect.signature(of.function).bind(*of.arguments, **of.options)  # type: ignore[arg-type]
+        bound = _signature(of.function).bind(*of.arguments, **of.options)
     except (TypeError, ValueError):
         return {}
     bound.apply_defaults()

@@ -135,7 +135,8 @@ class Home:
                 count = torch.Size(one.shape).numel()
                 value = self._memory.tensor(one.place, max(1, count), dtype)[:count].view(one.shape)
                 found.setdefault(self.parameters[one.parameter], {})[one.name] = value
-        for parameter, state in self._optimizer.state.items():
+        known: dict[Any, dict[str, Any]] = self._optimizer.state
+        for parameter, state in known.items():
             rest = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
             found.setdefault(parameter, {}).update(rest)
         order = {id(parameter): number for number, parameter in enumerate(self.parameters)}

@@ -1,0 +1,42 @@
+"""`paceline plan --partition` looks into a script's model, and says where to cut it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from support import PACELINE, finished, write_script
+
+SCRIPT = """
+import torch, paceline
+torch.set_num_threads(1)
+team = paceline.join()
+model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range({layers})))
+model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+with torch.no_grad():
+    model(torch.ones(2, 128))
+loss = model(torch.ones(32, 128)).mean()
+raise SystemExit("it went on")
+"""
+
+
+def test_a_scripts_model_is_cut_and_drawn(tmp_path: Path) -> None:
+    script = write_script(tmp_path, SCRIPT.replace("{layers}", "8"))
+    command = [PACELINE, "plan", "--partition", str(script), "--stages", "2", "--microbatches", "4"]
+    told = json.loads(finished([*command, "--figure", "cut.svg", "--pace", "1:0.25", "--json"], tmp_path).out)
+    assert len(told["operations"]) == 8
+    assert [stage["last"] for stage in told["stages"]][-1] == 8
+    assert told["stages"][0]["last"] > 4
+    assert 0 < told["bubble"] < 1 and abs(told["formula"] - 1 / 5) < 1e-9
+    assert (tmp_path / "cut.svg").read_text().startswith("<svg")
+
+
+def test_more_stages_than_layers_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    script = write_script(tmp_path, SCRIPT.replace("{layers}", "4"))
+    outcome = finished([PACELINE, "plan", "--partition", str(script), "--stages", "9"], tmp_path)
+    assert outcome.code == 2
+    assert "the model can be cut into 4 parts at most" in outcome.err
+    assert outcome.tracebacks == 0
+    outcome = finished([PACELINE, "run", str(script), "--workers", "3", "--strategy", "pipeline:stages=2"], tmp_path)
+    assert outcome.code == 2
+    assert "'pipeline:stages=2' needs 2 workers" in outcome.err and "pipeline:stages=3" in outcome.err

@@ -1,0 +1,132 @@
+"""A traced model, cut anywhere it may be cut, computes what the model computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from splits import Transformer, chain, convnet, images, vectors, words
+from torch import nn
+
+from paceline.config import parse_strategy
+from paceline.errors import UsageError
+from paceline.events import Pass
+from paceline.events.bubbles import Bubbles, bubble
+from paceline.plan.costs import measure
+from paceline.plan.partition import Device, partition
+from paceline.plan.sheet import profiled
+from paceline.plan.trace import ChainTrace, GraphTrace, Trace, trace
+
+
+def through(traced: Trace, bounds: list[int], inputs: list[Any]) -> Any:
+    """Run the parts one after the other."""
+    values: dict[int, Any] = {-1 - number: value for number, value in enumerate(inputs)}
+    for first, last in zip([0, *bounds[:-1]], bounds, strict=True):
+        part = traced.part(first, last)
+        values.update(zip(part.gives, part.run([values[one] for one in part.takes]), strict=True))
+    return traced.returned([values[one] for one in traced.results])
+
+
+@pytest.mark.parametrize("kind", ["transformer", "convnet", "chain"])
+def test_every_cut_gives_what_the_model_gives(kind: str) -> None:
+    torch.manual_seed(0)
+    model, data = {"transformer": (Transformer(), words), "convnet": (convnet(), images), "chain": (chain(), vectors)}[
+        kind
+    ]
+    model.eval()
+    x = data(6).tensors[0]
+    traced = GraphTrace(model, (x,), {}) if kind == "transformer" else trace(model, (x,), {}, 2)
+    few = x[:5]  # another number of samples than it was traced with
+    with torch.no_grad():
+        right = model(few)
+        whole = len(traced.operations)
+        for cut in traced.cuts():
+            assert torch.allclose(through(traced, [cut, whole], [few]), right, atol=1e-6), traced.operations[cut]
+        third = whole // 3
+        cuts = traced.cuts()
+        first, second = (min(cuts, key=lambda cut: abs(cut - place)) for place in (third, 2 * third))
+        assert torch.allclose(through(traced, [first, second, whole], [few]), right, atol=1e-6)
+
+
+def test_a_layer_that_changes_its_input_stays_with_the_one_before() -> None:
+    traced = ChainTrace(nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2), nn.ReLU()))
+    assert traced.cuts() == [2, 3]
+
+
+def test_only_what_draws_is_random() -> None:
+    calm, drawing = Transformer(dropout=0.0), Transformer(dropout=0.5)
+    x = words(4).tensors[0]
+    assert not GraphTrace(calm, (x,), {}).part(0, 3).random
+    for model, random in ((calm, False), (drawing, True)):
+        traced = GraphTrace(model, (x,), {})
+        assert traced.part(0, len(traced.operations)).random is random
+    drawing.eval()
+    quiet = GraphTrace(drawing, (x,), {})
+    assert not quiet.part(0, len(quiet.operations)).random
+
+
+def test_measuring_changes_nothing() -> None:
+    model = convnet()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = images(4).tensors[0]
+    traced = trace(model, (x,), {}, 2)
+    state = torch.get_rng_state()
+    costs = measure(traced, model, [x], repeats=1)
+    assert all(cost.forward > 0 for cost in costs)
+    assert sum(cost.parameters for cost in costs) == sum(parameter.nbytes for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_is_measured_is_what_is_cut() -> None:
+    wide = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)), *(nn.Linear(256, 256) for _ in range(3)))
+    sheet = profiled(wide, (torch.ones(64, 256),), {}, 2, "batch")
+    assert sheet.batch == 64 and sheet.microbatch == 32
+    assert partition(sheet.problem(), [Device(), Device(pace=0.2)]).bounds[0] > 3
+
+
+def test_a_model_that_returns_its_input_is_refused() -> None:
+    class Echo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.layer(x), x
+
+    with pytest.raises(UsageError, match="returns one of its inputs"):
+        trace(Echo(), (torch.ones(3, 2),), {}, 2)
+
+
+# -- bubbles ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches", "chunks", "share"),
+    [
+        ("gpipe", 8, 32, 1, 7 / 39),
+        ("1f1b", 8, 32, 1, 7 / 39),
+        ("interleaved", 8, 32, 4, (7 / 4) / (32 + 7 / 4)),
+        ("zero-bubble", 8, 32, 1, (7 / 3) / (32 + 7 / 3)),
+        ("zero-bubble-2p", 8, 32, 1, 0.0),
+    ],
+)
+def test_the_formulas(schedule: str, stages: int, microbatches: int, chunks: int, share: float) -> None:
+    assert bubble(schedule, stages, microbatches, chunks) == pytest.approx(share)
+
+
+def test_a_bubble_is_what_devices_idle_of_a_step() -> None:
+    bubbles = Bubbles()
+    assert bubbles.measured() is None
+    for version in range(3):
+        for rank in range(2):
+            for microbatch in range(2):
+                start = 100.0 * version + 1.0 * rank + microbatch
+                bubbles.add(Pass(rank, start, 1.0, "F", rank, 0, microbatch, 4, version))
+    assert bubbles.measured() == pytest.approx(1 / 3)
+    spec = "pipeline:stages=2,microbatches=8"
+    assert parse_strategy(spec) is not None
+    assert bubbles.formula(spec) == pytest.approx(1 / 3)  # of the two microbatches that there were
+    assert bubbles.formula("all-reduce") is None
