@@ -93,11 +93,11 @@ def work(options: argparse.Namespace) -> None:
         return Transformer(options.width, options.layers, options.heads, options.length)
 
     torch.manual_seed(1)
-    x = torch.randint(0, WORDS, (options.batch, options.length))
+    x = torch.randint(0, WORDS, (max(options.batch), options.length))
     y = (x * 7 + 3) % WORDS
     ours: Any = made()
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
-    ours, optimizer, _ = team.setup(ours, optimizer, DataLoader(TensorDataset(x, y), batch_size=options.batch))
+    ours, optimizer, _ = team.setup(ours, optimizer, DataLoader(TensorDataset(x, y), batch_size=len(x)))
     theirs = made()
 
     def update() -> None:
@@ -105,23 +105,25 @@ def work(options: argparse.Namespace) -> None:
         optimizer.zero_grad()
 
     contestants = {"tensor": (ours, update), "DTensor on gloo": (theirs, by_dtensor(theirs, mesh))}
-    best = dict.fromkeys(contestants, 0.0)
-    losses: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(options.rounds + 1):
-        for name, (model, step) in contestants.items():
-            team.barrier()
-            start = time.perf_counter()
-            for _ in range(options.steps):
-                loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
-                loss.backward()
-                step()
-                losses[name].append(float(loss))
-            team.barrier()
-            if number:  # the first round is to warm up
-                best[name] = max(best[name], options.steps / (time.perf_counter() - start))
-    apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
-    if team.is_lead:
-        print(json.dumps({"steps_per_second": best, "ratio": best["tensor"] / best["DTensor on gloo"], "apart": apart}))
+    for batch in options.batch:
+        best = dict.fromkeys(contestants, 0.0)
+        losses: dict[str, list[float]] = {name: [] for name in contestants}
+        for number in range(options.rounds + 1):
+            for name, (model, step) in contestants.items():
+                team.barrier()
+                start = time.perf_counter()
+                for _ in range(options.steps):
+                    loss = cross_entropy(model(x[:batch]).flatten(0, 1), y[:batch].flatten())
+                    loss.backward()
+                    step()
+                    losses[name].append(loss.item())
+                team.barrier()
+                if number:  # the first round is to warm up
+                    best[name] = max(best[name], options.steps / (time.perf_counter() - start))
+        if team.is_lead:
+            apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
+            ratio = best["tensor"] / best["DTensor on gloo"]
+            print(json.dumps({"batch": batch, "steps_per_second": best, "ratio": ratio, "apart": apart}), flush=True)
     distributed.destroy_process_group()
 
 
@@ -130,7 +132,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="sequences in a step, one or several")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8)
@@ -143,7 +145,7 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "paceline", "run", __file__, "--workers", str(options.workers), "--strategy"]
-    command += [f"tensor:degree={options.workers}", "--", *sys.argv[1:]]
+    command += [f"tensor:degree={options.workers}", "--no-record", "--quiet", "--", *sys.argv[1:]]
     subprocess.run(command, check=True, env={**os.environ, "BENCH_PORT": str(port), "OMP_NUM_THREADS": "1"})
 
 

@@ -41,7 +41,7 @@ from paceline.events.summary import merge
 from paceline.parameters.travel import pack, unpack
 from paceline.parameters.variables import Mirrored, PerReplica
 from paceline.policies import POLICIES, make_policy
-from paceline.strategies import TRAINERS, Options, Surroundings, Trainer
+from paceline.strategies import TRAINERS, Make, Options, Surroundings, Trainer
 from paceline.strategies.all_reduce import AllReduceTrainer
 from paceline.strategies.alone import AloneTrainer
 from paceline.strategies.base import check
@@ -248,7 +248,7 @@ class Team:
         shared = [self._share(loader, global_batch, balance) for loader in loaders]
         return (model, optimizer, *shared)
 
-    def _kind(self) -> Callable[..., Trainer]:
+    def _kind(self) -> Make:
         if self._launch.profiling is not None:
             return ProfilingTrainer
         elastic = self._launch.elastic or self._launch.joins is not None

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from checker import events_of, playing
 from meshes import parts_amiss
 from splits import MODELS, adam, apart, launched, made, score, train
-from support import PACELINE, finished, write_script
+from support import Outcome, write_script
 from teams import run_team
 from torch import nn
 from torch.utils.data import DataLoader
@@ -76,14 +77,13 @@ def script(folder: Path, fault: str = "") -> Path:
     return write_script(folder, text)
 
 
-def run(folder: Path, sync: str, split: str = "tensor=2", *more: str, fault: str = "") -> Any:
+def run(folder: Path, sync: str, split: str = "tensor=2", *more: str, fault: str = "") -> Outcome:
     strategy = f"mesh:data=2,{split},sync={sync}"
-    words = [PACELINE, "run", script(folder, fault), "--workers", "4", "--strategy", strategy, "--name", "one", *more]
-    return finished(words, folder, 100.0)
-
-
-def events_in(folder: Path) -> list[Event]:
-    return [decode(line) for line in (folder / "runs" / "one" / "events.jsonl").read_bytes().splitlines()]
+    words = [script(folder, fault), "--workers", "4", "--strategy", strategy, "--name", "one", *more]
+    with playing(words, folder) as started:
+        outcome = started.finish(100.0)
+        assert not started.processes()
+        return outcome
 
 
 @pytest.mark.parametrize(
@@ -100,19 +100,23 @@ def events_in(folder: Path) -> list[Event]:
         "adaptive:of=k-async,start=1",
     ],
 )
-def test_every_policy_makes_updates_of_whole_gradients(sync: str) -> None:
-    launch = launched(f"mesh:data=2,tensor=2,sync={sync}", servers="lead")
+def test_every_policy_makes_updates_of_whole_gradients(sync: str, tmp_path: Path) -> None:
+    launch = launched(f"mesh:data=2,tensor=2,sync={sync}", servers="lead", folder=str(tmp_path))
     found = run_team(losses, 4, "transformer", 4, {}, launch=launch, timeout=100)
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert all(torch.isfinite(torch.tensor(one)).all() for one in found)
+    lines = [line for path in (tmp_path / "streams").iterdir() for line in path.read_bytes().splitlines()]
+    events = [decode(line) for line in lines]
+    assert parts_amiss(events, REPLICAS) == []
+    assert any(isinstance(event, Update) and event.pushes for event in events)
 
 
 @pytest.mark.parametrize("split", ["tensor=2", "pipeline=2,microbatches=2"])
 def test_with_a_slow_replica_every_update_is_of_one_replicas_whole_gradient(split: str, tmp_path: Path) -> None:
     outcome = run(tmp_path, "k-sync:k=1", split, "--slow", "2:6", "--slow", "3:6")
     assert outcome.code == 0, outcome.err
-    events = events_in(tmp_path)
+    events = events_of(outcome, "one")
     assert parts_amiss(events, REPLICAS) == []
     pushes = [event for event in events if isinstance(event, Push)]
     assert any(push.outcome == "dropped" for push in pushes)  # the slow replica came too late at least once
@@ -217,4 +221,3 @@ def test_a_worker_that_dies_ends_the_run_or_its_replica(sync: str, goes_on: bool
     outcome = run(tmp_path, sync, "tensor=2", "--timeout", "20", fault=DYING)
     assert (outcome.code == 0) == goes_on, outcome.err
     assert "rank 3" in outcome.err
-    assert not outcome.run.processes()

@@ -102,7 +102,7 @@ class Cutting:
             given = state.get(prefix + name)
             placement = self.placements[id(value)]
             if not isinstance(given, torch.Tensor) or given.dim() <= placement.dim:
-                continue
+                continue  # torch itself will say what is wrong
             if given.shape[placement.dim] == placement.size:
                 state[prefix + name] = self.part(given, value)
 

@@ -80,8 +80,8 @@ def _projected(
 
 
 def _in_heads(value: torch.Tensor, heads: int) -> torch.Tensor:
-    split: torch.Tensor = value.unflatten(-1, (heads, -1))
-    return split.transpose(1, 2)
+    shape = value.shape
+    return value.view(shape[0], shape[1], heads, shape[2] // heads).transpose(1, 2)
 
 
 def _mask(

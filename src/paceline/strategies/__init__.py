@@ -14,7 +14,8 @@ from paceline.strategies.mesh import MeshTrainer
 from paceline.strategies.parameter_server import ParameterServerTrainer
 from paceline.strategies.pipeline import PipelineTrainer
 
-TRAINERS: dict[type[Strategy], Callable[[torch.nn.Module, Optimizer, Options, Surroundings], Trainer]] = {
+Make = Callable[[torch.nn.Module, Optimizer, Options, Surroundings], Trainer]
+TRAINERS: dict[type[Strategy], Make] = {
     AllReduce: AllReduceTrainer,
     Mesh: mesh,
     Pipeline: PipelineTrainer,
@@ -22,4 +23,4 @@ TRAINERS: dict[type[Strategy], Callable[[torch.nn.Module, Optimizer, Options, Su
     **dict.fromkeys(POLICIES, ParameterServerTrainer),
 }
 
-__all__ = ["TRAINERS", "Options", "Surroundings", "Trainer"]
+__all__ = ["TRAINERS", "Make", "Options", "Surroundings", "Trainer"]
