@@ -56,7 +56,7 @@ class Nap(nn.Module):
 def work(stages: int, microbatches: int) -> None:
     import paceline
 
-    share = 2
+    share = 4  # layers in every stage
     model: Any = nn.Sequential(*(Nap(FORWARD / share, BACKWARD / share) for _ in range(stages * share)))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
     team = paceline.join()

@@ -57,8 +57,8 @@ class Layer(nn.Module):
 def work() -> None:
     import paceline
 
-    parts = 2 * STAGES
-    model: Any = nn.Sequential(*(Layer(SECONDS / 2) for _ in range(parts)))
+    layers = 4  # in every stage
+    model: Any = nn.Sequential(*(Layer(SECONDS / layers) for _ in range(layers * STAGES)))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
     team = paceline.join()
     model, optimizer = team.setup(model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import re
@@ -325,6 +326,10 @@ def refused(team: Team, case: str) -> str:
         loss.backward()
         if case == "twice":
             loss.backward()
+        if case == "copy":
+            again = copy.deepcopy(model)
+            assert torch.equal(again[2].weight, model[2].weight)
+            again(x)
         if case == "scaler":
             scaler = torch.amp.GradScaler("cpu")
             scaler.scale(model(x).mean()).backward()
@@ -347,6 +352,7 @@ def refused(team: Team, case: str) -> str:
         ("place", "'mul_' changes a split model's output in place; use 'mul'"),
         ("values", "depends on its values, which are not there before loss.backward"),
         ("twice", "backward was called a second time"),
+        ("copy", "this is a copy of a model that is split over workers, which cannot be called"),
         ("scaler", "a GradScaler has one scale per worker"),
     ],
 )
@@ -432,13 +438,13 @@ class Nap(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Nap.apply(x * self.scale, 0.03, 0.06)  # type: ignore[no-any-return]
+        return _Nap.apply(x * self.scale, 0.02, 0.04)  # type: ignore[no-any-return]
 
 
 def asleep(team: Team, microbatches: int) -> None:
     model: Any = nn.Sequential(*(Nap() for _ in range(2 * team.world_size)))
     model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    for _ in range(3):
+    for _ in range(5):
         model(torch.ones(microbatches, 2)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -456,8 +462,8 @@ def test_the_bubble_is_the_formulas_where_stages_are_equally_long(
     summary = merge(tmp_path, stages)
     assert summary.bubble is not None and summary.bubble.formula == pytest.approx(formula)
     assert summary.bubble.measured == pytest.approx(formula, rel=0.1)
-    assert summary.updates == 3 and summary.minibatches == 3
-    assert sum(worker.samples for worker in summary.workers.values()) == 3 * microbatches
+    assert summary.updates == 5 and summary.minibatches == 5
+    assert sum(worker.samples for worker in summary.workers.values()) == 5 * microbatches
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

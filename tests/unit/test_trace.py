@@ -100,6 +100,35 @@ def test_a_model_that_returns_its_input_is_refused() -> None:
         trace(Echo(), (torch.ones(3, 2),), {}, 2)
 
 
+class Straight(torch.autograd.Function):
+    """Rounds, with the gradient of not rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Rounding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Straight.apply(self.layer(x))  # type: ignore[no-any-return]
+
+
+def test_a_gradient_of_ones_own_is_never_lost() -> None:
+    with pytest.raises(UsageError, match="a gradient of its own in Straight"):
+        trace(Rounding(), (torch.ones(3, 2),), {}, 2)
+    layers = trace(nn.Sequential(Rounding(), Rounding()), (torch.ones(3, 2),), {}, 2)
+    assert isinstance(layers, ChainTrace)
+    assert Straight.apply(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
 # -- bubbles ---------------------------------------------------------------------------------------------------------
 
 

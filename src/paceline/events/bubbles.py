@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from paceline.config import Mesh, Pipeline, parse_strategy
 from paceline.errors import UsageError
 from paceline.events.schema import Pass
@@ -41,12 +43,12 @@ class Bubbles:
         Of the others that of the middle, as other processes of a machine make some steps longer.
         """
         first = min(self._steps, default=0)
-        shares = sorted(
+        shares = [
             1 - busy / (len(self._ranks) * (end - begin))
             for version, (begin, end, busy) in self._steps.items()
             if end > begin and (version != first or len(self._steps) == 1)
-        )
-        return shares[len(shares) // 2] if shares else None
+        ]
+        return statistics.median(shares) if shares else None
 
     def formula(self, spec: str | None) -> float | None:
         """The same for stages that all take equally long, and messages that take no time."""

@@ -6,6 +6,7 @@ and a part is a stretch of that list: what it takes from before, what it gives t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -317,7 +318,7 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     shapes = pytree.tree_map(dims, (args, kwargs))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _without_own_gradients():
             program = torch.export.export(
                 model, args, kwargs, dynamic_shapes=(*shapes[0], *shapes[1].values()), strict=False
             )
@@ -328,6 +329,21 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             "part; write its forward without decisions that depend on values, or as an nn.Sequential"
         ) from None
     return program.module(check_guards=False)
+
+
+@contextlib.contextmanager
+def _without_own_gradients() -> Iterator[None]:
+    """A trace has an autograd function's forward pass, but not its backward pass: it would be another model."""
+    own = torch.autograd.Function.__dict__["apply"]
+
+    def refuse(cls: type, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"it has a gradient of its own in {cls.__name__}, which a trace does not keep")
+
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = own
 
 
 def _attribute(module: Any, path: str) -> Any:

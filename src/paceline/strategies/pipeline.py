@@ -8,7 +8,6 @@ that is when it is known what it is called with.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,21 +23,37 @@ from paceline.errors import UsageError
 from paceline.events import Update
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.plan.partition import Device, partition
-from paceline.plan.sheet import batch_of, has_rows, mixes, sheet
-from paceline.plan.trace import GraphTrace, Trace, trace
-from paceline.simulate.schedules import SCHEDULES, Operation, Order
+from paceline.plan.sheet import batch_of, mixes, sheet
+from paceline.plan.trace import Trace, trace
 from paceline.strategies.base import Options, Surroundings, Trainer
-from paceline.strategies.split.conveyor import Conveyor, Stage
 from paceline.strategies.split.deferred import Deferred
 from paceline.strategies.split.home import Home
+from paceline.strategies.split.line import Line, Place
 from paceline.strategies.split.passage import Call, Passage
 from paceline.strategies.takeover import Takeover
 from paceline.transport import Intent
 
 _SLACK = 0.02
 """How much slower the slowest stage may be for fewer bytes over the cuts: about what measuring is good for."""
-_END = -7
-"""Tag of what the last stage tells all."""
+
+
+class _Split:
+    """What a split model does when it is called. A copy of the model is not split, and has no part in the pipeline."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Split:
+        def refuse(*_args: Any, **_kwargs: Any) -> Any:
+            raise UsageError(
+                "this is a copy of a model that is split over workers, which cannot be called; make a plain model and "
+                "load its state_dict"
+            )
+
+        return _Split(refuse)
 
 
 class PipelineTrainer(Trainer):
@@ -63,11 +78,12 @@ class PipelineTrainer(Trainer):
         self._accumulating = False
         self._samples = 0
         self._seed = 0
-        self._line: _Line | None = None
+        self._line: Line | None = None
         self._said: set[str] = set()
         self._plain_forward: Callable[..., Any] = model.forward
         self._had_forward = "forward" in vars(model)
-        model.forward = self._forward
+        self._split = _Split(self._forward)
+        model.forward = self._split
         self._takeover = Takeover(optimizer)
         self._takeover.replace("step", self.step)
         self._takeover.replace("zero_grad", self._zero_grad)
@@ -241,14 +257,14 @@ class PipelineTrainer(Trainer):
         try:
             yield
         finally:
-            self._model.forward = self._forward
+            self._model.forward = self._split
 
     def _say_once(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
             self._around.say(message)
 
-    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Line:
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Line:
         members = self._members
         # The script's random numbers must be the same everywhere: they may decide what is in a batch.
         state = members.gather(bytes(torch.get_rng_state().numpy()), Intent.ALLOCATE)[0]
@@ -266,7 +282,14 @@ class PipelineTrainer(Trainer):
             assert traced is not None
             bounds = self._cut(traced, args, kwargs)
         group = Group(members.rank, members.size, members.gather, members.meeting.timeouts, self._around.say)
-        return _Line(self, home, group, bounds, args, kwargs, traced)
+        place = Place(
+            ranks=range(members.size),
+            schedule=self._spec.schedule,
+            recorder=self._recorder,
+            slow=self._stopwatch.slow_pass,
+            plain=self._plain,
+        )
+        return Line(self._model, home, group, place, traced, bounds, (args, kwargs))
 
     def _home(self) -> Home:
         return Home(self._members, self._model, self._optimizer)
@@ -307,220 +330,6 @@ class PipelineTrainer(Trainer):
         if "error" in told:
             raise UsageError(told["error"])
         return list(told["bounds"])
-
-
-class _Line:
-    """The pipeline as this worker has it, once the model is cut."""
-
-    def __init__(
-        self,
-        trainer: PipelineTrainer,
-        home: Home,
-        group: Group,
-        bounds: list[int],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        traced: Trace,
-    ) -> None:
-        self._trainer, self.home, self.group = trainer, home, group
-        self._model, self._spec = trainer._model, trainer._spec
-        self._rank, self._size = trainer._rank, trainer._size
-        self._count = len(bounds)
-        self._owners = [stage % self._size for stage in range(self._count)]
-        self.is_end = self._owners[-1] == self._rank
-        self._first: Trace = traced
-        self._stage_of_name: dict[str, int] = {}
-        start = 0
-        for stage, end in enumerate(bounds):
-            self._stage_of_name.update((operation.name, stage) for operation in traced.operations[start:end])
-            start = end
-        self._traces: dict[Any, tuple[Trace, Conveyor]] = {}
-        self._shapes: dict[Any, list[torch.Tensor]] = {}
-        self._orders: dict[int, list[Operation]] = {}
-        self._users: dict[int, list[int]] = {}
-        """By parameter, the ranks that use it."""
-        conveyor = self._conveyor(traced, bounds)
-        self._traces[self.key(args, kwargs)] = (traced, conveyor)
-        self._share_out(traced, bounds)
-
-    # -- what the model is called with -------------------------------------------------------------------------------
-
-    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Equal for calls that one trace is good for."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        batch = batch_of(leaves)
-        shapes = tuple(
-            (leaf.dtype, has_rows(leaf, batch), tuple(leaf.shape)[1 if has_rows(leaf, batch) else 0 :])
-            if isinstance(leaf, torch.Tensor)
-            else leaf
-            for leaf in leaves
-        )
-        modes = tuple(module.training for module in self._model.modules())
-        frozen = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        return (shapes, str(spec), modes, frozen)
-
-    def trace(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-        """The model as it is called now: in another mode, or with inputs of another kind, it is another one."""
-        if key not in self._traces:
-            if isinstance(self._first, GraphTrace):
-                with self._trainer._plain():
-                    traced: Trace = GraphTrace(self._model, args, kwargs)
-            else:
-                traced = self._first
-            self._traces[key] = (traced, self._conveyor(traced, self._bounds(traced)))
-        return self._traces[key][0]
-
-    def _bounds(self, traced: Trace) -> list[int]:
-        """The same cut of another trace: operations stay with those of the same name, others with their inputs."""
-        stages: list[int] = []
-        for operation in traced.operations:
-            before = stages[-1] if stages else 0
-            stages.append(max(before, self._stage_of_name.get(operation.name, before)))
-        allowed = {0, len(stages), *traced.cuts()}
-        bounds = []
-        for stage in range(self._count - 1):
-            end = sum(one <= stage for one in stages)
-            bounds.append(min(allowed, key=lambda place: (abs(place - end), place)))
-        return [*bounds, len(stages)]
-
-    def outlines(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> list[torch.Tensor]:
-        """What the model returns for a batch of this size, without values."""
-        key = (kind, batch, torch.is_autocast_enabled("cpu"))
-        if key not in self._shapes:
-            with self._trainer._plain(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                weights = {
-                    name: tensor.detach().to("meta")
-                    for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]
-                }
-                given = pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs))
-                made = torch.func.functional_call(self._model, weights, given[0], given[1])
-            self._shapes[key] = pytree.tree_leaves(made)
-        return self._shapes[key]
-
-    # -- who does what -----------------------------------------------------------------------------------------------
-
-    def _conveyor(self, traced: Trace, bounds: list[int]) -> Conveyor:
-        starts = [0, *bounds[:-1]]
-        ends = [traced.ends(start, end) for start, end in zip(starts, bounds, strict=True)]
-        makers = {number: stage for stage, (_, gives) in enumerate(ends) for number in gives}
-        takes = [list(taken) for taken, _ in ends]
-        takes[-1] += [
-            number for number in traced.results if makers[number] != self._count - 1 and number not in takes[-1]
-        ]
-        takers: dict[int, list[int]] = {}
-        for stage, taken in enumerate(takes):
-            for number in taken:
-                takers.setdefault(number, []).append(stage)
-        stages = {
-            stage: Stage(stage, traced.part(starts[stage], bounds[stage]), tuple(takes[stage]))
-            for stage in range(self._count)
-            if self._owners[stage] == self._rank
-        }
-        slow = self._trainer._stopwatch.slow_pass
-        return Conveyor(
-            stages,
-            makers,
-            takers,
-            traced.results,
-            self._count,
-            self._owners,
-            self.group.mailbox,
-            self._trainer._recorder,
-            self._rank,
-            slow,
-        )
-
-    def _share_out(self, traced: Trace, bounds: list[int]) -> None:
-        """Say who updates which parameters: the first worker that uses one, or the last one if nobody does."""
-        names = dict(self._model.named_parameters(remove_duplicate=False))
-        numbers = {id(parameter): number for number, parameter in enumerate(self.home.parameters)}
-        self._users = {number: [] for number in range(len(self.home.parameters))}
-        start = 0
-        for stage, end in enumerate(bounds):
-            for operation in traced.operations[start:end]:
-                for name in operation.parameters:
-                    users = self._users[numbers[id(names[name])]]
-                    if self._owners[stage] not in users:
-                        users.append(self._owners[stage])
-            start = end
-        owner = {number: users[0] if users else self._size - 1 for number, users in self._users.items()}
-        self.own = [parameter for number, parameter in enumerate(self.home.parameters) if owner[number] == self._rank]
-        self.home.keep(self.own)
-        self._tied = [number for number, users in self._users.items() if len(users) > 1]
-        for parameter in self.home.parameters:
-            parameter.grad = None
-
-    def _order(self, microbatches: int) -> Order:
-        if microbatches not in self._orders:
-            chunks = self._count // self._size
-            schedule = self._spec.schedule
-            if schedule == "interleaved" and microbatches % self._size:
-                order = _forwards(microbatches, chunks) + _backwards(microbatches, chunks)
-            else:
-                order = SCHEDULES[schedule](self._size, microbatches, chunks)[self._rank]
-            self._orders[microbatches] = order
-        return self._orders[microbatches]
-
-    # -- running -----------------------------------------------------------------------------------------------------
-
-    def _conveyor_of(self, passage: Passage) -> Conveyor:
-        return self._traces[passage._call.kind][1]
-
-    def forward(self, passage: Passage) -> None:
-        chunks = self._count // self._size
-        self._conveyor_of(passage).run(_forwards(len(passage.sizes), chunks), passage)
-
-    def backward(self, passage: Passage, *, forwarded: bool) -> None:
-        count = len(passage.sizes)
-        order = _backwards(count, self._count // self._size) if forwarded else self._order(count)
-        self._conveyor_of(passage).run(order, passage)
-
-    def after_backward(self) -> None:
-        """Bring the gradients of parameters that several stages use to the one that updates them."""
-        mailbox = self.group.mailbox
-        for number in self._tied:
-            parameter, (owner, *others) = self.home.parameters[number], self._users[number]
-            if not parameter.requires_grad or self._rank not in (owner, *others):
-                continue
-            if self._rank != owner:
-                gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                mailbox.send(owner, gradient.detach().contiguous(), _END - 1 - number).wait()
-                parameter.grad = None
-                continue
-            for other in others:
-                gradient = torch.empty(parameter.shape, dtype=parameter.dtype)
-                mailbox.receive(other, gradient, _END - 1 - number).wait()
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-    def from_end(self, value: torch.Tensor | None) -> torch.Tensor:
-        mailbox, end = self.group.mailbox, self._owners[-1]
-        if self._rank == end:
-            assert value is not None
-            whole = value.detach().contiguous()
-            label = msgspec.json.encode([str(whole.dtype).removeprefix("torch."), list(whole.shape)])
-            text = torch.frombuffer(bytearray(label.ljust(256)), dtype=torch.uint8)
-            sent = []
-            for peer in range(self._size):
-                if peer != end:
-                    sent += [mailbox.send(peer, text, _END), mailbox.send(peer, whole, _END)]
-            for sending in sent:
-                sending.wait()
-            return whole
-        text = torch.empty(256, dtype=torch.uint8)
-        mailbox.receive(end, text, _END).wait()
-        dtype, shape = msgspec.json.decode(bytes(text.numpy()).strip())
-        made = torch.empty(shape, dtype=getattr(torch, dtype))
-        mailbox.receive(end, made, _END).wait()
-        return made
-
-
-def _forwards(microbatches: int, chunks: int) -> Order:
-    return [Operation("F", number, chunk) for chunk, number in itertools.product(range(chunks), range(microbatches))]
-
-
-def _backwards(microbatches: int, chunks: int) -> Order:
-    chunked = itertools.product(reversed(range(chunks)), range(microbatches))
-    return [Operation("B", number, chunk) for chunk, number in chunked]
 
 
 def _like(old: Any, values: dict[Any, Any]) -> Any:

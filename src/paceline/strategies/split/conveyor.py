@@ -99,15 +99,19 @@ class Conveyor:
         owners: Sequence[int],
         mailbox: Mailbox,
         recorder: Recorder,
-        rank: int,
+        ranks: Sequence[int],
         slow: Callable[[float], None],
     ) -> None:
-        """stages: this worker's own; makers, takers: by value; owners: of every stage, its rank in the mailbox."""
+        """stages: this worker's own; makers, takers: by value; owners: of every stage, its place in the mailbox.
+
+        ranks: in the team, by that place.
+        """
         self._chunks = [stage for _, stage in sorted(stages.items())]
         self._makers, self._takers, self._results = makers, takers, results
         self._last = count - 1
         self._count, self._owners = count, owners
-        self._mailbox, self._recorder, self._rank, self._slow = mailbox, recorder, rank, slow
+        self._mailbox, self._recorder, self._ranks, self._slow = mailbox, recorder, ranks, slow
+        self._rank = ranks[mailbox.rank]
         self._labels: dict[Any, Label] = {}
         self._here: dict[tuple[int, int, int, int], Any] = {}
         """Values and gradients between two stages of this worker."""
@@ -275,7 +279,7 @@ class Conveyor:
         receiving.wait()
         waited = time.perf_counter() - start
         if waited > _NOTABLE:
-            self._recorder.add(Wait(self._rank, start, waited, peer))
+            self._recorder.add(Wait(self._rank, start, waited, self._ranks[peer]))
 
     def _reap(self) -> None:
         """Forget what has been received; see that what is not yet sent will be."""

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 
 from paceline.errors import UsageError
-from paceline.strategies.split.deferred import Autocast, Deferred, Shares, replay
+from paceline.strategies.split.deferred import Autocast, Deferred, replay
+from paceline.strategies.split.shares import Shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Passage:
     """A batch in the pipeline; the run that deferred values belong to."""
 
     def __init__(self, line: Line, call: Call, training: bool) -> None:
-        self._line, self._call = line, call
+        self._line, self.call = line, call
         self.training = training
         self.version, self.sizes = call.version, call.sizes
         self.over = False
@@ -65,17 +66,17 @@ class Passage:
     # -- for the conveyor --------------------------------------------------------------------------------------------
 
     def kind(self, microbatch: int) -> Any:
-        return (self._call.kind, self._autocast.key, self.training, self.sizes[microbatch])
+        return (self.call.kind, self._autocast.key, self.training, self.sizes[microbatch])
 
     def given(self, number: int, microbatch: int) -> Any:
-        value = self._call.inputs[number]
+        value = self.call.inputs[number]
         cut = len(self.sizes) > 1 and isinstance(value, torch.Tensor) and value.dim()
-        if cut and value.shape[0] == self._call.batch:
+        if cut and value.shape[0] == self.call.batch:
             return self._shares.rows(value, microbatch)
         return value
 
     def seed(self, stage: int, microbatch: int) -> int:
-        mixed = hash((self._call.seed, self._call.number, stage, microbatch))
+        mixed = hash((self.call.seed, self.call.number, stage, microbatch))
         return mixed & 0x7FFF_FFFF_FFFF_FFFF
 
     def surroundings(self) -> contextlib.AbstractContextManager[Any]:

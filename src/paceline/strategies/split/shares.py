@@ -1,0 +1,160 @@
+"""The loss of a microbatch, as its share in that of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from paceline.errors import UsageError
+from paceline.strategies.split.deferred import Deferred, bound, replay
+
+Tensor = torch.Tensor
+
+_SAME = {
+    "rmul": "mul",
+    "imul": "mul",
+    "radd": "add",
+    "iadd": "add",
+    "isub": "sub",
+    "truediv": "div",
+    "itruediv": "div",
+    "true_divide": "div",
+}
+_LINEAR = {"mul", "div", "add", "sub", "rsub", "neg", "float", "double", "to", "type", "clone", "reshape", "view"}
+"""What may be done to a scalar of every microbatch and be summed after: it comes to the same."""
+
+
+def _spoken(function: Any) -> str:
+    name = getattr(function, "__name__", str(function)).strip("_")
+    return _SAME.get(name, name)
+
+
+_BY_CLASS = (functional.cross_entropy, functional.nll_loss, functional.multi_margin_loss)
+
+
+class Shares:
+    """How what each microbatch gives to the loss adds up to the loss of the batch."""
+
+    def __init__(self, batch: int, sizes: Sequence[int]) -> None:
+        self._batch, self._sizes = batch, sizes
+        self._counted: dict[int, Tensor | None] = {}
+        self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
+
+    def check(self, loss: Deferred) -> None:
+        """Refuse a loss that cannot be put together from microbatches; the same on every worker."""
+        seen: set[int] = set()
+        left = [loss] if len(self._sizes) > 1 else []
+        while left:
+            of = left.pop()
+            if id(of) in seen or of.function is None:
+                continue
+            seen.add(id(of))
+            left += _deferred(of)
+            if of.outline.dim():
+                continue
+            name, scalars = _spoken(of.function), [leaf for leaf in _deferred(of) if not leaf.outline.dim()]
+            if len(scalars) < len(_deferred(of)):
+                if _reduction(of) is None:
+                    raise UsageError(
+                        f"the loss takes '{name}' over the whole batch, which cannot be put together from "
+                        "microbatches; use a mean, a sum, or one of torch.nn.functional's losses, or write "
+                        "microbatches=1"
+                    )
+                continue
+            divided = name == "div" and len(of.arguments) > 1 and isinstance(of.arguments[1], Deferred)
+            if name not in _LINEAR or (name in ("mul", "div") and len(scalars) > 1) or divided:
+                raise UsageError(
+                    f"the loss does '{name}' to a mean or sum over the batch, which cannot be done to each microbatch "
+                    "by itself; write microbatches=1"
+                )
+
+    def rows(self, tensor: Tensor, microbatch: int) -> Tensor:
+        """A microbatch's rows of a tensor with so many for every sample."""
+        each = tensor.shape[0] // self._batch
+        start = self._starts[microbatch] * each
+        return tensor[start : start + self._sizes[microbatch] * each]
+
+    def loss(self, loss: Deferred, results: Sequence[Tensor], microbatch: int) -> Tensor:
+        """The part of the loss that is this microbatch's; those of all add up to it."""
+        made: dict[int, Tensor] = {}
+
+        def value(of: Deferred) -> Tensor:
+            if id(of) not in made:
+                made[id(of)] = self._value(of, value, results, microbatch)
+            return made[id(of)]
+
+        return value(loss)
+
+    def _value(
+        self, of: Deferred, value: Callable[[Deferred], Tensor], results: Sequence[Tensor], microbatch: int
+    ) -> Tensor:
+        if of.function is None:
+            return results[of.number]
+        if len(self._sizes) == 1:
+            return replay(of, value, lambda tensor: tensor)
+        # Another tensor goes with a value if it has as many rows, and the value's rows are the batch's.
+        counts = set()
+        for leaf in _deferred(of):
+            if leaf.outline.dim():
+                whole, here = leaf.outline.shape[0], value(leaf).shape[0]
+                if here * self._batch == whole * self._sizes[microbatch]:
+                    counts.add(whole)
+        of_classes = bound(of).get("weight") if of.function in _BY_CLASS else None
+
+        def other(tensor: Tensor) -> Tensor:
+            with_rows = tensor.dim() and tensor.shape[0] in counts and tensor is not of_classes
+            return self.rows(tensor, microbatch) if with_rows else tensor
+
+        if of.outline.dim():
+            return replay(of, value, other)
+        if all(leaf.outline.dim() == 0 for leaf in _deferred(of)):
+            return self._after(of, replay(of, value, other), microbatch)
+        if id(of) not in self._counted:
+            self._counted[id(of)] = _counted(of)
+        counted = self._counted[id(of)]
+        if counted is not None:
+            return replay(of, value, other, {"reduction": "sum"}) / counted
+        return replay(of, value, other) * self._weight(of, microbatch)
+
+    def _after(self, of: Deferred, made: Tensor, microbatch: int) -> Tensor:
+        """A scalar that was made of scalars."""
+        name, scalars = _spoken(of.function), _deferred(of)
+        if name in ("add", "sub", "rsub") and len(scalars) == 1:
+            # A constant counts once, not once for every microbatch.
+            share = self._sizes[microbatch] / self._batch
+            alone = replay(of, lambda leaf: torch.zeros((), dtype=leaf.outline.dtype), lambda tensor: tensor)
+            return made - alone * (1 - share)
+        return made
+
+    def _weight(self, of: Deferred, microbatch: int) -> float:
+        """What the mean over a microbatch counts in the mean over the batch."""
+        return 1.0 if _reduction(of) == "sum" else self._sizes[microbatch] / self._batch
+
+
+def _deferred(of: Deferred) -> list[Deferred]:
+    return [leaf for leaf in pytree.tree_leaves((of.arguments, of.options)) if isinstance(leaf, Deferred)]
+
+
+def _reduction(of: Deferred) -> str | None:
+    """How a scalar was made of what has rows: by their mean or their sum; None where by neither."""
+    name = _spoken(of.function)
+    if name in ("sum", "nansum", "mean"):
+        return "mean" if name == "mean" else "sum"
+    found = bound(of).get("reduction")
+    return found if isinstance(found, str) else None
+
+
+def _counted(of: Deferred) -> Tensor | None:
+    """What the mean of cross entropy divides by: the weights of the targets that it does not ignore."""
+    if of.function not in (functional.cross_entropy, functional.nll_loss):
+        return None
+    given = bound(of)
+    target, weight = given.get("target"), given.get("weight")
+    if given.get("reduction") != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
+        return None
+    used = target[target != given.get("ignore_index", -100)]
+    return torch.tensor(float(used.numel())) if weight is None else weight[used].sum()
