@@ -10,17 +10,24 @@ import sys
 import tempfile
 from pathlib import Path
 
+from paceline.events import Leave, Update
+from paceline.events.schema import read
+
 SCRIPT = Path(__file__).parent.parent / "examples" / "transformer.py"
-ROUNDS = 3
+ROUNDS = 2
 SPLIT = "mesh:data=2,pipeline=2,microbatches=2"
 SLOW = ["--slow", "2:4", "--slow", "3:4"]
-ARGUMENTS = ["--steps", "30", "--width", "96", "--layers", "4", "--batch", "16"]
+ARGUMENTS = ["--steps", "20", "--width", "96", "--layers", "4", "--batch", "16"]
 
 
-def seconds_per_update(strategy: str, folder: str) -> float:
+def updates_per_second(strategy: str, folder: str) -> float:
+    """While all replicas are at work: until the first one is done."""
     command = [sys.executable, "-m", "paceline", "run", str(SCRIPT), "--workers", "4", "--strategy", strategy]
     subprocess.run([*command, *SLOW, "--name", "one", "--", *ARGUMENTS], cwd=folder, check=True, stdout=sys.stderr)
-    return float(json.loads((Path(folder) / "runs" / "one" / "summary.json").read_bytes())["seconds_per_update"])
+    events = list(read(Path(folder) / "runs" / "one" / "events.jsonl"))
+    over = min(event.start for event in events if isinstance(event, Leave))
+    ends = {event.version: event.start for event in events if isinstance(event, Update) and event.start < over}
+    return (len(ends) - 1) / (max(ends.values()) - min(ends.values()))
 
 
 def main() -> None:
@@ -28,10 +35,9 @@ def main() -> None:
     for _ in range(ROUNDS):
         for between in ("all-reduce", "k-sync:k=1"):
             with tempfile.TemporaryDirectory() as folder:
-                seconds = seconds_per_update(f"{SPLIT},sync={between}", folder)
-            best[between] = min(seconds, best.get(between, seconds))
-    rates = {between: 1 / seconds for between, seconds in best.items()}
-    print(json.dumps({"updates_per_second": rates, "ratio": rates["k-sync:k=1"] / rates["all-reduce"]}))
+                rate = updates_per_second(f"{SPLIT},sync={between}", folder)
+            best[between] = max(rate, best.get(between, rate))
+    print(json.dumps({"updates_per_second": best, "ratio": best["k-sync:k=1"] / best["all-reduce"]}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from paceline.cluster.membership import Members
 from paceline.config import Mesh, Pipeline
 from paceline.events import Wait
 from paceline.strategies.base import Surroundings
-from paceline.strategies.pipeline import PipelineTrainer
+from paceline.strategies.pipeline import PipelineTrainer, _Split
 from paceline.strategies.stopwatch import Stopwatch
 from paceline.transport import Intent
 
@@ -108,7 +108,8 @@ class Stages(PipelineTrainer):
         self._said = set()
         self._plain_forward = model.forward
         self._had_forward = "forward" in vars(model)
-        model.forward = self._forward
+        self._split = _Split(self._forward)
+        model.forward = self._split
 
     @property
     def version(self) -> int:
