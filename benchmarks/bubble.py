@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-FORWARD, BACKWARD = 0.02, 0.04
+FORWARD, BACKWARD = 0.06, 0.12
 """Seconds of a stage, for a microbatch."""
-STEPS = 6
+STEPS = 4
 CASES = [
     *((schedule, 2, microbatches) for schedule in ("gpipe", "1f1b") for microbatches in (2, 4, 8)),
     *((schedule, 4, microbatches) for schedule in ("gpipe", "1f1b") for microbatches in (4, 8)),
@@ -53,10 +53,10 @@ class Nap(nn.Module):
         return _Nap.apply(x * self.scale, *self.seconds)  # type: ignore[no-any-return]
 
 
-def work(stages: int, microbatches: int) -> None:
+def work(stages: int, microbatches: int, share: int) -> None:
+    """share: layers in every stage."""
     import paceline
 
-    share = 4  # layers in every stage
     model: Any = nn.Sequential(*(Nap(FORWARD / share, BACKWARD / share) for _ in range(stages * share)))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
     team = paceline.join()
@@ -74,6 +74,7 @@ def measured(schedule: str, stages: int, microbatches: int) -> dict[str, float]:
         spec = f"pipeline:stages={stages},microbatches={microbatches},schedule={schedule}"
         command = [sys.executable, "-m", "paceline", "run", str(Path(__file__).resolve()), "--quiet", "--name", "run"]
         command += ["--workers", str(stages), "--strategy", spec, "--", "--work", str(stages), str(microbatches)]
+        command += ["4" if schedule == "interleaved" else "2"]
         subprocess.run(command, check=True, cwd=folder, timeout=200)
         summary = json.loads((Path(folder) / "runs/run/summary.json").read_bytes())
     found: dict[str, float] = summary["bubble"]
@@ -82,7 +83,7 @@ def measured(schedule: str, stages: int, microbatches: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=int, nargs=2)
+    parser.add_argument("--work", type=int, nargs=3)
     options = parser.parse_args()
     if options.work:
         work(*options.work)

@@ -438,7 +438,7 @@ class Nap(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Nap.apply(x * self.scale, 0.02, 0.04)  # type: ignore[no-any-return]
+        return _Nap.apply(x * self.scale, 0.03, 0.06)  # type: ignore[no-any-return]
 
 
 def asleep(team: Team, microbatches: int) -> None:
