@@ -20,6 +20,7 @@ from paceline.events import (
     Lost,
     Message,
     Metric,
+    Pass,
     Pull,
     Push,
     Recorder,
@@ -40,6 +41,7 @@ EVERY_KIND: list[Event] = [
     Load(1, 1.4, 0.1),
     Compute(1, 1.5, 0.1, 3, 2, 64, 0.05, 0.02),
     Compute(1, 1.5, 0.1, 3, 1, 64),
+    Pass(1, 1.6, 0.1, "B", 5, 1, 7, 16, 3),
     Wait(2, 2.0, 0.25, 1),
     Reduce(0, 2.5, 1e-9, 1 << 40),
     Update(3, 3.0, 0.1 + 0.2, 4, 1024, 4, True),
@@ -240,6 +242,7 @@ SUMMARY: dict[str, Any] = {
     "last": {"loss": 1.0, "accuracy": 0.5, "grip": 0.25},
     "pushed_bytes": 0,
     "saved_bytes": 0,
+    "bubble": None,
     "workers": {
         "0": {
             "computing": 4.5,
