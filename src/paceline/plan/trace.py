@@ -343,7 +343,7 @@ def _without_own_gradients() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd.Function.apply = own
+        torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
 def _attribute(module: Any, path: str) -> Any:
