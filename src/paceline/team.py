@@ -115,8 +115,8 @@ class Team:
             raise UsageError(
                 f"--servers, --correct and --compress are for a parameter server, which '{self.strategy}' does not have"
             )
-        if self.world_size > 1 or launch.strategy:  # with plain python any script's own strategy is a team of one
-            check_workers(self.strategy, self.world_size)
+        if self._started_with > 1 or launch.strategy:  # with plain python any script's own strategy is a team of one
+            check_workers(self.strategy, self._started_with)
         self._launch = launch
         self.device = _device(place.local_rank)
         self._folder = _folder(launch, name)
