@@ -23,7 +23,7 @@ from policy_team import Team
 
 from paceline import config
 from paceline.errors import UsageError
-from paceline.policies import make_policy
+from paceline.policies import Groups, make_policy
 
 FAMILIES: dict[str, Callable[[int, int], Row]] = {
     "k-sync": KSyncRow,
@@ -325,6 +325,10 @@ def test_what_is_no_whole_number_is_refused(kind: Callable[..., config.Strategy]
     assert one_sentence(caught.value, strategy).startswith(f"{option} is {value!r}")
 
 
-def test_nobody_joins_a_run_with_groups() -> None:
-    with pytest.raises(UsageError, match="a worker can not join a run with groups"):
-        policy("groups:size=2", 4).join(4)
+def test_a_newcomer_comes_into_the_smallest_group() -> None:
+    groups = policy("groups:size=2", 4)
+    assert isinstance(groups, Groups)
+    groups.leave(2)
+    groups.join(4)
+    assert groups.of[4] == 1
+    assert groups.members == {0: {0, 1}, 1: {3, 4}}

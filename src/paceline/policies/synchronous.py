@@ -63,8 +63,15 @@ class Sync(KSync):
         return decision
 
     def leave(self, worker: int) -> Decision:
-        self.k = max(1, self.size - (worker in self.workers))
+        left = self.workers - {worker}
+        # What was pushed by those who are gone counts besides what all others will bring.
+        self.k = max(1, len(left) + sum(push.worker not in left for push in self.held))
         return super().leave(worker)
+
+    def _advance(self, reason: str, last: int | None = None) -> Decision:
+        decision = super()._advance(reason, last)
+        self.k = max(1, self.size)
+        return decision
 
 
 class KBatchSync(_OfThisVersion):
