@@ -239,6 +239,8 @@ def test_the_summary_has_the_promised_keys_and_true_numbers(pair: Pair) -> None:
         "last",
         "pushed_bytes",
         "saved_bytes",
+        "refused",
+        "bubble",
         "workers",
     ]
     assert (summary["strategy"], summary["world_size"]) == ("all-reduce", 2)
