@@ -475,13 +475,16 @@ class Slowness(msgspec.Struct, frozen=True, kw_only=True):
         return max(computing * self.factor, drawn)
 
 
-def parse_slowness(specs: Iterable[str], workers: int) -> dict[int, Slowness]:
-    """`1:4`, `all:exp(0.1)`, `all:0.05+exp(0.05)`, `2:pareto(0.02,2.5)`, `1:3@backward` by rank; a later one wins."""
+def parse_slowness(specs: Iterable[str], workers: int, room: int = 0) -> dict[int, Slowness]:
+    """`1:4`, `all:exp(0.1)`, `all:0.05+exp(0.05)`, `2:pareto(0.02,2.5)`, `1:3@backward` by rank; a later one wins.
+
+    room: how many workers there may be later; `all` is for those, too.
+    """
     slow: dict[int, Slowness] = {}
     for spec in specs:
         who, _, what = spec.replace(" ", "").partition(":")
         if who == "all":
-            ranks: Iterable[int] = range(workers)
+            ranks: Iterable[int] = range(max(workers, room))
         elif who.isdecimal() and int(who) < workers:
             ranks = [int(who)]
         else:

@@ -147,7 +147,7 @@ def run(
         parse_correction(one)
     parse_servers(servers or "1")
     parse_compression(compress or "none")
-    slowness = parse_slowness(slow or [], capacity(workers))
+    slowness = parse_slowness(slow or [], workers, capacity(workers))
     make_engine = prepare(
         on,
         script,
