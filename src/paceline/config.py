@@ -25,7 +25,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     """For the other workers, at an update, a barrier or the start of an epoch."""
     notice: Positive = 5.0
     """After which a waiting worker says for whom it waits."""
-    stop: Positive = 3.0
+    stop: Positive = 2.0
     """For the others to end by themselves after one has failed, before they are told to."""
 
 
