@@ -48,6 +48,12 @@ bench: setup
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/bubble.py
+	$(BIN)/python benchmarks/partition.py
+	$(BIN)/python benchmarks/tensor.py
+	$(BIN)/python benchmarks/mesh.py
+	$(BIN)/python benchmarks/network.py --servers
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
