@@ -220,7 +220,7 @@ class Proxy:
             try:
                 if self.refuse:
                     raise ConnectionRefusedError
-                far = socket.create_connection(self._target, 5.0)
+                far = socket.create_connection(self._target, 30.0)
             except OSError:
                 near.close()
                 continue

@@ -24,6 +24,7 @@ from paceline.config import Timeouts
 from paceline.events import Refused, decode
 from paceline.server.letters import Begin, Bound, Charter, Chunk, End, Peer, Say, Tell, Want
 from paceline.server.messages import Hello, Ready, send_parts
+from paceline.server.words import SharedWords
 from paceline.transport import Memory
 from paceline.transport.keys import Keys, new_key
 from paceline.transport.links import CHUNK, Head
@@ -41,7 +42,14 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         self.run, self.key, self.folder = new_address(), new_key(), folder
         self.keys = Keys.of(self.key, self.run)
-        sizes = [WORKERS * SIZE, (WORKERS + 2) * SIZE, WORKERS * (TABLE + 4), 64 * WORKERS, SIZE]
+        sizes = [
+            WORKERS * SIZE,
+            (WORKERS + 2) * SIZE,
+            WORKERS * (TABLE + 4),
+            SharedWords.memory_size(WORKERS),
+            64,
+            SIZE,
+        ]
         self.memories = [Memory.create(size) for size in sizes]
         source = random.Random(7)
         for memory in self.memories:
@@ -59,7 +67,7 @@ class Rig:
             peers=[Peer("127.0.0.1", self.bound.control, self.bound.bulk), Peer("127.0.0.1", 1, 1)],
             ranks=[[0], [1]],
             servers=[0],
-            workers=WORKERS,
+            room=WORKERS,
             timeouts=Timeouts(meeting=120.0, join=120.0),
             coordinator=self.run,
             folder=str(folder),

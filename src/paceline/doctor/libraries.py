@@ -76,12 +76,13 @@ def zeromq() -> Finding:
     context: Any = zmq.Context()
     try:
         server, client = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        for wire in (server, client):
+        keys = [zmq.curve_keypair(), zmq.curve_keypair()]
+        for wire, (public, secret) in zip((server, client), keys, strict=True):
             wire.linger = 0
             wire.rcvtimeo = wire.sndtimeo = _PATIENCE
-            wire.curve_publickey, wire.curve_secretkey = zmq.curve_keypair()
+            wire.curve_publickey, wire.curve_secretkey = public, secret
         server.curve_server = True
-        client.curve_serverkey = server.curve_publickey
+        client.curve_serverkey = keys[0][0]
         port = server.bind_to_random_port("tcp://127.0.0.1")
         client.connect(f"tcp://127.0.0.1:{port}")
         client.send(b"paceline")
