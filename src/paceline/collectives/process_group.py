@@ -6,9 +6,7 @@ options into operators and roots. Nothing is computed here.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,25 +17,25 @@ from torch import distributed
 from torch.distributed import ReduceOp, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from paceline.cluster.membership import machine
+from paceline.collectives.devices import by_device, keep_out_of_graphs
 from paceline.collectives.group import Group, StoreExchange
+from paceline.collectives.identity import Identity
 from paceline.collectives.machines import Machines
 from paceline.collectives.operation import Op
+from paceline.collectives.tensors import Filled, Tensors, given, pieces, plain
 from paceline.collectives.work import DONE, GlooWork, LaneWork, LetterWork, PacelineWork
 from paceline.config import Timeouts
 from paceline.errors import TeamTimeout, UsageError, WorkerLost, names
 from paceline.transport.mailbox import ANY
 
-NAME = "paceline"
 _CPU = torch.device("cpu")
 _SUM = ReduceOp.SUM
 _BY_NUMBER = {getattr(ReduceOp.RedOpType, op.name).value: op for op in Op if op is not Op.NONE}
 _CALL = -(1 << 40)
 """Tags of a monitored barrier; what users send has none below zero."""
 
-Tensors = list[torch.Tensor]
 
-
-class PacelineProcessGroup(distributed.ProcessGroup):
+class PacelineProcessGroup(Identity):
     """One member's process group: over shared memory on one machine, and gloo between machines."""
 
     has_monitored_barrier = True
@@ -45,7 +43,7 @@ class PacelineProcessGroup(distributed.ProcessGroup):
     def __init__(
         self, store: Store, rank: int, size: int, timeout: datetime.timedelta, others: dict[str, str] | None = None
     ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        super().__init__(rank, size)
         self._store, self._timeout, self._others = store, timeout, others or {}
         self._elsewhere: dict[str, distributed.ProcessGroup] = {}
         seconds = timeout.total_seconds()
@@ -57,11 +55,9 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         self.group = self._machines.group if self._machines else Group(rank, size, exchange, timeouts, _say)
         """The members on this machine."""
         exchange.forget()
-        self._name = self._description = ""
         self._barriers = 0
         self.member: Any = None
         """This group for `paceline.collectives`, once that is used."""
-        self._rank, self._size = rank, size
         self._shared = self._machines or self.group.shared
         self._lane = self._machines.lane if self._machines else self.group.lane
         self._gloo = self._machines.gloo if self._machines else None
@@ -85,7 +81,7 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         if not tensors[0].is_cpu:
             return self.elsewhere(tensors[0].device.type).allreduce(tensors, opts)
         # A sparse tensor has no memory of its own that could be seen without it.
-        dense = [tensor if tensor.is_sparse else _plain(tensor) for tensor in tensors]
+        dense = [tensor if tensor.is_sparse else plain(tensor) for tensor in tensors]
 
         def run() -> None:
             for tensor in dense:
@@ -105,7 +101,7 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         root = opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
         combine, factor = _operator(op if isinstance(opts, int) else opts)
-        dense = [_plain(tensor) for tensor in tensors]
+        dense = [plain(tensor) for tensor in tensors]
 
         def run() -> None:
             for tensor in dense:
@@ -134,13 +130,13 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         parts = []
         for output, source in zip(outputs, inputs, strict=True):
             self._whole("reduce_scatter_tensor", "input", source, "output", output)
-            parts.append(_pieces(_given(source), self._size))
+            parts.append(pieces(given(source), self._size))
         return self._reduce_scatter(outputs, parts, opts)
 
     def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Sequence[torch.Tensor]], opts: Any) -> PacelineWork:
         op, factor = _operator(opts)
-        filled = _Filled(outputs)
-        sources = [[_given(part) for part in parts] for parts in inputs]
+        filled = Filled(outputs)
+        sources = [[given(part) for part in parts] for parts in inputs]
 
         def run() -> None:
             for output, parts in zip(filled.parts, sources, strict=True):
@@ -170,7 +166,7 @@ class PacelineProcessGroup(distributed.ProcessGroup):
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> PacelineWork:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         root = opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
-        filled = _Filled(tensors, keep=self._rank == root)
+        filled = Filled(tensors, keep=self._rank == root)
 
         def run() -> None:
             for part in filled.parts:
@@ -196,18 +192,18 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         return self.all_gather_single_coalesced([output], [source], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> PacelineWork:
-        whole = _Filled(outputs)
+        whole = Filled(outputs)
         parts = []
         for output, source in zip(whole.parts, inputs, strict=True):
             self._whole("all_gather_into_tensor", "output", output, "input", source)
-            parts.append(_pieces(output, self._size))
+            parts.append(pieces(output, self._size))
         return self._all_gather(parts, inputs, opts, outputs, whole)
 
     def _all_gather(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any, result: Any, whole: _Filled | None = None
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any, result: Any, whole: Filled | None = None
     ) -> PacelineWork:
-        filled = [_Filled(parts) for parts in outputs]
-        sources = [_given(source) for source in inputs]
+        filled = [Filled(parts) for parts in outputs]
+        sources = [given(source) for source in inputs]
 
         def run() -> None:
             for place, source in zip(filled, sources, strict=True):
@@ -226,8 +222,8 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         if at_root:
             for parts in outputs:
                 self._count("gather", "output", parts)
-        filled = [_Filled(parts) for parts in outputs] if at_root else [None] * len(inputs)
-        sources = [_given(source) for source in inputs]
+        filled = [Filled(parts) for parts in outputs] if at_root else [None] * len(inputs)
+        sources = [given(source) for source in inputs]
 
         def run() -> None:
             for place, source in zip(filled, sources, strict=True):
@@ -245,8 +241,8 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         if self._rank == root:
             for parts in inputs:
                 self._count("scatter", "input", parts)
-            sources = [[_given(part) for part in parts] for parts in inputs]
-        filled = _Filled(outputs)
+            sources = [[given(part) for part in parts] for parts in inputs]
+        filled = Filled(outputs)
 
         def run() -> None:
             for output, parts in zip(filled.parts, sources, strict=True):
@@ -258,8 +254,8 @@ class PacelineProcessGroup(distributed.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> PacelineWork:
         self._count("all_to_all", "output", outputs)
         self._count("all_to_all", "input", inputs)
-        filled = _Filled(outputs)
-        sources = [_given(part) for part in inputs]
+        filled = Filled(outputs)
+        sources = [given(part) for part in inputs]
 
         def run() -> None:
             self._shared.all_to_all(filled.parts, sources)
@@ -275,9 +271,9 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> PacelineWork:
-        filled = _Filled([output])
+        filled = Filled([output])
         outs = self._split("output", filled.parts[0], output_splits)
-        parts = self._split("input", _given(source), input_splits)
+        parts = self._split("input", given(source), input_splits)
 
         def run() -> None:
             self._shared.all_to_all(outs, parts)
@@ -326,14 +322,14 @@ class PacelineProcessGroup(distributed.ProcessGroup):
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
         (tensor,) = tensors
         if self._gloo is not None and self._peer(peer) != self._rank:
-            return self._gloo.send([_given(tensor)], peer, tag)
-        sending = self._mailbox.send(self._box(peer), _given(tensor), tag)
+            return self._gloo.send([given(tensor)], peer, tag)
+        sending = self._mailbox.send(self._box(peer), given(tensor), tag)
         if not sending.done:
             self._mailbox.attend()
         return LetterWork(sending, tensors)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> PacelineWork:
-        filled = _Filled(tensors)
+        filled = Filled(tensors)
         if self._gloo is not None and peer != self._rank:
             asked = (filled.parts, tag) if peer == ANY else (filled.parts, self._peer(peer), tag)
             begin = self._gloo.recv_anysource if peer == ANY else self._gloo.recv
@@ -361,75 +357,9 @@ class PacelineProcessGroup(distributed.ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> PacelineWork:
         return LaneWork(self._lane, lambda: None, [])
 
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-    def getRank(self) -> int:  # noqa: N802
-        return self._rank
-
-    def getSize(self) -> int:  # noqa: N802
-        return self._size
-
-    def name(self) -> str:
-        return NAME
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return NAME
-
     @property
     def _device_types(self) -> list[torch.device]:
         return [_CPU, *(torch.device(device) for device in self._others)]
-
-    @property
-    def supports_splitting(self) -> bool:
-        return False
-
-    @property
-    def supports_coalescing(self) -> bool:
-        return False
-
-    @property
-    def bound_device_id(self) -> torch.device | None:
-        return None
-
-    @bound_device_id.setter
-    def bound_device_id(self, device: torch.device | None) -> None:
-        """Of no use here."""
-
-    @property
-    def group_name(self) -> Any:
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._description = desc
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._description
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self._description = desc
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-    def _get_backend_name(self) -> str:
-        return NAME
 
     def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
         self.set_timeout(timeout)
@@ -508,48 +438,6 @@ class PacelineProcessGroup(distributed.ProcessGroup):
         return list(tensor.split(list(splits)))
 
 
-class _Filled:
-    """Tensors that will be filled: themselves where they are contiguous, else copies, to be put back."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], keep: bool = False) -> None:
-        self.parts: Tensors = []
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for tensor in tensors:
-            plain = _plain(tensor)
-            if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
-                self.parts.append(plain)
-                continue
-            copy = _given(plain) if keep else torch.empty(plain.shape, dtype=plain.dtype)
-            self.parts.append(copy)
-            self.copies.append((plain, copy))
-
-    def back(self) -> None:
-        for plain, copy in self.copies:
-            plain.copy_(copy)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor outside autograd."""
-    if not tensor.is_cpu:
-        raise UsageError(f"the process group 'paceline' is for CPU tensors; this one is on {tensor.device}")
-    return tensor.data  # autograd must not notice: other backends write to memory behind its back
-
-
-def _given(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor in one piece."""
-    plain = _plain(tensor)
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    return plain.contiguous()
-
-
-def _pieces(whole: torch.Tensor, count: int) -> Tensors:
-    """A contiguous tensor in equal parts."""
-    flat = whole.view(-1)
-    length = flat.numel() // count
-    return [flat[length * number : length * (number + 1)] for number in range(count)]
-
-
 def _kind(op: Any) -> Op:
     return Op.SUM if op == _SUM else _BY_NUMBER[op.op.value]
 
@@ -573,40 +461,6 @@ def _say(message: str) -> None:
     print(f"paceline: {message}", file=sys.stderr, flush=True)
 
 
-def _by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that hands tensors of other devices to the backend that was asked for there."""
-
-    def choose(self: PacelineProcessGroup, *arguments: Any, **options: Any) -> Any:
-        tensor = _first(arguments)
-        if tensor is None or tensor.is_cpu:
-            return method(self, *arguments, **options)
-        return getattr(self.elsewhere(tensor.device.type), name)(*arguments, **options)
-
-    choose = functools.wraps(method)(choose)
-    _keep_out_of_graphs(choose)
-    return choose
-
-
-def _keep_out_of_graphs(function: Any) -> None:
-    """torch.compile is to call this, and not to look into it, nor into what it calls."""
-    function._torchdynamo_disable = True
-    frames = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError):  # an older torch does not have this
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, skip)
-
-
-def _first(arguments: Sequence[Any]) -> torch.Tensor | None:
-    """The first tensor among arguments and lists of them."""
-    for argument in arguments:
-        found = argument if isinstance(argument, torch.Tensor) else None
-        if isinstance(argument, list | tuple):
-            found = _first(argument)
-        if found is not None:
-            return found
-    return None
-
-
 for _name in (
     "allreduce_coalesced",
     "reduce",
@@ -626,10 +480,10 @@ for _name in (
     "recv",
     "recv_anysource",
 ):
-    setattr(PacelineProcessGroup, _name, _by_device(_name, getattr(PacelineProcessGroup, _name)))
+    setattr(PacelineProcessGroup, _name, by_device(_name, getattr(PacelineProcessGroup, _name)))
 
-_keep_out_of_graphs(PacelineProcessGroup.allreduce)
-_keep_out_of_graphs(PacelineProcessGroup.barrier)
+keep_out_of_graphs(PacelineProcessGroup.allreduce)
+keep_out_of_graphs(PacelineProcessGroup.barrier)
 
 for _old, _new in (
     ("_allgather_base", "all_gather_single"),

@@ -1,0 +1,44 @@
+"""Methods of a process group that belong to the backend of the device on which their tensors are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that hands tensors of other devices to the backend that was asked for there."""
+
+    def choose(self: Any, *arguments: Any, **options: Any) -> Any:
+        tensor = _first(arguments)
+        if tensor is None or tensor.is_cpu:
+            return method(self, *arguments, **options)
+        return getattr(self.elsewhere(tensor.device.type), name)(*arguments, **options)
+
+    choose = functools.wraps(method)(choose)
+    keep_out_of_graphs(choose)
+    return choose
+
+
+def keep_out_of_graphs(function: Any) -> None:
+    """torch.compile is to call this, and not to look into it, nor into what it calls."""
+    function._torchdynamo_disable = True
+    frames = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):  # an older torch does not have this
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, skip)
+
+
+def _first(arguments: Sequence[Any]) -> torch.Tensor | None:
+    """The first tensor among arguments and lists of them."""
+    for argument in arguments:
+        found = argument if isinstance(argument, torch.Tensor) else None
+        if isinstance(argument, list | tuple):
+            found = _first(argument)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,85 @@
+"""Who a process group is, under each of the names by which torch.distributed asks for the same thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+
+NAME = "paceline"
+
+
+class Identity(distributed.ProcessGroup):
+    """A member's rank, the group's size, name and description; nothing of what the group does."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._rank, self._size = rank, size
+        self._name = self._description = ""
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._size
+
+    def name(self) -> str:
+        return NAME
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        return None
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        """Of no use here."""
+
+    @property
+    def group_name(self) -> Any:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._description = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._description = desc
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def _get_backend_name(self) -> str:
+        return NAME
