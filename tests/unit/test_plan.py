@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from paceline.cli.main import app
+from paceline.cli.main import assemble
 from paceline.config import parse_strategy
 from paceline.errors import UsageError
 from paceline.events import Metric
@@ -177,7 +177,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def invoke(*words: str) -> str:
-    outcome = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
+    outcome = CliRunner().invoke(assemble(None), ["plan", *words], catch_exceptions=False)
     assert outcome.exit_code == 0
     return outcome.stdout
 
@@ -229,11 +229,11 @@ def test_of_split_models_a_pipeline_can_be_run(runs: list[Path]) -> None:
 )
 def test_what_cannot_be_planned_is_one_sentence(words: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence) as refused:
-        typer.main.get_command(app).main(["plan", *words], standalone_mode=False)
+        typer.main.get_command(assemble(None)).main(["plan", *words], standalone_mode=False)
     assert "\n" not in str(refused.value)
 
 
 def test_a_loss_that_nothing_reaches_is_said_to_be(runs: list[Path]) -> None:
     words = ["plan", "--from", str(runs[0]), "--from", str(runs[1]), "--goal", "loss=-5"]
     with pytest.raises(UsageError, match="no strategy reaches"):
-        typer.main.get_command(app).main(words, standalone_mode=False)
+        typer.main.get_command(assemble(None)).main(words, standalone_mode=False)

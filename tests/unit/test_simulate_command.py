@@ -7,12 +7,12 @@ import typer
 from typer.testing import CliRunner
 
 from paceline.cli import quantities
-from paceline.cli.main import app
+from paceline.cli.main import assemble
 from paceline.errors import UsageError
 
 
 def simulate(arguments: str) -> str:
-    outcome = CliRunner().invoke(app, ["simulate", *arguments.split()], catch_exceptions=False)
+    outcome = CliRunner().invoke(assemble(None), ["simulate", *arguments.split()], catch_exceptions=False)
     assert outcome.exit_code == 0
     return outcome.stdout
 
@@ -77,7 +77,7 @@ def test_people_get_a_table() -> None:
 )
 def test_what_cannot_be_simulated_is_one_sentence(arguments: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence) as refused:
-        typer.main.get_command(app).main(["simulate", *arguments.split()], standalone_mode=False)
+        typer.main.get_command(assemble(None)).main(["simulate", *arguments.split()], standalone_mode=False)
     assert "\n" not in str(refused.value)
 
 

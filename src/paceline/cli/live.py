@@ -14,8 +14,6 @@ from urllib.parse import quote
 import typer
 
 from paceline.errors import UsageError
-from paceline.report.live import LIMIT, needs_token, serve
-from paceline.report.source import Source
 
 PORT = 8642
 _PATIENCE = 4.0
@@ -41,6 +39,10 @@ def live(
 
     Example: `paceline live runs/first --port 8700`
     """
+    # Here, so that a run which only starts such a page in another process does without.
+    from paceline.report.live import LIMIT, needs_token, serve
+    from paceline.report.source import Source
+
     token = token or os.environ.get("PACELINE_TOKEN") or None
     if needs_token(host) and token is None:
         token = secrets.token_urlsafe(18)

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import typer
 
-from paceline.cli import bench, doctor, key, live, plan, report, run, scale, simulate
 from paceline.errors import PacelineError, UsageError
 
-app = typer.Typer(
-    name="paceline",
-    help="Train PyTorch models over many devices at the pace of the pack, not of the slowest rider.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("run", context_settings={"ignore_unknown_options": False})(run.run)
-app.command("scale")(scale.scale)
-app.command("report")(report.report)
-app.command("live")(live.live)
-app.command("simulate")(simulate.simulate_command)
-app.command("plan")(plan.plan)
-app.command("doctor")(doctor.doctor)
-app.command("key")(key.key)
-app.add_typer(bench.app, name="bench")
+VERBS = {
+    "run": "run",
+    "scale": "scale",
+    "report": "report",
+    "live": "live",
+    "simulate": "simulate_command",
+    "plan": "plan",
+    "doctor": "doctor",
+    "key": "key",
+    "bench": "app",
+}
+"""What each file of this folder that has a verb's name calls it."""
+
+
+def assemble(asked: str | None) -> typer.Typer:
+    """The verb that is asked for, or all: a launcher that starts workers need not load what draws reports."""
+    app = typer.Typer(
+        name="paceline",
+        help="Train PyTorch models over many devices at the pace of the pack, not of the slowest rider.",
+        no_args_is_help=True,
+        rich_markup_mode="markdown",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(lambda: None)  # with a single verb, too, its name has to be said
+    for verb in [asked] if asked in VERBS else VERBS:
+        found = getattr(importlib.import_module(f"paceline.cli.{verb}"), VERBS[verb])
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=verb)
+        else:
+            app.command(verb)(found)
+    return app
 
 
 def main() -> None:
     """Entry point of the console script. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     try:
-        code = app(standalone_mode=False)
+        code = assemble(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
     except typer.Abort:
         code = 130
     except typer.TyperException as error:
@@ -47,5 +62,6 @@ def main() -> None:
 
 
 def _complain(sentence: str, code: int) -> int:
-    print(f"paceline: {sentence}", file=sys.stderr)
+    if sentence:  # without a verb the help is what there is to say
+        print(f"paceline: {sentence}", file=sys.stderr)
     return code
