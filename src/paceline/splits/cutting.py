@@ -78,7 +78,6 @@ class Cutting:
             self._show(layer, state, prefix)  # a function, as torch notes things on it
 
         self._gather = self._model.register_forward_hook(_gathered)
-        self._undo.append(lambda: self._gather.remove())
         for layer in self._layers.values():
             self._undo.append(layer.register_state_dict_post_hook(show).remove)
             self._undo.append(layer.register_load_state_dict_pre_hook(self._take).remove)
@@ -118,6 +117,7 @@ class Cutting:
         """Let the layers be whole, with the newest values."""
         for tensor in self._by_id().values():
             tensor.data = self.whole(tensor)
+        self._gather.remove()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()

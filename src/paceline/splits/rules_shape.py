@@ -200,8 +200,8 @@ def stretch(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcom
     dim = dimension(argument(args, kwargs, 1, "dim", 0), len(shape))
     if place is None:
         return NO
-    start, end, step = (argument(args, kwargs, 2 + number, name) for number, name in enumerate(("start", "end", "step")))
-    every = not start and (end is None or end >= place.size) and step in (None, 1)
+    start, end = argument(args, kwargs, 2, "start"), argument(args, kwargs, 3, "end")
+    every = not start and (end is None or end >= place.size) and argument(args, kwargs, 4, "step", 1) == 1
     return Local(args, kwargs, place) if dim != place.dim or every else NO
 
 
