@@ -80,7 +80,7 @@ class Sealed:
     def closed(self) -> Iterator[None]:
         """While in there, the model can be traced, or run without values; nothing is computed by these layers."""
         _operator()
-        before = {path: vars(layer).get("forward") for path, (layer, _) in self._layers.items()}
+        before: dict[str, Any] = {path: vars(layer).get("forward") for path, (layer, _) in self._layers.items()}
         for path, (layer, outline) in self._layers.items():
             layer.forward = self._forward(path, layer, outline)
         try:
