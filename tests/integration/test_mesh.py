@@ -18,7 +18,7 @@ from teams import run_team
 from torch import nn
 from torch.utils.data import DataLoader
 
-from paceline import Team, UsageError
+from paceline import Team
 from paceline.events import Brought, Event, Push, Update, decode
 
 REPLICAS = [[0, 1], [2, 3]]
@@ -184,20 +184,6 @@ def test_a_checkpoint_is_the_plain_models(split: str, tmp_path: Path) -> None:
     shapes = [state["exp_avg"].shape for state in optimizer.state.values()]
     assert shapes == [parameter.shape for parameter in model.parameters()]
     assert content["version"] == 2
-
-
-def refused(team: Team) -> str:
-    model: Any = made("transformer")
-    try:
-        team.setup(model, adam(model), DataLoader(MODELS["transformer"][1](), batch_size=10))
-    except UsageError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_both_ways_of_splitting_at_once_are_refused() -> None:
-    for told in run_team(refused, 4, launch=launched("mesh:data=1,pipeline=2,tensor=2")):
-        assert "write pipeline=4,tensor=1 or pipeline=1,tensor=4" in told
 
 
 DYING = """

@@ -23,6 +23,8 @@ class Cost(msgspec.Struct, frozen=True):
     """Of its value: what goes over a cut behind it."""
     parameters: int = 0
     """Bytes of parameters that it is the first to use."""
+    whole: bool = True
+    """Whether each worker has all of its value; otherwise several have parts of it."""
 
     @property
     def seconds(self) -> float:
@@ -34,7 +36,7 @@ def measure(trace: Trace, model: nn.Module, inputs: Sequence[Any], repeats: int 
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     best: list[tuple[float, float]] = [(float("inf"), float("inf"))] * len(trace.operations)
-    sizes = [0] * len(trace.operations)
+    sizes, wholes = [0] * len(trace.operations), [True] * len(trace.operations)
     with torch.random.fork_rng(devices=[]):
         for _ in range(repeats + 1):  # the first one is to warm up
             values: dict[int, Any] = {-1 - number: value for number, value in enumerate(inputs)}
@@ -44,6 +46,7 @@ def measure(trace: Trace, model: nn.Module, inputs: Sequence[Any], repeats: int 
                 values[number] = value
                 best[number] = (min(best[number][0], forward), min(best[number][1], backward))
                 sizes[number] = sum(one.nbytes for one in _tensors(value))
+                wholes[number] = all(_own(one) is one for one in _tensors(value))
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -56,12 +59,18 @@ def measure(trace: Trace, model: nn.Module, inputs: Sequence[Any], repeats: int 
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 own += parameter.nbytes
-        costs.append(Cost(*best[number], sizes[number], own))
+        costs.append(Cost(*best[number], sizes[number], own, wholes[number]))
     return costs
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """What this worker has of it: a part, or all."""
+    part: torch.Tensor = getattr(tensor, "local", tensor)
+    return part
 
 
 def _timed(trace: Trace, number: int, values: dict[int, Any], weights: list[nn.Parameter]) -> tuple[float, float, Any]:
@@ -71,8 +80,8 @@ def _timed(trace: Trace, number: int, values: dict[int, Any], weights: list[nn.P
     def fresh(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor.detach()
-        leaf = tensor.detach().requires_grad_()
-        leaves.append(leaf)
+        leaf = tensor.detach()
+        leaves.append(_own(leaf).requires_grad_())
         # Not the leaf itself: an operation may change what it is given in place.
         return leaf.clone() if trace.changes(number) else leaf
 
@@ -84,7 +93,7 @@ def _timed(trace: Trace, number: int, values: dict[int, Any], weights: list[nn.P
         start = time.perf_counter()
         value = trace.execute(number, given)
         forward = time.perf_counter() - start
-    outputs = [one for one in _tensors(value) if one.requires_grad]
+    outputs = [_own(one) for one in _tensors(value) if _own(one).requires_grad]
     backward = 0.0
     if outputs and leaves:
         gradients = [torch.ones_like(one) for one in outputs]

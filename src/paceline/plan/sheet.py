@@ -38,8 +38,10 @@ class Sheet(msgspec.Struct, frozen=True, kw_only=True):
     microbatch: int
     """Samples that the costs are of."""
 
-    def problem(self) -> Problem:
-        return Problem(self.costs, self.cuts, self.crossing)
+    def problem(self, stages: int = 1) -> Problem:
+        """Not cut where something is in parts, which would be made whole for it, if it can be cut elsewhere."""
+        whole = [cut for cut in self.cuts if all(self.costs[value].whole for value in self.crossing[cut])]
+        return Problem(self.costs, whole if len(whole) >= stages - 1 else self.cuts, self.crossing)
 
 
 def batch_of(inputs: Sequence[Any]) -> int:

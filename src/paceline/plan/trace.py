@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
+from paceline.plan.sealed import LayerCall, called
 
 Value = Any
 """What an operation gives: a tensor, a number, or, where it may not be cut off, several of them."""
@@ -214,6 +215,7 @@ class GraphTrace(Trace):
             if node.op == "placeholder":
                 self._inputs[node] = -1 - len(self._inputs)
             elif node.op == "call_function" and not any(word in str(node.target) for word in _IGNORED):
+                _unseal(node)
                 self._number[node] = len(self._nodes)
                 self._nodes.append(node)
             elif node.op == "output":
@@ -229,6 +231,8 @@ class GraphTrace(Trace):
     def _operation(self, node: fx.Node) -> Operation:
         inputs = [self._number.get(needed, self._inputs.get(needed)) for needed in node.all_input_nodes]
         parameters = [str(needed.target) for needed in node.all_input_nodes if self._parameter(needed) is not None]
+        if isinstance(node.target, LayerCall):
+            parameters += node.target.parameters()
         shown = str(getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target))
         return Operation(node.name, tuple(one for one in inputs if one is not None), tuple(parameters), shown)
 
@@ -286,6 +290,9 @@ class GraphTrace(Trace):
         for node in self._nodes[first:last]:
             known[node] = graph.node_copy(node, copied)
             random = random or _is_random(node)
+            if isinstance(node.target, LayerCall):
+                parameters.update((id(value), value) for value in node.target.layer.parameters())
+                buffers.update((id(value), value) for value in node.target.layer.buffers())
         graph.output([known[by_number[number]] for number in gives])
         module = fx.GraphModule(self._module, graph)
 
@@ -352,8 +359,17 @@ def _attribute(module: Any, path: str) -> Any:
     return module
 
 
+def _unseal(node: fx.Node) -> None:
+    """Let the layer itself be called, where it was sealed for the trace."""
+    call = called(node.target, node.args[1] if len(node.args) == 2 else None)
+    if call is not None:
+        node.target, node.args = call, node.args[:1]
+
+
 def _is_random(node: fx.Node) -> bool:
     """Whether an operation draws, with the arguments that it has."""
+    if isinstance(node.target, LayerCall):
+        return node.target.random
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return False

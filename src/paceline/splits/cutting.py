@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,13 +74,10 @@ class Cutting:
     # -- as others see the model -------------------------------------------------------------------------------------
 
     def _hook(self) -> None:
-        def gather(_module: nn.Module, _arguments: Any, result: Any) -> Any:
-            return tree_map(whole, result)
-
         def show(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
             self._show(layer, state, prefix)  # a function, as torch notes things on it
 
-        self._undo.append(self._model.register_forward_hook(gather).remove)
+        self._gather = self._model.register_forward_hook(_gathered)
         for layer in self._layers.values():
             self._undo.append(layer.register_state_dict_post_hook(show).remove)
             self._undo.append(layer.register_load_state_dict_pre_hook(self._take).remove)
@@ -87,6 +85,15 @@ class Cutting:
             if isinstance(module, nn.TransformerEncoderLayer):
                 # Its short cut for evaluation takes the parameters without asking its layers.
                 self._undo.append(_without_short_cut(module))
+
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[None]:
+        """While in there, what the model returns is not gathered, so that nothing of ours is hooked on it."""
+        self._gather.remove()
+        try:
+            yield
+        finally:
+            self._gather = self._model.register_forward_hook(_gathered)
 
     def _own(self, layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
         named = [*layer._parameters.items(), *layer._buffers.items()]
@@ -110,10 +117,15 @@ class Cutting:
         """Let the layers be whole, with the newest values."""
         for tensor in self._by_id().values():
             tensor.data = self.whole(tensor)
+        self._gather.remove()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
         self.placements.clear()
+
+
+def _gathered(_module: nn.Module, _arguments: Any, result: Any) -> Any:
+    return tree_map(whole, result)
 
 
 def _without_short_cut(layer: nn.TransformerEncoderLayer) -> Callable[[], None]:

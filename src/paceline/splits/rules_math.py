@@ -72,6 +72,11 @@ def reduced(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcom
     return Local(args, kwargs, place if keep else place.at(place.dim - sum(dim < place.dim for dim in gone)))
 
 
+def spread(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcome:
+    """`std` and `var`, whose third argument has two meanings."""
+    return reduced(args, kwargs, workers) if len(args) < 3 else NO
+
+
 def gated(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcome:
     """`glu`: one half of a dimension, gated by the other."""
     place = placed(args[0])
@@ -169,7 +174,7 @@ def einsum(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcome
     if match is None:
         return NO
     outcome = by_letters(operands, match[1].split(","), match[2])
-    return outcome if isinstance(outcome, Refusal) else Local([equation, *outcome.args], {}, outcome.out)
+    return outcome if isinstance(outcome, Refusal) else Local([equation, outcome.args], {}, outcome.out)
 
 
 def by_letters(operands: list[Any], letters: list[str], result: str) -> Outcome:
@@ -240,7 +245,7 @@ _DRAWN = (
     "alpha_dropout bernoulli dropout dropout1d dropout2d dropout3d feature_alpha_dropout rand_like randn_like rrelu"
 )
 _ALONG = "cumprod cumsum log_softmax softmax softmin argsort sort logcumsumexp"
-_REDUCED = "all amax amin any argmax argmin count_nonzero logsumexp max mean median min prod std sum var"
+_REDUCED = "all amax amin any argmax argmin count_nonzero logsumexp max mean median min prod sum"
 
 RULES = {
     **dict.fromkeys(_ALONE.split(), alone),
@@ -248,6 +253,8 @@ RULES = {
     **dict.fromkeys(_DRAWN.split(), drawn),
     **dict.fromkeys(_ALONG.split(), along),
     **dict.fromkeys(_REDUCED.split(), reduced),
+    "std": spread,
+    "var": spread,
     "glu": gated,
     "layer_norm": normalised,
     "rms_norm": normalised,

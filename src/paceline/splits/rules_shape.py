@@ -190,7 +190,19 @@ def unbind(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcome
 
 
 def select(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcome:
-    return unbind((args[0], argument(args, kwargs, 1, "dim")), {}, workers) if len(args) == 3 else NO
+    outcome = unbind((args[0], argument(args, kwargs, 1, "dim")), {}, workers)
+    return outcome if isinstance(outcome, Refusal) else Local(args, kwargs, outcome.out)
+
+
+def stretch(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcome:
+    """`slice`, as a traced model has `tensor[a:b]`: from `a` to `b` along one dimension."""
+    place, shape = placed(args[0]), args[0].shape
+    dim = dimension(argument(args, kwargs, 1, "dim", 0), len(shape))
+    if place is None:
+        return NO
+    start, end = argument(args, kwargs, 2, "start"), argument(args, kwargs, 3, "end")
+    every = not start and (end is None or end >= place.size) and argument(args, kwargs, 4, "step", 1) == 1
+    return Local(args, kwargs, place) if dim != place.dim or every else NO
 
 
 def take(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcome:
@@ -277,6 +289,7 @@ RULES = {
     "chunk": chunk,
     "unbind": unbind,
     "select": select,
+    "slice": stretch,
     "__getitem__": take,
     "cat": cat,
     "concat": cat,

@@ -64,6 +64,8 @@ class Split(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in ABOUT:
                 return func(*args, **kwargs)
+            if name == "sym_size":  # how a traced model asks for it
+                return args[0].shape[args[1]]
             in_place = name[-1] == "_" and name[-2:] != "__"
             rule = RULES.get(name) or (RULES.get(name[:-1]) if in_place else None)
             if rule is not None:
@@ -96,10 +98,13 @@ _names: dict[Any, str] = {}
 
 
 def name_of(func: Any) -> str:
-    """What a function that torch calls is known by; of a property, that property's name."""
+    """What a function that torch calls is known by; of a property, that property's name.
+
+    The operators that a traced model is made of have the names of functions, and take the same in the same order.
+    """
     name = _names.get(func)
     if name is None:
-        name = getattr(func, "__name__", str(func))
+        name = func._opname if isinstance(func, torch._ops.OpOverload) else getattr(func, "__name__", str(func))
         if name == "__get__":
             name = func.__self__.__name__
         _names[func] = name
@@ -159,6 +164,8 @@ def _part(value: Any, space: Space) -> Any:
         return sliced(value.tensor, value.placement, space)
     if kind is Copy:
         return copied(value.tensor, space)
-    if kind is list or kind is tuple:
-        return kind(_part(one, space) for one in value)
+    if isinstance(value, list):
+        return [_part(one, space) for one in value]
+    if kind is tuple:
+        return tuple(_part(one, space) for one in value)
     return value

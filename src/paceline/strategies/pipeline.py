@@ -272,27 +272,42 @@ class PipelineTrainer(Trainer):
         self._seed = torch.initial_seed() if members.size == 1 else int.from_bytes(state[:8], "little")
         home = self._home()
         error, traced = None, None
-        with self._plain():
+        with self._traceable():
             try:
                 traced = trace(self._model, args, kwargs, self._parts)
             except UsageError as caught:
                 error = str(caught)
-            answer = {"error": error, "names": len(traced.operations) if traced else 0}
-            self._agree(answer)
-            assert traced is not None
+        answer = {"error": error, "names": len(traced.operations) if traced else 0}
+        self._agree(answer)
+        assert traced is not None
+        with self._plain():
             bounds = self._cut(traced, args, kwargs)
-        group = Group(members.rank, members.size, members.gather, members.meeting.timeouts, self._around.say)
+        ranks = self._line_ranks()
+
+        def exchange(payload: bytes) -> list[bytes]:
+            everybody = members.gather(payload)
+            return [everybody[rank] for rank in ranks]
+
+        group = Group(self._rank, self._size, exchange, members.meeting.timeouts, self._around.say)
         place = Place(
-            ranks=range(members.size),
+            ranks=ranks,
             schedule=self._spec.schedule,
             recorder=self._recorder,
             slow=self._stopwatch.slow_pass,
-            plain=self._plain,
+            traceable=self._traceable,
         )
         return Line(self._model, home, group, place, traced, bounds, (args, kwargs))
 
     def _home(self) -> Home:
         return Home(self._members, self._model, self._optimizer)
+
+    def _line_ranks(self) -> list[int]:
+        """Among the members, those that this worker's microbatches go through, in the order of their stages."""
+        return list(range(self._members.size))
+
+    def _traceable(self) -> contextlib.AbstractContextManager[None]:
+        """Let the model be such as can be traced for a while."""
+        return self._plain()
 
     def _agree(self, own: dict[str, Any]) -> None:
         """Raise what went wrong with any worker, on all of them."""
@@ -304,7 +319,7 @@ class PipelineTrainer(Trainer):
             raise UsageError("the workers have traced different models; all must make the same one")
 
     def _pace(self, rank: int) -> float:
-        """How quick a worker is known to be: those that are made slow on purpose are slow devices."""
+        """How quick a stage's worker is known to be: those that are made slow on purpose are slow devices."""
         slow = self._around.launch.slow.get(rank)
         return 1.0 if slow is None else 1.0 / slow.factor
 
@@ -316,7 +331,7 @@ class PipelineTrainer(Trainer):
                 spec = self._spec
                 known = sheet(traced, self._model, args, kwargs, spec.microbatches, spec.norm)
                 found = partition(
-                    known.problem(),
+                    known.problem(self._parts),
                     [Device(pace=self._pace(part % self._size)) for part in range(self._parts)],
                     schedule=spec.schedule,
                     microbatches=spec.microbatches,

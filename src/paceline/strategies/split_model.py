@@ -32,22 +32,18 @@ class SplitModel:
         version: Callable[[], int],
     ) -> None:
         self._members, self._seat = around.members, seat
-        if seat.shape.pipeline > 1 and seat.shape.tensor > 1:
-            raise UsageError(
-                f"'{around.strategy}' splits a replica both between and inside layers, which cannot be done together; "
-                f"write pipeline={seat.shape.replica},tensor=1 or pipeline=1,tensor={seat.shape.replica}"
-            )
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise UsageError(f"'{around.strategy}' needs a model on the CPU: its parts lie in the machine's memory")
         rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
         self._members.mirror([*rest, *model.buffers()])
-        self._cutting, self.space = cut_model(model, options, around, seat)
+        inside = cut_model(model, options, around, seat)
+        self._cutting = None if inside is None else inside.cutting
         self.parts = Parts(model, optimizer, seat, self._cutting)
         self.meeting = ReplicaMeeting(self._members, seat, around.say) if seat.shape.replica > 1 else None
         self._stages = None
         if seat.shape.pipeline > 1 and self.meeting is not None:
-            self._stages = Stages(model, optimizer, around, self.meeting.members, seat.lead, version)
+            self._stages = Stages(model, optimizer, around, self.meeting.members, seat, version, inside)
         watch: Any = StageWatch(around.stopwatch) if self._stages is not None else around.stopwatch
         self.stopwatch: Stopwatch = watch
         if self._cutting is not None:

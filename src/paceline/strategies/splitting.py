@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
 from paceline.cluster.membership import Members
 from paceline.errors import UsageError
+from paceline.plan.sealed import Sealed
 from paceline.splits.borders import Space
 from paceline.splits.cutting import Cutting
 from paceline.splits.plans import decode, described, encode, find_plan
@@ -18,6 +19,14 @@ from paceline.strategies.batch_norm import TeamBatchNorm
 from paceline.strategies.cancellation import Snapshot
 from paceline.strategies.replicas import Seat, come_together
 from paceline.transport import Intent
+
+
+class Inside(NamedTuple):
+    """A model that is cut inside its layers."""
+
+    cutting: Cutting
+    sealed: Sealed
+    """The layers that are cut, for tracing the model around them."""
 
 
 def example(loaders: Sequence[DataLoader[Any]]) -> list[Any]:
@@ -36,12 +45,10 @@ def example(loaders: Sequence[DataLoader[Any]]) -> list[Any]:
     return [batch]
 
 
-def cut_model(
-    model: torch.nn.Module, options: Options, around: Surroundings, seat: Seat
-) -> tuple[Cutting | None, Space | None]:
+def cut_model(model: torch.nn.Module, options: Options, around: Surroundings, seat: Seat) -> Inside | None:
     """Cut a model's layers for the workers of a stage, as the lead finds that it can be."""
     if seat.shape.tensor == 1:
-        return None, None
+        return None
     members = around.members
     plan, error = b"", ""
     if members.rank == 0:
@@ -72,24 +79,28 @@ def cut_model(
     member = come_together(members, seat.stage_ranks(), around.say)
     seeds = members.gather(str(torch.initial_seed()).encode(), Intent.ALLOCATE)
     space = Space(member, int(seeds[seat.lead]) % (1 << 31) + seat.stage * 1000)
-    return Cutting(model, decode(told), space), space
+    roles = decode(told)
+    sealed = Sealed({name: model.get_submodule(name) for name in roles})
+    return Inside(Cutting(model, roles, space), sealed)
 
 
 def share_rest(cutting: Cutting, members: Members, seat: Seat, held: set[int]) -> dict[str, list[torch.Tensor]]:
-    """Let parts of what is not trained lie where all can read them: buffers, frozen parameters. All parts, by name."""
+    """Let parts of what is not trained lie where all can read them: buffers, frozen parameters. All parts, by name.
+
+    Each part is there once for all stages of a replica, as only one of them changes it.
+    """
     tensors = cutting.besides(held)
     sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
-    workers = members.size
-    memory = members.share(max(1, workers * sum(sizes)))
+    parts = seat.shape.tensor
+    memory = members.share(max(1, seat.shape.data * parts * sum(sizes)))
     found: dict[str, list[torch.Tensor]] = {}
-    for rank in range(workers):
-        offset = rank * sum(sizes)
+    for part in range(parts):
+        offset = (seat.replica * parts + part) * sum(sizes)
         for tensor, size in zip(tensors, sizes, strict=True):
             view = memory.tensor(offset, tensor.numel(), tensor.dtype).view(tensor.shape)
             offset += size
-            if rank == members.rank:
-                view.copy_(tensor.data)
+            if part == seat.part:
+                view.copy_(tensor.data)  # the same on all stages
                 tensor.data = view
-            if rank in seat.stage_ranks():
-                found.setdefault(cutting.names[id(tensor)], []).append(view)
+            found.setdefault(cutting.names[id(tensor)], []).append(view)
     return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,26 +13,33 @@ from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
 from paceline.config import Mesh, Pipeline
-from paceline.events import Wait
+from paceline.events import Pass, Wait
 from paceline.strategies.base import Surroundings
 from paceline.strategies.pipeline import PipelineTrainer, _Split
+from paceline.strategies.replicas import Seat
+from paceline.strategies.splitting import Inside
 from paceline.strategies.stopwatch import Stopwatch
 from paceline.transport import Intent
 
 
 class _Home:
-    """Parameters are the mesh's; buffers are where all workers of the replica can read them."""
+    """Parameters are the mesh's; buffers are where all stages of the replica can read them.
 
-    def __init__(self, members: Members, model: torch.nn.Module) -> None:
+    The workers of one stage change what they have whole alike, so each of them does that in memory of its own.
+    """
+
+    def __init__(self, members: Members, model: torch.nn.Module, seat: Seat, elsewhere: Iterable[int]) -> None:
+        """elsewhere: ids of buffers that have a place already."""
         self.parameters = list(model.parameters())
-        buffers = [buffer for buffer in dict.fromkeys(model.buffers()) if buffer.numel()]
+        known = set(elsewhere)
+        buffers = [buffer for buffer in dict.fromkeys(model.buffers()) if buffer.numel() and id(buffer) not in known]
         sizes = [-(-buffer.nbytes // 64) * 64 for buffer in buffers]
-        memory = members.share(max(1, sum(sizes)))
-        views, offset = [], 0
+        memory = members.share(max(1, seat.shape.tensor * sum(sizes)))
+        views, offset = [], seat.part * sum(sizes)
         for buffer, size in zip(buffers, sizes, strict=True):
             views.append(memory.tensor(offset, buffer.numel(), buffer.dtype).view(buffer.shape))
             offset += size
-        if members.rank == 0:
+        if seat.stage == 0:
             for buffer, view in zip(buffers, views, strict=True):
                 view.copy_(buffer)
         members.meeting.meet(Intent.ALLOCATE)
@@ -45,12 +53,14 @@ class _Home:
 class _Events:
     """A recorder to which workers are known by their places in the replica."""
 
-    def __init__(self, around: Surroundings, first: int) -> None:
-        self._add, self._first = around.recorder.add, first
+    def __init__(self, around: Surroundings, seat: Seat) -> None:
+        self._add, self._first, self._counts = around.recorder.add, seat.lead, not seat.part
 
     def add(self, event: Any) -> None:
-        on = {"on": event.on + self._first} if isinstance(event, Wait) else {}
-        self._add(msgspec.structs.replace(event, rank=event.rank + self._first, **on))
+        more = {"on": event.on + self._first} if isinstance(event, Wait) else {}
+        if isinstance(event, Pass) and not self._counts:
+            more = {"size": 0}  # they are the samples of all workers of a stage, so one of them counts them
+        self._add(msgspec.structs.replace(event, rank=event.rank + self._first, **more))
 
 
 class StageWatch:
@@ -81,10 +91,11 @@ class Stages(PipelineTrainer):
         optimizer: Optimizer,
         around: Surroundings,
         replica: Members,
-        first: int,
+        seat: Seat,
         version: Callable[[], int],
+        inside: Inside | None,
     ) -> None:
-        """replica: its workers by their places, the first of whom has this rank."""
+        """replica: its workers by their places; inside: where each stage has several, what they have parts of."""
         mesh = around.strategy
         assert isinstance(mesh, Mesh)
         self._spec = spec = Pipeline(
@@ -94,11 +105,13 @@ class Stages(PipelineTrainer):
             chunks=mesh.chunks,
             norm=mesh.norm,
         )
-        events: Any = _Events(around, first)
+        self._seat, self._inside = seat, inside
+        first = seat.lead
+        events: Any = _Events(around, seat)
         slow = {rank - first: value for rank, value in around.launch.slow.items() if rank >= first}
         launch = msgspec.structs.replace(around.launch, slow=slow)
         self._around = dataclasses.replace(around, members=replica, recorder=events, launch=launch)
-        self._members, self._rank, self._size = replica, replica.rank, replica.size
+        self._members, self._rank, self._size = replica, seat.stage, seat.shape.pipeline
         self._recorder, self._stopwatch = events, around.stopwatch
         self._model, self._optimizer = model, optimizer
         self._parts = spec.stages * (spec.chunks if spec.schedule == "interleaved" else 1)
@@ -120,7 +133,27 @@ class Stages(PipelineTrainer):
         raise AssertionError("versions are the mesh's")
 
     def _home(self) -> Any:
-        return _Home(self._members, self._model)
+        cut = () if self._inside is None else self._inside.cutting.placements
+        return _Home(self._members, self._model, self._seat, cut)
+
+    def _line_ranks(self) -> list[int]:
+        """Those with the same part of other stages, and itself."""
+        each = self._seat.shape.tensor
+        return [stage * each + self._seat.part for stage in range(self._size)]
+
+    def _pace(self, stage: int) -> float:
+        """Of the slowest of its workers."""
+        each = self._seat.shape.tensor
+        return min(super(Stages, self)._pace(stage * each + part) for part in range(each))
+
+    @contextlib.contextmanager
+    def _traceable(self) -> Iterator[None]:
+        with contextlib.ExitStack() as around:
+            around.enter_context(self._plain())
+            if self._inside is not None:
+                around.enter_context(self._inside.cutting.bare())
+                around.enter_context(self._inside.sealed.closed())
+            yield
 
     def close(self) -> None:
         if self._line is not None:

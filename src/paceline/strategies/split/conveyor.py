@@ -19,6 +19,7 @@ import torch
 from paceline.events import Pass, Recorder, Wait
 from paceline.plan.trace import Part
 from paceline.simulate.schedules import Operation
+from paceline.splits.split import whole
 from paceline.transport.mailbox import Mailbox, Sending
 
 _backward = torch.autograd.backward
@@ -124,6 +125,9 @@ class Conveyor:
         for operation in order:
             work = {"F": self._forward, "B": self._backward, "W": self._weights}[operation.kind]
             work(self._chunks[operation.chunk], operation.microbatch, batch, apart)
+            if self._mailbox.unsent:
+                # The next operation may wait for others than those to whom this is sent.
+                self._mailbox.attend()
         self._reap()
 
     def forget(self) -> None:
@@ -141,7 +145,7 @@ class Conveyor:
             around.enter_context(torch.set_grad_enabled(batch.training))
             if stage.part.random:
                 around.enter_context(_seeded(batch.seed(stage.index, microbatch)))
-            made = stage.part.run([taken[number] for number in stage.part.takes])
+            made = [whole(value) for value in stage.part.run([taken[number] for number in stage.part.takes])]
         given = dict(zip(stage.part.gives, made, strict=True))
         if stage.index == self._last:
             values = {**taken, **given}
@@ -282,13 +286,11 @@ class Conveyor:
             self._recorder.add(Wait(self._rank, start, waited, self._ranks[peer]))
 
     def _reap(self) -> None:
-        """Forget what has been received; see that what is not yet sent will be."""
+        """Forget what has been received."""
         self._sending = [sending for sending in self._sending if not sending.done]
         for sending in self._sending:
             if sending.error is not None:
                 raise sending.error
-        if self._mailbox.unsent:
-            self._mailbox.attend()
 
 
 @contextlib.contextmanager

@@ -36,8 +36,8 @@ class Place:
     recorder: Recorder
     slow: Callable[[float], None]
     """Called with the seconds of every pass: it may let it take longer."""
-    plain: Callable[[], contextlib.AbstractContextManager[None]]
-    """While in there, the model is the script's own."""
+    traceable: Callable[[], contextlib.AbstractContextManager[None]]
+    """While in there, the model can be traced, or called without values."""
 
 
 class Line:
@@ -96,7 +96,7 @@ class Line:
         """The model as it is called now: in another mode, or with inputs of another kind, it is another one."""
         if key not in self._traces:
             if isinstance(self._first, GraphTrace):
-                with self._place.plain():
+                with self._place.traceable():
                     traced: Trace = GraphTrace(self._model, args, kwargs)
             else:
                 traced = self._first
@@ -127,7 +127,7 @@ class Line:
         """What the model returns for a batch of this size, without values."""
         key = (kind, batch, torch.is_autocast_enabled("cpu"))
         if key not in self._shapes:
-            with self._place.plain(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with self._place.traceable(), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 weights = {
                     name: tensor.detach().to("meta")
                     for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]
