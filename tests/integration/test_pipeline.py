@@ -156,6 +156,45 @@ def test_models_of_any_shape_are_cut(workers: int) -> None:
     assert apart(found[4:], plain[4:]) < 2e-2  # bfloat16 rounds each microbatch by itself
 
 
+class Turned(nn.Module):
+    """Gives what lies in memory in another order than its dimensions are in, as attention does."""
+
+    inplace = True  # so that it is not cut off from what is before it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, 4, 3).transpose(1, 2)
+
+
+class Back(nn.Module):
+    """Views what can be viewed only as long as it lies as it did."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).view(-1, 12)
+
+
+def turning(team: Team | None) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(12, 12), Turned(), Back(), Turned())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if team is not None:
+        model, optimizer = team.setup(model, optimizer)
+    x = torch.randn(10, 12, generator=torch.Generator().manual_seed(3))
+    losses = []
+    for _ in range(3):
+        loss = model(x).transpose(1, 2).view(-1, 12).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses += [loss.item(), model(x).transpose(1, 2).view(-1, 12).sum().item()]
+    return losses
+
+
+def test_values_lie_in_memory_as_they_did_where_they_were_made() -> None:
+    for found in run_team(turning, 2, launch=launched("pipeline:stages=2,microbatches=3")):
+        assert apart(found, turning(None)) < 1e-5
+
+
 def weighted(team: Team | None) -> list[float]:
     """Targets that count for nothing, classes that count for more, and means made by hand."""
     model: Any = made("chain")
