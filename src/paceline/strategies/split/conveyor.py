@@ -311,7 +311,8 @@ def _tag(number: int, taker: int, microbatch: int, what: int) -> int:
 
 def laid_out(value: torch.Tensor) -> list[int]:
     """A tensor's dimensions as they lie in memory: what can be viewed in another shape must be so elsewhere, too."""
-    return sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+    strides = value.stride()
+    return sorted(range(value.dim()), key=lambda dim: -strides[dim])
 
 
 def lifted(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:

@@ -90,7 +90,8 @@ class Line:
         )
         modes = tuple(module.training for module in self._model.modules())
         frozen = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        return (shapes, str(spec), modes, frozen)
+        # A trace with one sample takes it that there always is one.
+        return (shapes, str(spec), modes, frozen, batch if self._first.counts else batch == 1)
 
     def trace(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         """The model as it is called now: in another mode, or with inputs of another kind, it is another one."""
