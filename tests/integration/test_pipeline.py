@@ -156,6 +156,45 @@ def test_models_of_any_shape_are_cut(workers: int) -> None:
     assert apart(found[4:], plain[4:]) < 2e-2  # bfloat16 rounds each microbatch by itself
 
 
+class Turned(nn.Module):
+    """Gives what lies in memory in another order than its dimensions are in, as attention does."""
+
+    inplace = True  # so that it is not cut off from what is before it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, 4, 3).transpose(1, 2)
+
+
+class Back(nn.Module):
+    """Views what can be viewed only as long as it lies as it did."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).view(-1, 12)
+
+
+def turning(team: Team | None) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(12, 12), Turned(), Back(), Turned())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if team is not None:
+        model, optimizer = team.setup(model, optimizer)
+    x = torch.randn(10, 12, generator=torch.Generator().manual_seed(3))
+    losses = []
+    for _ in range(3):
+        loss = model(x).transpose(1, 2).view(-1, 12).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses += [loss.item(), model(x).transpose(1, 2).view(-1, 12).sum().item()]
+    return losses
+
+
+def test_values_lie_in_memory_as_they_did_where_they_were_made() -> None:
+    for found in run_team(turning, 2, launch=launched("pipeline:stages=2,microbatches=3")):
+        assert apart(found, turning(None)) < 1e-5
+
+
 def weighted(team: Team | None) -> list[float]:
     """Targets that count for nothing, classes that count for more, and means made by hand."""
     model: Any = made("chain")
@@ -185,6 +224,68 @@ def weighted(team: Team | None) -> list[float]:
 def test_the_loss_of_the_batch_is_exact_where_microbatches_count_differently() -> None:
     found = run_team(weighted, 2, launch=launched("pipeline:stages=2,microbatches=3"))[0]
     assert apart(found, weighted(None)) < 1e-5
+
+
+class Scored(nn.Module):
+    """Returns its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 61)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.second(torch.tanh(self.first(x))), y)
+
+
+class Remembering(Scored):
+    """Counts its calls, and keeps a mean of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("seen", torch.zeros(12))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.training:
+            self.calls += 1
+            self.seen.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        return self.second(hidden - self.seen)
+
+
+class Counting(Scored):
+    """Has the number of samples as a number."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)).view(int(x.shape[0]), 12))
+
+
+def undivided(team: Team | None, kind: type[nn.Module]) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = kind()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(10, 12, generator=generator), torch.randint(0, 61, (10,), generator=generator)
+    if team is not None:
+        model, optimizer = team.setup(model, optimizer)
+    losses = []
+    for step in range(4):
+        rows = slice(0, 10 if step % 2 == 0 else 7)
+        made = model(x[rows], y[rows])
+        loss = made if kind is Scored else cross_entropy(made, y[rows])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append(model.eval()(x, y).sum().item())
+    return [*losses, *(float(buffer.sum()) for buffer in model.state_dict().values())]
+
+
+@pytest.mark.parametrize("kind", [Scored, Remembering, Counting])
+def test_a_batch_that_microbatches_would_not_add_up_to_is_not_cut(kind: type[nn.Module]) -> None:
+    for found in run_team(undivided, 2, kind, launch=launched("pipeline:stages=2,microbatches=4")):
+        assert apart(found, undivided(None, kind)) < 1e-5
 
 
 def dropped_out(team: Team, seed: int) -> list[float]:

@@ -56,8 +56,33 @@ def has_rows(value: Any, batch: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch
 
 
-def mixes(model: nn.Module) -> bool:
-    """Whether the samples of a batch have something to do with each other."""
+def undivided(model: nn.Module, traced: Trace, norm: str) -> str:
+    """Why the batches of a model are not cut into microbatches; empty if they are."""
+    if traced.counts:
+        return (
+            "the model computes with the number of samples itself, so a batch is not cut into microbatches; let it "
+            "take sizes from its input's shape only"
+        )
+    if traced.summarises:
+        return (
+            "the model returns something of the whole batch, such as its loss, so it is not cut into microbatches; "
+            "let it return a row for every sample, and make the loss of that"
+        )
+    if norm == "batch" and _has_statistics(model):
+        return (
+            "batch norm layers take their statistics of the whole batch, so it is not cut into microbatches; "
+            "norm=microbatch lets each microbatch have its own"
+        )
+    if norm == "batch" and traced.remembers:
+        return (
+            "the model changes its buffers with every call, so a batch is not cut into microbatches; norm=microbatch "
+            "lets each microbatch change them"
+        )
+    return ""
+
+
+def _has_statistics(model: nn.Module) -> bool:
+    """Whether it has layers that take something of the whole batch."""
     return any(
         module.training
         for module in model.modules()
@@ -72,7 +97,7 @@ def sheet(
     """Measure a traced model, with as many samples as a microbatch has."""
     inputs = traced.flat_inputs(args, kwargs)
     batch = batch_of(inputs)
-    few = batch if norm == "batch" and mixes(model) else max(1, batch // microbatches)
+    few = batch if undivided(model, traced, norm) else max(1, batch // microbatches)
     some = [one[:few] if has_rows(one, batch) else one for one in inputs]
     return Sheet(
         names=[operation.name for operation in traced.operations],

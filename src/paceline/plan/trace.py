@@ -58,6 +58,12 @@ class Trace(ABC):
     operations: list[Operation]
     results: tuple[int, ...]
     """The values that the model returns."""
+    summarises: bool = False
+    """Whether one of these has no row for every sample: a loss, say."""
+    remembers: bool = False
+    """Whether a call changes what the model keeps."""
+    counts: bool = False
+    """Whether it is good for batches of one size only, as the model computes with how many samples there are."""
 
     @abstractmethod
     def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -193,6 +199,12 @@ def _draws(module: nn.Module) -> bool:
     return False
 
 
+def _may_remember(module: nn.Module) -> bool:
+    """Whether a layer that is not one of torch's own has buffers: it may change them."""
+    own = (inner for inner in module.modules() if not type(inner).__module__.startswith("torch.nn"))
+    return any(True for inner in own for _ in inner.buffers(recurse=False))
+
+
 # -- any model -------------------------------------------------------------------------------------------------------
 
 _IGNORED = ("_assert", "sym_constrain_range", "_guards_fn")
@@ -227,6 +239,16 @@ class GraphTrace(Trace):
                 "what it computes"
             )
         self.results = tuple(self._number[node] for node in flat)
+        batched = pytree.tree_leaves(_batched(args, kwargs))
+        self.counts = any(one and not _has_free_rows(node) for node, one in zip(self._inputs, batched, strict=True))
+        self.summarises = not self.counts and not all(_has_free_rows(node) for node in flat)
+        self.remembers = any(self._buffer(changed) for node in self._nodes for changed in _changed(node))
+
+    def _buffer(self, node: fx.Node) -> bool:
+        """Whether it is a buffer, or a view of one."""
+        while node.op == "call_function" and _is_view(node):
+            node = node.all_input_nodes[0]
+        return node.op == "get_attr" and self._parameter(node) is None
 
     def _operation(self, node: fx.Node) -> Operation:
         inputs = [self._number.get(needed, self._inputs.get(needed)) for needed in node.all_input_nodes]
@@ -255,15 +277,7 @@ class GraphTrace(Trace):
         value = self._nodes[source].meta.get("val")
         if not isinstance(value, torch.Tensor | int | torch.SymInt):
             return True  # several values at once are taken apart where they are made
-        schema = getattr(self._nodes[target].target, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            return False
-        changed = [
-            value
-            for argument, value in zip(schema.arguments, self._nodes[target].args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        return self._nodes[source] in changed
+        return self._nodes[source] in _changed(self._nodes[target])
 
     def changes(self, number: int) -> bool:
         schema = getattr(self._nodes[number].target, "_schema", None)
@@ -315,15 +329,17 @@ class GraphTrace(Trace):
         return target(*args, **kwargs)
 
 
-def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+def _batched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of each argument, whether it has a row for every sample."""
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     size = leaves[0].shape[0] if leaves else 0
+    return pytree.tree_map(
+        lambda leaf: isinstance(leaf, torch.Tensor) and bool(leaf.dim()) and leaf.shape[0] == size, (args, kwargs)
+    )
 
-    def dims(leaf: Any) -> Any:
-        batched = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size
-        return {0: torch.export.Dim.AUTO} if batched else None
 
-    shapes = pytree.tree_map(dims, (args, kwargs))
+def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    shapes = pytree.tree_map(lambda one: {0: torch.export.Dim.AUTO} if one else None, _batched(args, kwargs))
     try:
         with torch.no_grad(), _without_own_gradients():
             program = torch.export.export(
@@ -366,6 +382,33 @@ def _unseal(node: fx.Node) -> None:
         node.target, node.args = call, node.args[:1]
 
 
+def _changed(node: fx.Node) -> list[fx.Node]:
+    """What an operation changes in place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = [*zip(schema.arguments, node.args, strict=False)]
+    given += [(argument, node.kwargs[argument.name]) for argument in schema.arguments if argument.name in node.kwargs]
+    return [
+        value
+        for argument, value in given
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node)
+    ]
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether an operation gives the same memory that it takes."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
+def _has_free_rows(node: fx.Node) -> bool:
+    """Whether there may be any number of rows, as in an input of samples and in what is made of it."""
+    value = node.meta.get("val")
+    rows = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else 0
+    return isinstance(rows, torch.SymInt) and rows.node.maybe_as_int() is None
+
+
 def _is_random(node: fx.Node) -> bool:
     """Whether an operation draws, with the arguments that it has."""
     if isinstance(node.target, LayerCall):
@@ -385,7 +428,7 @@ def _is_random(node: fx.Node) -> bool:
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> Trace:
     """The model as operations, of which there are enough for so many parts."""
     chain = ChainTrace(model) if type(model) is nn.Sequential and not _hooked(model) else None
-    if chain is not None and len(chain.operations) >= 2 * parts:
+    if chain is not None and len(chain.operations) >= 2 * parts and not _may_remember(model):
         return chain
     try:
         return GraphTrace(model, args, kwargs)

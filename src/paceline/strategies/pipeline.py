@@ -23,7 +23,7 @@ from paceline.errors import UsageError
 from paceline.events import Update
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.plan.partition import Device, partition
-from paceline.plan.sheet import batch_of, mixes, sheet
+from paceline.plan.sheet import batch_of, sheet, undivided
 from paceline.plan.trace import Trace, trace
 from paceline.strategies.base import Options, Surroundings, Trainer
 from paceline.strategies.split.deferred import Deferred
@@ -125,7 +125,7 @@ class PipelineTrainer(Trainer):
         known = line.trace(kind, args, kwargs)
         inputs = known.flat_inputs(args, kwargs)
         batch = batch_of(inputs)
-        sizes = self._sizes(batch, first=not self._calls and training)
+        sizes = self._sizes(known, batch, first=not self._calls and training)
         call = Call(inputs, batch, sizes, kind, self._calls, self._seed, self.version)
         self._calls += 1
         passage = Passage(line, call, training)
@@ -134,15 +134,12 @@ class PipelineTrainer(Trainer):
         outlines = line.outlines(kind, args, kwargs, batch)
         return known.returned([Deferred.made(passage, one, number) for number, one in enumerate(outlines)])
 
-    def _sizes(self, batch: int, first: bool) -> tuple[int, ...]:
+    def _sizes(self, traced: Trace, batch: int, first: bool) -> tuple[int, ...]:
         """Samples of each microbatch."""
         wanted = self._spec.microbatches
-        if self._spec.norm == "batch" and mixes(self._model):
-            if wanted > 1:
-                self._say_once(
-                    "batch norm layers take their statistics of the whole batch, so it is not cut into microbatches; "
-                    "norm=microbatch lets each microbatch have its own"
-                )
+        why = undivided(self._model, traced, self._spec.norm) if wanted > 1 else ""
+        if why:
+            self._say_once(why)
             wanted = 1
         if first and batch < wanted:
             raise UsageError(

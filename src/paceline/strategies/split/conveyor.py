@@ -38,6 +38,8 @@ class Label(msgspec.Struct, array_like=True, frozen=True):
     differentiable: bool
     number: int | float | bool | None = None
     """The value itself, if it is no tensor."""
+    order: list[int] = []
+    """Its dimensions as they lie in memory, the outermost first."""
 
 
 class Batch(Protocol):
@@ -228,9 +230,9 @@ class Conveyor:
         label = self._label(maker, stage.index, number, microbatch, batch)
         if label.number is not None:
             return label.number
-        value = torch.empty(label.shape, dtype=getattr(torch, label.dtype))
-        self._receive(self._owners[maker], value, _tag(number, stage.index, microbatch, _DATA))
-        return value.requires_grad_(label.differentiable and batch.training)
+        laid = torch.empty([label.shape[dim] for dim in label.order], dtype=getattr(torch, label.dtype))
+        self._receive(self._owners[maker], laid, _tag(number, stage.index, microbatch, _DATA))
+        return lifted(laid, label.order).requires_grad_(label.differentiable and batch.training)
 
     def _give(self, maker: int, taker: int, number: int, value: Any, microbatch: int, batch: Batch) -> None:
         if self._owners[maker] == self._owners[taker]:
@@ -245,7 +247,8 @@ class Conveyor:
             text[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
             self._sending.append(self._mailbox.send(peer, text, _tag(number, taker, microbatch, _HEAD)))
         if isinstance(value, torch.Tensor):
-            self._send(taker, taker, number, microbatch, _DATA, value)
+            order = self._labels[key].order
+            self._send(taker, taker, number, microbatch, _DATA, value.detach().permute(order))
 
     def _label(self, maker: int, taker: int, number: int, microbatch: int, batch: Batch) -> Label:
         key = (number, taker, batch.kind(microbatch))
@@ -308,9 +311,21 @@ def _tag(number: int, taker: int, microbatch: int, what: int) -> int:
     return ((number * 1024 + taker) * _MICROBATCHES + microbatch) * 4 + what
 
 
+def laid_out(value: torch.Tensor) -> list[int]:
+    """A tensor's dimensions as they lie in memory: what can be viewed in another shape must be so elsewhere, too."""
+    strides = value.stride()
+    return sorted(range(value.dim()), key=lambda dim: -strides[dim])
+
+
+def lifted(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """The tensor whose dimensions, in this order, are those of the value."""
+    return value.permute([order.index(dim) for dim in range(value.dim())])
+
+
 def _label(value: Any) -> Label:
     if isinstance(value, torch.Tensor):
-        return Label(str(value.dtype).removeprefix("torch."), list(value.shape), value.requires_grad)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return Label(dtype, list(value.shape), value.requires_grad, None, laid_out(value))
     return Label("", [], False, value)
 
 

@@ -18,7 +18,7 @@ from paceline.events import Recorder
 from paceline.plan.sheet import batch_of, has_rows
 from paceline.plan.trace import GraphTrace, Trace
 from paceline.simulate.schedules import SCHEDULES, Operation, Order
-from paceline.strategies.split.conveyor import Conveyor, Stage
+from paceline.strategies.split.conveyor import Conveyor, Stage, laid_out, lifted
 from paceline.strategies.split.home import Home
 from paceline.strategies.split.passage import Passage
 
@@ -90,7 +90,8 @@ class Line:
         )
         modes = tuple(module.training for module in self._model.modules())
         frozen = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        return (shapes, str(spec), modes, frozen)
+        # A trace with one sample takes it that there always is one.
+        return (shapes, str(spec), modes, frozen, batch if self._first.counts else batch == 1)
 
     def trace(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         """The model as it is called now: in another mode, or with inputs of another kind, it is another one."""
@@ -247,8 +248,9 @@ class Line:
         mailbox, end = self.group.mailbox, self._owners[-1]
         if self._rank == end:
             assert value is not None
-            whole = value.detach().contiguous()
-            label = msgspec.json.encode([str(whole.dtype).removeprefix("torch."), list(whole.shape)])
+            order = laid_out(value)
+            whole = value.detach().permute(order).contiguous()
+            label = msgspec.json.encode([str(whole.dtype).removeprefix("torch."), list(whole.shape), order])
             text = torch.frombuffer(bytearray(label.ljust(256)), dtype=torch.uint8)
             sent = []
             for peer in range(self._size):
@@ -256,13 +258,13 @@ class Line:
                     sent += [mailbox.send(peer, text, _END), mailbox.send(peer, whole, _END)]
             for sending in sent:
                 sending.wait()
-            return whole
+            return lifted(whole, order)
         text = torch.empty(256, dtype=torch.uint8)
         mailbox.receive(end, text, _END).wait()
-        dtype, shape = msgspec.json.decode(bytes(text.numpy()).strip())
+        dtype, shape, order = msgspec.json.decode(bytes(text.numpy()).strip())
         made = torch.empty(shape, dtype=getattr(torch, dtype))
         mailbox.receive(end, made, _END).wait()
-        return made
+        return lifted(made, order)
 
 
 def _forwards(microbatches: int, chunks: int) -> Order:

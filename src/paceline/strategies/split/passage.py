@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.errors import UsageError
+from paceline.strategies.split.conveyor import laid_out, lifted
 from paceline.strategies.split.deferred import Autocast, Deferred, replay
 from paceline.strategies.split.shares import Shares
 
@@ -110,7 +111,8 @@ class Passage:
             return parts[0]
         if any(not part.dim() for part in parts):
             raise UsageError("the model returns a scalar for every microbatch; write microbatches=1")
-        return torch.cat(parts)
+        order = laid_out(parts[0])
+        return lifted(torch.cat([part.permute(order) for part in parts], order.index(0)), order)
 
     def backward(self, loss: Deferred) -> None:
         if self.over:

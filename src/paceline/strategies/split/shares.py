@@ -50,9 +50,16 @@ class Shares:
         left = [loss] if len(self._sizes) > 1 else []
         while left:
             of = left.pop()
-            if id(of) in seen or of.function is None:
+            if id(of) in seen:
                 continue
             seen.add(id(of))
+            if of.function is None:
+                if not of.outline.dim():
+                    raise UsageError(
+                        "the model returns a scalar for every microbatch, which cannot be put together to that of the "
+                        "batch; let it return a row for every sample, or write microbatches=1"
+                    )
+                continue
             left += _deferred(of)
             if of.outline.dim():
                 continue
