@@ -24,7 +24,7 @@ class Hand:
 
     def __init__(self, rank: int, size: int, wire: Wire) -> None:
         self.rank, self.size, self.lead, self._wire = rank, size, 0, wire
-        self.replica, self.replicas = rank, size
+        self.replica, self.replicas, self.lockstep = rank, size, False
         self.taken: list[tuple[int, float, int]] = []
         self.epochs = self.asked = 0
 
