@@ -498,7 +498,8 @@ class Team:
         self._recorder.add(Balance(self.rank, time.perf_counter(), start, shares))
 
     def _exchange_statistics(self, value: torch.Tensor) -> list[torch.Tensor]:
-        own = b"" if self._training().weightless else value.numpy().tobytes()
+        copied = self._trainer is not None and self._trainer.weightless
+        own = b"" if copied else value.numpy().tobytes()
         parts = self._members.gather(own, Intent.STATISTICS)
         each = self.world_size // self.replicas  # workers of a replica: those with the same part of it come together
         parts = parts[self.rank % each :: each]
