@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from paceline.collectives.everybody import Everybody
@@ -45,8 +44,6 @@ class FullyShardedTrainer(Trainer):
         strategy = str(around.strategy)
         refuse(optimizer, options, strategy)
         check_shardable(model, strategy)
-        if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-            raise UsageError(f"'{strategy}' over machines needs a newer torch than {torch.__version__}: 2.9 has it")
         self._members, self._recorder, self._stopwatch = around.members, around.recorder, around.stopwatch
         self._meeting, self._rank = around.members.meeting, around.members.rank
         self._model, self._optimizer = model, optimizer
