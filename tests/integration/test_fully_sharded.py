@@ -5,6 +5,7 @@ Machines are pretended in most of these; at the end there are real separate host
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -31,7 +32,7 @@ from training import BATCH, Values, adafactor, adamw, apart, build, data, loop, 
 
 from paceline import Team, TeamError, UsageError
 from paceline.config import Launch, Timeouts
-from paceline.errors import TeamTimeout, WorkerLost
+from paceline.errors import Mismatch, TeamTimeout, WorkerLost
 from paceline.events import Compute, Reduce, Update
 from paceline.events.schema import read
 from paceline.events.summary import merge
@@ -431,6 +432,28 @@ def test_a_worker_that_is_stuck_is_named() -> None:
             kind, message, ranks, _ = result
             assert kind == TeamTimeout.__name__, message
             assert ranks == (1,)
+
+
+def saved_by_the_lead_alone(team: Team, folder: str) -> tuple[str, str]:
+    model: Any = made("transformer")
+    loader: Any = DataLoader(tokens(), batch_size=2)
+    model, optimizer, loader = team.setup(model, adamw(model.parameters()), loader)
+    try:
+        if team.is_lead:
+            team.save(f"{folder}/part.pt")
+        loop_once(model, optimizer, loader)
+    except TeamError as error:
+        with contextlib.suppress(TeamError):  # from those who were not told of it by what shards the model
+            team.close()
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_what_needs_all_and_is_called_by_one_is_a_mismatch(tmp_path: Path) -> None:
+    for kind, message in run_spread(saved_by_the_lead_alone, "aabb", str(tmp_path), launch=sharded(meeting=3.0)):
+        assert kind == Mismatch.__name__, message
+        assert "all workers must do the same" in message
+    assert not list(tmp_path.iterdir())
 
 
 # -- real hosts ------------------------------------------------------------------------------------------------------

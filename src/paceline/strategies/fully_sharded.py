@@ -187,7 +187,10 @@ class FullyShardedTrainer(Trainer):
     def close(self) -> None:
         self._takeover.undo()
         vars(self._optimizer).pop("_step_supports_amp_scaling", None)
-        if self._everybody.open:
-            self._meet(Intent.BARRIER)
-            self._shards.undo()
-        self._everybody.close()
+        try:
+            if self._everybody.open:
+                # Without the others the model cannot be whole, which must not go unnoticed.
+                self._meet(Intent.BARRIER)
+                self._shards.undo()
+        finally:
+            self._everybody.close()
