@@ -46,6 +46,7 @@ for epoch in range(done, options.epochs):
     team.save(options.checkpoint, epochs=epoch + 1)
     team.report(loss=loss)
 
+with torch.no_grad():  # on all of them: each may have a part of the model only
+    score = float(cross_entropy(model(inputs), labels))
 if team.is_lead:
-    with torch.no_grad():
-        print(f"loss {float(cross_entropy(model(inputs), labels)):.4f} after epoch {options.epochs}", flush=True)
+    print(f"loss {score:.4f} after epoch {options.epochs}", flush=True)

@@ -46,6 +46,7 @@ from paceline.strategies.all_reduce import AllReduceTrainer
 from paceline.strategies.alone import AloneTrainer
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
+from paceline.strategies.choosing import is_whole
 from paceline.strategies.elastic import ElasticAllReduceTrainer
 from paceline.strategies.homeward import Homeward
 from paceline.strategies.profiling import ProfilingTrainer
@@ -260,13 +261,14 @@ class Team:
         return ElasticAllReduceTrainer if elastic and kind is AllReduceTrainer else kind
 
     def _demand_one_machine(self, elastic: bool) -> None:
-        """A split model's workers are in the middle of each other's work."""
+        """A split model's workers are in the middle of each other's work; whole replicas can be sharded instead."""
         if elastic:
             raise UsageError(f"'{self.strategy}' cannot go on without a worker; --elastic is for whole models")
-        if len(self._members.machines) > 1:
+        if len(self._members.machines) > 1 and not is_whole(self.strategy):
             raise UsageError(
-                f"'{self.strategy}' splits a model among workers of one machine, and these are on several. "
-                "Over machines, use all-reduce or a parameter server, or torch's own FSDP2"
+                f"'{self.strategy}' is for workers of one machine, and these are on several; over machines use "
+                f"mesh:data={self._started_with}, which shards the model over all of them, all-reduce or a parameter "
+                "server"
             )
 
     def loader(self, loader: DataLoader[Any], *, global_batch: int | None = None) -> TeamLoader | LeasedLoader:
@@ -335,7 +337,8 @@ class Team:
     def save(self, path: str | Path | None = None, **extra: Any) -> Path:
         """Write a checkpoint that plain `torch.load` reads: `model`, `optimizer`, `version` and what else is given.
 
-        The lead writes it; others may call it or not. Without a path it goes to the run's `checkpoints/`.
+        The lead writes it; others may call it or not, but must where the model is sharded over machines: each has a
+        part of it. Without a path it goes to the run's `checkpoints/`.
         """
         trainer = self._training()
         if path is None:
@@ -343,7 +346,8 @@ class Team:
                 raise UsageError("save needs a path: this run has no folder; start it with paceline run")
             path = self._folder / "checkpoints" / f"{trainer.version:08d}.pt"
         path = Path(path)
-        if self.is_lead:
+        content: dict[str, Any] = {}
+        if self.is_lead or trainer.lockstep:
             with trainer.still():
                 content = {
                     **extra,
@@ -351,6 +355,7 @@ class Team:
                     "optimizer": _compact(self._optimizer.state_dict()),
                     "version": trainer.version,
                 }
+        if self.is_lead:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f".{path.name}.{os.getpid()}")
             try:
@@ -421,6 +426,8 @@ class Team:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._trainer is not None:
+            self._trainer.abandon()
         self.close()
 
     def __repr__(self) -> str:
@@ -442,6 +449,10 @@ class Team:
     def replicas(self) -> int:
         own = self._trainer.replica if self._trainer is not None else None
         return self.size if own is None else own[1]
+
+    @property
+    def lockstep(self) -> bool:
+        return self._trainer is not None and self._trainer.lockstep
 
     def from_lead(self, payload: bytes) -> bytes:
         found = self._members.gather(payload, Intent.EPOCH)[self.lead]
@@ -487,7 +498,9 @@ class Team:
         self._recorder.add(Balance(self.rank, time.perf_counter(), start, shares))
 
     def _exchange_statistics(self, value: torch.Tensor) -> list[torch.Tensor]:
-        parts = self._members.gather(value.numpy().tobytes(), Intent.STATISTICS)
+        copied = self._trainer is not None and self._trainer.weightless
+        own = b"" if copied else value.numpy().tobytes()
+        parts = self._members.gather(own, Intent.STATISTICS)
         each = self.world_size // self.replicas  # workers of a replica: those with the same part of it come together
         parts = parts[self.rank % each :: each]
         return [torch.frombuffer(bytearray(part), dtype=value.dtype) for part in parts if part]

@@ -24,7 +24,7 @@ class Hand:
 
     def __init__(self, rank: int, size: int, wire: Wire) -> None:
         self.rank, self.size, self.lead, self._wire = rank, size, 0, wire
-        self.replica, self.replicas = rank, size
+        self.replica, self.replicas, self.lockstep = rank, size, False
         self.taken: list[tuple[int, float, int]] = []
         self.epochs = self.asked = 0
 
@@ -106,6 +106,22 @@ def test_every_sample_is_given_out_exactly_once(
         if not shuffle:
             assert given_out == list(range(len(given_out)))
     assert [hand.epochs for hand in team.hands] == [2] * size
+
+
+@given(counts, batches, sizes)
+def test_in_lockstep_everybody_has_as_many_batches_and_copies_count_for_nothing(
+    count: int, batch: int, size: int
+) -> None:
+    team = Team(size, count, batch_size=batch)
+    for hand in team.hands:
+        hand.lockstep = True
+    batches = [list(loader) for loader in team.loaders]
+    assert {len(own) for own in batches} == {len(team.loaders[0])}
+    taken = [zip(own, hand.taken, strict=True) for own, hand in zip(batches, team.hands, strict=True)]
+    counted = [sample for own in taken for batch, (samples, weight, _) in own if weight for sample in batch[:samples]]
+    assert sorted(counted) == list(range(count))
+    assert all(batch for own in batches for batch in own)
+    assert all((samples == 0) == (weight == 0.0) for hand in team.hands for samples, weight, _ in hand.taken)
 
 
 @given(counts, batches, sizes, flags)

@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from paceline.cluster.membership import Members
 from paceline.collectives import algorithms
 from paceline.collectives.algorithms.chunks import split
+from paceline.collectives.gloo import open_gloo
 from paceline.collectives.links import Links, best_order, best_topology, measure
 from paceline.errors import TeamError, TeamTimeout, WorkerLost
 from paceline.transport.channel import Sending
@@ -73,13 +74,11 @@ class Between:
         timeouts = members.meeting.timeouts
         # A little less than the others wait in a meeting: whoever misses somebody speaks before those who miss it.
         self._limit = datetime.timedelta(seconds=0.9 * timeouts.meeting)
-        kind: Any = ProcessGroupGloo  # of which torch's types do not tell all
-        options = kind._Options()
-        options._devices = [kind.create_device(hostname=members.hosts[members.machine])]
-        options._timeout = datetime.timedelta(seconds=max(timeouts.join, timeouts.meeting))
         assert members.store is not None  # through which the machines found each other
         store = PrefixStore(f"between/{next(members.numbers)}/{name}", members.store)
-        self._gloo = kind(store, self._index[members.rank], len(ranks), options)
+        patience = datetime.timedelta(seconds=max(timeouts.join, timeouts.meeting))
+        host = members.hosts[members.machine]
+        self._gloo = open_gloo(store, self._index[members.rank], len(ranks), host, patience)
         self._gloo._set_default_timeout(self._limit)
         self.order = list(range(len(machines)))
         """Of the machines around the ring."""

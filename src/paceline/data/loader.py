@@ -43,6 +43,10 @@ class Crew(Protocol):
     @property
     def replicas(self) -> int: ...
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether every worker needs a batch in every round, if only one that counts for nothing."""
+
     def ask_batch(self) -> None:
         """The script asks for its next batch."""
 
@@ -88,6 +92,9 @@ class _Shares:
                 whole = sum(len(part) for part in parts)
                 self.given.append((len(mine), len(mine) / whole, number))
                 yield mine
+            elif self._crew.lockstep:
+                self.given.append((0, 0.0, number))
+                yield next(part for part in parts if part)
             number += 1
 
     def _rounds(self) -> Iterator[list[list[Any]]]:

@@ -73,6 +73,8 @@ class Trainer(ABC):
     """Which replica this worker is of, and how many there are; None where every worker is one."""
     cancels = False
     """Whether a step may be cancelled."""
+    lockstep = False
+    """Whether every worker must compute in every step, and give its part of all that is saved."""
 
     @abstractmethod
     def __init__(
@@ -83,6 +85,11 @@ class Trainer(ABC):
     def present(self) -> int | None:
         """How many workers there are now, where that may change."""
         return None
+
+    @property
+    def weightless(self) -> bool:
+        """Whether the minibatch at hand is a copy that counts for nothing."""
+        return False
 
     @abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -143,6 +150,9 @@ class Trainer(ABC):
     @abstractmethod
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         """Take the values of a checkpoint; all workers call it."""
+
+    def abandon(self) -> None:
+        """The script ends with an error: the others are not where this worker is, so wait for nobody."""
 
     @abstractmethod
     def close(self) -> None:

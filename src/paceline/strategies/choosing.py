@@ -1,17 +1,37 @@
-"""Which trainer a mesh has, by what is between its replicas."""
+"""Which trainer a mesh has, by what is between its replicas and where they are."""
 
 from __future__ import annotations
 
 import torch
 from torch.optim import Optimizer
 
-from paceline.config import AllReduce, Mesh, parse_strategy
+from paceline.config import AllReduce, Mesh, Strategy, parse_strategy
+from paceline.errors import UsageError
 from paceline.strategies.base import Options, Surroundings, Trainer
 from paceline.strategies.mesh import MeshTrainer
 from paceline.strategies.mesh_server import MeshServerTrainer
 
+_SHARDS = (2, 13)
+"""The first torch whose FSDP2 can be taken off a model again in the way that is known here."""
+
+
+def is_whole(strategy: Strategy) -> bool:
+    """Whether its replicas are whole, with all-reduce between them: what can be sharded over machines."""
+    if not isinstance(strategy, Mesh) or strategy.pipeline * strategy.tensor > 1:
+        return False
+    return isinstance(parse_strategy(strategy.sync), AllReduce)
+
 
 def mesh(model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> Trainer:
     assert isinstance(around.strategy, Mesh)
+    if len(around.members.machines) > 1:
+        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _SHARDS:
+            raise UsageError(
+                f"'{around.strategy}' over machines needs torch {_SHARDS[0]}.{_SHARDS[1]} or newer, and this is "
+                f"{torch.__version__}; use all-reduce"
+            )
+        from paceline.strategies.fully_sharded import FullyShardedTrainer  # with much of torch that few need
+
+        return FullyShardedTrainer(model, optimizer, options, around)
     by_all_reduce = isinstance(parse_strategy(around.strategy.sync), AllReduce)
     return (MeshTrainer if by_all_reduce else MeshServerTrainer)(model, optimizer, options, around)

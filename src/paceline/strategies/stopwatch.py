@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.config import Slowness
-from paceline.events import Cancel, Compute, Load, Recorder
+from paceline.events import Cancel, Compute, Load, Recorder, Reduce
 
 _NOTABLE = 2e-5
 """Seconds of loading that are worth an event."""
@@ -49,6 +49,8 @@ class Stopwatch:
         """When the forward pass began."""
         self._backward: float | None = None
         """When the backward pass began that is under way, or was the last."""
+        self._exchanged, self._read = 0.0, 0
+        """Seconds of the step that were not computing but exchanging, and the bytes that came."""
         self._core: float | None = None
         """What this process had kept cores busy for when the step began."""
         self.sleep: Callable[[float], None] = pause
@@ -77,6 +79,7 @@ class Stopwatch:
         self._loaded()
         if self._started is None:
             self._started = self._since = time.perf_counter()
+            self._exchanged, self._read = 0.0, 0
             self._forward = 0.0
             if self._core is None:
                 self._core = time.process_time()
@@ -98,19 +101,28 @@ class Stopwatch:
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
+    def exchanged(self, seconds: float, read: int) -> None:
+        """In the middle of a pass, the worker has exchanged something: so long, and so many bytes came."""
+        self._exchanged += seconds
+        self._read += read
+
+    def _now(self) -> float:
+        """The time, without what of the step was exchanging."""
+        return time.perf_counter() - self._exchanged
+
     def turn(self) -> None:
         """The forward pass is over, the backward pass begins."""
-        now = time.perf_counter()
+        now = self._now()
         self._forward += now - self._since
         if "forward" in self._parts:
             self._slow_down("forward", now - self._since)
-            now, before = time.perf_counter(), now
+            now, before = self._now(), now
             self._forward += now - before
         self._backward = now
 
     def turn_back(self) -> None:
         """The backward pass is over; there may be another one in the same step."""
-        self._since = time.perf_counter()
+        self._since = self._now()
 
     def _draw(self) -> float:
         """The length of the step that is under way, where lengths are drawn; 0 where not."""
@@ -125,7 +137,7 @@ class Stopwatch:
         again: of the same minibatch, which has had one before.
         """
         start = self._last if self._started is None else self._started
-        end = time.perf_counter()
+        end = self._now()
         core = 0.0 if self._core is None else time.process_time() - self._core
         slowed = 0.0
         if self._slowness is not None:
@@ -133,15 +145,17 @@ class Stopwatch:
             began = start if self._free is None or self._slowness.factor > 1 else self._free
             slowed = max((end - began) * self._slowness.factor, self._draw()) - (end - began)
             self.sleep(slowed)
-            end = time.perf_counter()
+            end = self._now()
         elif "backward" in self._parts:
             self._slow_down("backward", end - (start if self._backward is None else self._backward))
-            end = time.perf_counter()
+            end = self._now()
         samples, forward = self._samples, self._forward if self._backward is not None else 0.0
         minibatches = self._minibatches or (0 if again else 1)
         self._recorder.add(
             Compute(self._rank, start, end - start, version, minibatches, samples, slowed, forward, core)
         )
+        if self._exchanged:
+            self._recorder.add(Reduce(self._rank, end, self._exchanged, self._read))
         self._reset()
         self._free = None
         return end - start, samples
@@ -156,8 +170,8 @@ class Stopwatch:
 
     def _reset(self) -> None:
         self._started = self._drawn = self._backward = self._asked = self._core = None
-        self._samples = self._minibatches = 0
-        self._forward = 0.0
+        self._samples = self._minibatches = self._read = 0
+        self._forward = self._exchanged = 0.0
 
     def drop(self) -> None:
         """Forget what is under way: somebody else tells what the worker computes."""
@@ -171,6 +185,7 @@ class Stopwatch:
     def restart(self, now: float) -> None:
         """An update is over: what comes next is computing again."""
         self._last = self._since = now
+        self._exchanged, self._read = 0.0, 0
 
     def free(self) -> None:
         """The worker may go on with its next step, as soon as it has a batch."""
