@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import BATCH, Values, apart, build, data, sgd, under, values
 
 from paceline import Team
+from paceline.events import Lease, Push
+from paceline.events.schema import read
+from paceline.events.summary import merge
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -222,3 +226,35 @@ def test_a_gradient_that_is_held_counts_also_when_its_worker_leaves_the_epoch() 
     (first, weight), (second, _) = run_team(work, 2, launch=under("k-batch-async:k=2", meeting=4.0), timeout=20.0)
     assert sorted([*first, *second]) == list(range(8))
     assert weight == pytest.approx(-sum(range(8)) / 2)
+
+
+def picky(team: Team, how: str) -> Values:
+    """Does not train on all that it gets."""
+    model = build(seed=team.rank)
+    loader, held_out = DataLoader(data(44), batch_size=4), DataLoader(data(8), batch_size=2)
+    model, optimizer, loader, held_out = team.setup(model, sgd(model.parameters()), loader, held_out)
+    for _ in range(2):
+        for number, (x, y) in enumerate(loader):
+            if how == "skips" and number % 2 == team.rank:
+                continue
+            if how == "breaks" and number == 2 + team.rank:
+                break
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        if how == "evaluates" and team.rank == 0:
+            sum(float(cross_entropy(model(x), y)) for x, y in held_out)
+    return values(model)
+
+
+@pytest.mark.parametrize("how", ["skips", "breaks", "evaluates"])
+def test_what_a_script_passes_over_has_no_weight_in_a_later_gradient(how: str, tmp_path: Path) -> None:
+    launch = under("async", meeting=4.0, folder=str(tmp_path))
+    run_team(picky, 2, how, launch=launch, timeout=20.0)
+    merge(tmp_path, 2)
+    events = list(read(tmp_path / "events.jsonl"))
+    sizes = {event.number: event.samples for event in events if isinstance(event, Lease)}
+    pushes = [event for event in events if isinstance(event, Push)]
+    assert pushes
+    assert all(len(push.leases) == 1 for push in pushes)
+    assert all(push.samples == sum(sizes[number] for number in push.leases) for push in pushes)

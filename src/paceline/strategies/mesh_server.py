@@ -56,7 +56,7 @@ class _ReplicaLeases(Leases):
         if self.counts:
             super().begin(lease)
         elif torch.is_grad_enabled():
-            self._open[lease.number] = lease.loader
+            self._open[lease.number] = (lease.loader, 0)
             self._stopwatch.start(0)
 
 
