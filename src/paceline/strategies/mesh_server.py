@@ -95,7 +95,7 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._pushed = False
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
-        self._accumulating = self._inside = self._frozen = self._gone_back = False
+        self._accumulating = self._frozen = self._gone_back = False
         self._exchanged = 0.0
         self._snapshot = self._boundaries = None
         self._gradients.attach()
