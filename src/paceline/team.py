@@ -82,6 +82,7 @@ class _Step:
         if trainer is None:
             return
         if self._accumulating:
+            self._team._accumulations += 1
             trainer.accumulate(True)
         if trainer.cancels:
             trainer.enter_step()
@@ -91,7 +92,8 @@ class _Step:
         if trainer is None:
             return False
         if self._accumulating:
-            trainer.accumulate(False)
+            self._team._accumulations -= 1
+            trainer.accumulate(self._team._accumulations > 0)
         return trainer.cancels and trainer.leave_step(error)
 
 
@@ -130,6 +132,8 @@ class Team:
         self._stopwatch = Stopwatch(self._recorder, self.rank, launch.slow.get(self.rank), launch.seed)
         self._turns: Turns | None = None
         self._round: tuple[TeamLoader, int] | None = None
+        self._accumulations = 0
+        """How many accumulating steps the script is in, one in the other."""
         self._step, self._accumulating_step = _Step(self, False), _Step(self, True)
         self._loaders: list[TeamLoader] = []
         self._closed = False

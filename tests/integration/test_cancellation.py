@@ -95,9 +95,23 @@ class Gate(Tap):
         return super().forward(x)
 
 
+class Tally(torch.nn.Module):
+    """Puts another tensor where its buffer was, whenever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        self.last = x.detach().mean()
+        return x
+
+
 def make(stage: Stage | None = None) -> tuple[torch.nn.Sequential, torch.optim.Optimizer, DataLoader[Any]]:
     torch.manual_seed(0)
-    layers = [Counted(6, 8), Tap(), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), Gate(stage), Counted(8, 8)]
+    layers = [Tally(), Counted(6, 8), Tap(), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), Gate(stage), Counted(8, 8)]
     model = torch.nn.Sequential(*layers, Counted(8, 1))
     inputs = torch.randn(96, 6)
     loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
@@ -108,7 +122,7 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
     """All that a step changes and that is not the parameters."""
     kind, keys, *rest = numpy.random.get_state()
     return {
-        "buffers": [buffer.tolist() for buffer in model.buffers()],
+        "buffers": {name: buffer.tolist() for name, buffer in model.named_buffers()},
         "gradients": [None if p.grad is None else p.grad.tolist() for p in model.parameters()],
         "torch": torch.get_rng_state().tolist(),
         "python": random.getstate(),
@@ -204,6 +218,47 @@ def with_closure(stage: Stage, team: Any, model: Any, optimizer: Any, batches: I
     trace.append("after")
 
 
+def step_in_step(stage: Stage, team: Any, model: Any, optimizer: Any, batches: Iterator[Any], trace: list[str]) -> None:
+    x, y = next(batches)
+    with team.step():
+        for part in range(2):
+            with team.step(accumulate=True):
+                with team.step(accumulate=True):
+                    draw_numbers()
+                mse_loss(model(x[part::2]), y[part::2]).backward()
+                trace.append(f"backward {part}")
+                optimizer.step()
+                optimizer.zero_grad()
+            trace.append(f"after {part}")
+        optimizer.step()
+    trace.append("after")
+
+
+class Scaled:
+    """Steps with one `GradScaler`."""
+
+    def __init__(self, unscales: bool) -> None:
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self._unscales = unscales
+
+    def train(
+        self, team: Any, model: Any, optimizer: Any, batch: Any, pause: Callable[[], None] = lambda: None
+    ) -> None:
+        with team.step():
+            self._scaler.scale(mse_loss(model(batch[0]), batch[1])).backward()
+            if self._unscales:
+                self._scaler.unscale_(optimizer)
+            pause()
+            self._scaler.step(optimizer)
+            self._scaler.update()
+            optimizer.zero_grad()
+
+    def step(
+        self, stage: Stage, team: Any, model: Any, optimizer: Any, batches: Iterator[Any], _trace: list[str]
+    ) -> None:
+        self.train(team, model, optimizer, next(batches), lambda: stage.pause("optimizer"))
+
+
 def window(stage: Stage, team: Any, model: Any, optimizer: Any, batches: Iterator[Any], trace: list[str]) -> None:
     where, stage.where = stage.where, ""
     for number in range(2):
@@ -221,7 +276,9 @@ def window(stage: Stage, team: Any, model: Any, optimizer: Any, batches: Iterato
 # -- the play --------------------------------------------------------------------------------------------------------
 
 
-def play(stage: Stage, folder: Path, steps: Callable[..., None], **launch: Any) -> tuple[dict[str, Any], list[Event]]:
+def play(
+    stage: Stage, folder: Path, steps: Callable[..., None], train: Callable[..., None] = train, **launch: Any
+) -> tuple[dict[str, Any], list[Event]]:
     """What the victim saw, and what was recorded."""
 
     def work(team: Any) -> dict[str, Any]:
@@ -268,7 +325,7 @@ def in_plain_torch(seen: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch
     model, optimizer, _ = make()
     for seed, (x, y) in ((11, seen["other"]), (12, seen["batch"])):
         torch.manual_seed(seed)  # 12: as if the cancelled step had not drawn anything
-        model[2].reset_running_stats()  # each worker has its own
+        model[3].reset_running_stats()  # each worker has its own
         optimizer.zero_grad()
         mse_loss(model(x), y).backward()
         optimizer.step()
@@ -305,6 +362,8 @@ def assert_as_if_not_begun(seen: dict[str, Any], events: list[Event], leases: in
         (several_losses, "between", ["first", "after"], [2, 2, 2], [1, 1]),
         (with_closure, "forward", ["after"], [1, 0, 0], [0, 0]),
         (with_closure, "backward", ["forward", "after"], [1, 1, 1], [0, 1]),
+        (step_in_step, "forward", ["after"], [1, 0, 0], [0, 0]),
+        (step_in_step, "backward", ["after"], [1, 1, 1], [0, 1]),
     ],
     ids=lambda value: value.__name__ if callable(value) else value if isinstance(value, str) else "so",
 )
@@ -318,6 +377,13 @@ def test_a_cancelled_step_is_left_at_the_next_boundary_as_if_it_had_not_begun(
     assert seen["calls"] == calls
     assert seen["passes"] == passes
     assert_as_if_not_begun(seen, events)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_goes_on_after_a_step_that_was_left_in_its_middle(unscales: bool, tmp_path: Path) -> None:
+    stage, scaled = Stage(), Scaled(unscales)
+    stage.where = "optimizer"
+    assert_as_if_not_begun(*play(stage, tmp_path, scaled.step, scaled.train))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -423,7 +489,7 @@ def test_a_policy_that_cancels_nobody_leaves_no_step() -> None:
         model, optimizer, loader = team.setup(*make())
         for batch in loader:
             train(team, model, optimizer, batch)
-        return sum(len(module._forward_pre_hooks) for module in model.modules()), model[0].calls
+        return sum(len(module._forward_pre_hooks) for module in model.modules()), model[1].calls
 
     hooks, calls = zip(*run_team(work, 2, launch=Launch(strategy="async", servers="lead")), strict=True)
     assert hooks == (0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import BATCH, Values, apart, build, data, sgd, under, values
 
 from paceline import Team
+from paceline.errors import Mismatch
+from paceline.events import Lease, Push
+from paceline.events.schema import read
+from paceline.events.summary import merge
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -222,3 +227,93 @@ def test_a_gradient_that_is_held_counts_also_when_its_worker_leaves_the_epoch() 
     (first, weight), (second, _) = run_team(work, 2, launch=under("k-batch-async:k=2", meeting=4.0), timeout=20.0)
     assert sorted([*first, *second]) == list(range(8))
     assert weight == pytest.approx(-sum(range(8)) / 2)
+
+
+def picky(team: Team, how: str) -> Values:
+    """Does not train on all that it gets."""
+    model = build(seed=team.rank)
+    loader, held_out = DataLoader(data(44), batch_size=4), DataLoader(data(8), batch_size=2)
+    model, optimizer, loader, held_out = team.setup(model, sgd(model.parameters()), loader, held_out)
+    for _ in range(2):
+        for number, (x, y) in enumerate(loader):
+            if how == "skips" and number % 2 == team.rank:
+                continue
+            if how == "breaks" and number == 2 + team.rank:
+                break
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        if how == "evaluates" and team.rank == 0:
+            sum(float(cross_entropy(model(x), y)) for x, y in held_out)
+    return values(model)
+
+
+@pytest.mark.parametrize("how", ["skips", "breaks", "evaluates"])
+def test_what_a_script_passes_over_has_no_weight_in_a_later_gradient(how: str, tmp_path: Path) -> None:
+    launch = under("async", meeting=4.0, folder=str(tmp_path))
+    run_team(picky, 2, how, launch=launch, timeout=20.0)
+    merge(tmp_path, 2)
+    events = list(read(tmp_path / "events.jsonl"))
+    sizes = {event.number: event.samples for event in events if isinstance(event, Lease)}
+    pushes = [event for event in events if isinstance(event, Push)]
+    assert pushes
+    assert all(len(push.leases) == 1 for push in pushes)
+    assert all(push.samples == sum(sizes[number] for number in push.leases) for push in pushes)
+
+
+def one_evaluates(team: Team, who: int, how: str) -> tuple[list[int], list[int]]:
+    """Between epochs, one worker looks at the samples that are held out; the others know nothing of it."""
+    model: Any = nn.Linear(1, 1)
+    dataset = TensorDataset(torch.arange(24).float().unsqueeze(1))
+    trained, tested = DataLoader(dataset, batch_size=2), DataLoader(dataset, batch_size=4, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    model, optimizer, trained, tested = team.setup(model, optimizer, trained, tested)
+    seen: list[int] = []
+    evaluated: list[int] = []
+    for _ in range(2):
+        for (x,) in trained:
+            seen += [int(value) for value in x]
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if team.rank == who:
+            with torch.set_grad_enabled(how == "carelessly"):
+                for (z,) in tested:
+                    model(z)
+                    evaluated += [int(value) for value in z]
+    return seen, evaluated
+
+
+@pytest.mark.parametrize("how", ["without gradients", "carelessly"])
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("strategy", ["sync", "async", "k-async:k=2"])
+def test_one_worker_may_evaluate_by_itself(strategy: str, who: int, how: str) -> None:
+    results = run_team(one_evaluates, 3, who, how, launch=under(strategy, meeting=8.0), timeout=30.0)
+    assert sorted(itertools.chain(*(seen for seen, _ in results))) == sorted([*range(24), *range(24)])
+    assert [sorted(evaluated) for _, evaluated in results] == [
+        sorted([*range(24), *range(24)]) if rank == who else [] for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["sync", "ssp:s=1", "k-async:k=2"])
+def test_scripts_that_wait_for_different_things_are_told_so_at_once(strategy: str) -> None:
+    def work(team: Team) -> tuple[str, float]:
+        model: Any = nn.Linear(1, 1)
+        loader = DataLoader(TensorDataset(torch.arange(24).float().unsqueeze(1)), batch_size=2)
+        model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=1e-9), loader)
+        start = time.monotonic()
+        try:
+            for (x,) in loader:
+                if team.rank == 1:
+                    team.barrier()
+                model(x).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except Mismatch as error:
+            return str(error), time.monotonic() - start
+        return "", 0.0
+
+    for message, seconds in run_team(work, 2, launch=under(strategy, meeting=60.0), timeout=30.0):
+        assert "nobody can go on" in message
+        assert "rank 1 for a barrier" in message
+        assert seconds < 10

@@ -288,6 +288,22 @@ def test_a_sampler_may_give_tensors_and_strings() -> None:
     assert list(make(4, batch_size=2, sampler=Tensors())) == [[3, 1], [2, 0]]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_is_asked_for_the_very_keys_of_its_sampler(num_workers: int) -> None:
+    places = [(0, "left"), (0, "right"), (1, "left")]
+
+    class Scenes(Dataset[int]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, key: tuple[int, str]) -> int:
+            return {place: number for number, place in enumerate(places)}[key]
+
+    sampler: Any = places[::-1]
+    original = DataLoader(Scenes(), 2, sampler=sampler, collate_fn=list, num_workers=num_workers)
+    assert list(LeasedLoader(original, Lender(), 0)) == [[2, 1], [0]]
+
+
 def test_keys_that_cannot_travel_are_refused() -> None:
     class Objects(Sampler[object]):
         def __len__(self) -> int:

@@ -15,10 +15,11 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
+from paceline.data.keys import pack, restored
 from paceline.data.ledger import Lease
 from paceline.data.loader import announced, global_batch_of, with_batches_from
 from paceline.data.split import even
-from paceline.errors import TeamError, UsageError
+from paceline.errors import TeamError
 
 
 class Epoch(msgspec.Struct, frozen=True):
@@ -69,7 +70,7 @@ class _Leases:
         self.enter()
         while (lease := self._lender.ask(self._loader, self.epoch, ahead=self._ahead)) is not None:
             self.given.append(lease)
-            yield lease.keys
+            yield restored(lease.keys)
 
 
 class LeasedLoader:
@@ -132,14 +133,7 @@ class LeasedLoader:
     def _draw(self) -> Epoch:
         """Let the user's own sampler draw the order of an epoch."""
         sampler: Any = self._loader.batch_sampler if self._custom else self._loader.sampler
-        drawn = [item.tolist() if isinstance(item, torch.Tensor) else item for item in sampler]
-        try:
-            order = msgspec.msgpack.encode(drawn)
-        except (TypeError, OverflowError) as error:
-            raise UsageError(
-                f"the loader's sampler gives keys that cannot travel between workers ({error}); "
-                "they must be numbers, strings, or lists of them"
-            ) from None
+        order = pack(sampler, batches=self._custom)
         return Epoch(order, [] if self._custom else self._sizes, bool(self._loader.drop_last))
 
     def __getattr__(self, name: str) -> Any:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.config import positive
 from paceline.data.balance import Balancer
+from paceline.data.keys import pack, restored
 from paceline.data.leavings import Leavings
 from paceline.data.split import even, scaled
 from paceline.errors import UsageError
@@ -157,18 +157,13 @@ class _Shares:
                 break
         order = msgspec.msgpack.decode(told)
         if isinstance(order, dict):
-            raise UsageError(
-                f"the loader's sampler gives keys that cannot travel between workers ({order['error']}); "
-                "they must be numbers, strings, or lists of them"
-            )
-        return list(order)
+            raise UsageError(order["error"])
+        return restored(order)
 
-    @staticmethod
-    def _draw(sampler: Any) -> bytes:
-        drawn = [item.tolist() if isinstance(item, torch.Tensor) else item for item in sampler]
+    def _draw(self, sampler: Any) -> bytes:
         try:
-            return msgspec.msgpack.encode(drawn)
-        except (TypeError, OverflowError) as error:
+            return pack(sampler, batches=self._custom)
+        except UsageError as error:  # for all to hear
             return msgspec.msgpack.encode({"error": str(error)})
 
 

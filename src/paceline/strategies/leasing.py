@@ -28,8 +28,8 @@ class Leases:
         """follow: take the version that an answer of the server's names."""
         self._desk, self._stopwatch, self._gradients, self._follow = desk, stopwatch, gradients, follow
         self.size = size
-        self._open: dict[int, int] = {}
-        """Leases whose samples are, or will be, part of the next gradient, with their loaders."""
+        self._open: dict[int, tuple[int, int]] = {}
+        """Leases whose samples are, or will be, part of the next gradient, with their loaders and how many count."""
         self._riding: Lease | None = None
         """A lease that came with the answer to a push."""
         self._want: int | None = None
@@ -75,12 +75,13 @@ class Leases:
 
     def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
         start = time.perf_counter()
-        if torch.is_grad_enabled():
+        training = torch.is_grad_enabled()
+        if training:
             self._trained.add(loader)
-        answer = self._desk.call(Enter(loader, epoch, not self._open))
+        answer = self._desk.call(Enter(loader, epoch, not self._open, training))
         if isinstance(answer, Draw):
             drawn = draw()
-            self._desk.tell(Order(loader, epoch, drawn.sizes, drawn.drop_last, torch.is_grad_enabled()))
+            self._desk.tell(Order(loader, epoch, drawn.sizes, drawn.drop_last, training))
             answer = self._desk.call_in_parts(drawn.order)
         self._follow(answer)
         self._stopwatch.away(time.perf_counter() - start)
@@ -93,11 +94,8 @@ class Leases:
         if not self._open and not ahead:
             self.leave()
         training = torch.is_grad_enabled()
-        passed = [number for number, of in self._open.items() if of == loader]
-        if passed and training and not ahead and not self._gradients.any:
+        if training and not ahead and not self._computed and (passed := self._forget(loader)):
             self._desk.tell(Done(passed))  # the script has passed over them
-            for number in passed:
-                del self._open[number]
         start = time.perf_counter()
         answer = self._desk.call(Ask(loader, epoch, ahead, training and not self._open and not ahead))
         self._stopwatch.away(time.perf_counter() - start)
@@ -110,9 +108,23 @@ class Leases:
         self._follow(answer)
         return None
 
+    @property
+    def _computed(self) -> bool:
+        """Whether what is open has been made a gradient of; one that was pushed may still lie in `.grad`."""
+        return self._gradients.any and self._stopwatch.turned
+
+    def _forget(self, loader: int) -> list[int]:
+        """What the script has got of this loader is no part of the next gradient; returns which leases that were."""
+        passed = {number: samples for number, (of, samples) in self._open.items() if of == loader}
+        if passed:
+            self._stopwatch.pass_over(sum(passed.values()), len(passed))
+        for number in passed:
+            del self._open[number]
+        return list(passed)
+
     def begin(self, lease: Lease) -> None:
         if torch.is_grad_enabled():
-            self._open[lease.number] = lease.loader
+            self._open[lease.number] = (lease.loader, len(lease.keys))
             self._stopwatch.start(len(lease.keys))
         else:
             self._desk.tell(Done([lease.number]))
@@ -122,6 +134,6 @@ class Leases:
             self._riding = None
         self._want = None
         self._trained.discard(loader)
-        self._open = {number: of for number, of in self._open.items() if of != loader}
+        self._forget(loader)
         with contextlib.suppress(TeamError):
             self._desk.tell(Quit(loader, epoch))

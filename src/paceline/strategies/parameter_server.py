@@ -53,10 +53,10 @@ from paceline.server.messages import Reduce as ReduceOrder
 from paceline.server.shard import Sizes, describe
 from paceline.server.words import SharedWords
 from paceline.strategies.base import Options, Surroundings, Trainer
-from paceline.strategies.cancellation import Boundaries, Cancelled, Snapshot
+from paceline.strategies.cancellation import Boundaries, Cancelled, Snapshot, release_scaler
 from paceline.strategies.leasing import Leases
 from paceline.strategies.offices import Freight, open_office
-from paceline.strategies.takeover import Takeover, own_parameters, own_state, zero_grad
+from paceline.strategies.takeover import Overtime, Takeover, own_parameters, own_state, zero_grad
 from paceline.transport import Intent, Memory
 from paceline.transport.wire import new_address
 
@@ -66,6 +66,9 @@ _OFFICE_ENDS = 5.0
 
 class ParameterServerTrainer(Trainer):
     """One worker's part in training a model with a parameter server."""
+
+    _inside = 0
+    """How many blocks of `team.step()` the script is in, one in the other."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
         _refuse(optimizer, options)
@@ -102,7 +105,7 @@ class ParameterServerTrainer(Trainer):
         self._leases.leave = self._leave_if_told
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
-        self._accumulating = self._inside = self._frozen = False
+        self._accumulating = self._frozen = False
         self._exchanged = 0.0
         """Seconds that the last push and pull took that had to wait for nobody."""
         self._gone_back = False
@@ -116,7 +119,7 @@ class ParameterServerTrainer(Trainer):
         away = set(self._machine_of_server) != {around.members.machine}
         early = self._spread and self._feedback is None and away
         self._gradients.attach(large=self._made if early else None)
-        self._takeover = Takeover(optimizer)
+        self._takeover, self._overtime = Takeover(optimizer), None if policy.lockstep else Overtime(optimizer)
         for name, method in (
             ("step", self.step),
             ("zero_grad", self._zero_grad),
@@ -342,21 +345,22 @@ class ParameterServerTrainer(Trainer):
         self._loss = loss
 
     def enter_step(self) -> None:
-        self._inside = True
-        if self._snapshot is not None and self._leases.open <= 1:
+        self._inside += 1
+        if self._inside == 1 and self._snapshot is not None and self._leases.open <= 1:
             # Of several minibatches that make one gradient, all are left together: back to before the first.
             self._snapshot.take()
 
     def leave_step(self, error: BaseException | None) -> bool:
-        self._inside = False
-        if not isinstance(error, Cancelled):
-            return False
+        self._inside -= 1
+        if self._inside or not isinstance(error, Cancelled):
+            return False  # a step is left as a whole
         if not self._gone_back:
             leases = self._leases.take()
             self._stopwatch.cancel(self._at, leases, self._desk.cancelled_at())
             self._follow(self._desk.call(CancelledStep(leases, self._leases.wanted())), free=False)
         self._gone_back = False
         self._clip = None
+        release_scaler(error, self._optimizer)
         for slot in self._layout.slots:
             slot.parameter.grad = None
         if self._snapshot is not None:
@@ -562,6 +566,8 @@ class ParameterServerTrainer(Trainer):
             self._boundaries.remove()
         self._gradients.detach()
         self._takeover.undo()
+        if self._overtime is not None:
+            self._overtime.undo()
         vars(self._optimizer).pop("_step_supports_amp_scaling", None)
         own_parameters(self._layout)
 

@@ -66,6 +66,9 @@ class _Events:
 class StageWatch:
     """As a stopwatch, where passes tell what a worker computes."""
 
+    turned = True
+    """A gradient that lies in `.grad` counts for what is under way."""
+
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
         self._samples = 0
@@ -76,6 +79,9 @@ class StageWatch:
         self._stopwatch.start(samples)
         self._stopwatch.drop()
         self._samples += samples
+
+    def pass_over(self, samples: int, _minibatches: int) -> None:
+        self._samples -= samples
 
     def stop(self, version: int, *, again: bool = False) -> tuple[float, int]:
         samples, self._samples = self._samples, 0

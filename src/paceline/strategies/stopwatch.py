@@ -61,6 +61,11 @@ class Stopwatch:
         """Of the step that is under way."""
         return self._samples
 
+    @property
+    def turned(self) -> bool:
+        """Whether it has had a backward pass."""
+        return self._backward is not None
+
     # -- getting a batch ---------------------------------------------------------------------------------------------
 
     def ask(self) -> None:
@@ -86,6 +91,13 @@ class Stopwatch:
             self._drawn = self._draw()  # here, so that a step that is left early has had its turn, too
         self._samples += samples
         self._minibatches += 1
+
+    def pass_over(self, samples: int, minibatches: int) -> None:
+        """So much of what was handed out leads to no gradient."""
+        self._samples -= samples
+        self._minibatches -= minibatches
+        if not self._minibatches:
+            self._started = None
 
     def _loaded(self) -> None:
         if self._asked is None:
