@@ -153,6 +153,8 @@ class Office:
         self._haul = Haul(charter, memories, self._control, self._senders["bulk"])
         self._streams = Streams(charter, self._me == HOME)
         self._words = SharedWords(memories[3], charter.room)
+        # Until the coordinator has counted, and a beat has brought its number here.
+        self._words.present = sum(map(len, charter.ranks))
         table = memories[2]
         self._slots = [table.bytes(rank * charter.table, charter.table) for rank in range(charter.room)]
         after = charter.room * charter.table
