@@ -184,6 +184,22 @@ def test_checkpoints_are_whole_and_go_back_to_every_shard(two: list[Host], tmp_p
         assert _close(value, wanted)
 
 
+def loading(team: Any, path: str) -> list[Any]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = team.setup(model, optimizer)
+    team.save(path)
+    team.load(path)  # what each does next must not overtake what it has loaded
+    team.barrier()
+    return [float(parameter.detach().sum()) for parameter in model.parameters()]
+
+
+def test_nothing_overtakes_a_checkpoint_on_its_way_to_the_shards(two: list[Host], tmp_path: Path) -> None:
+    with Spread(loading, two, 1, str(tmp_path / "saved.pt"), servers="all") as team:
+        values = team.values(40)
+    assert values[0] == values[1]
+
+
 def wide(team: Any) -> None:
     torch.manual_seed(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
