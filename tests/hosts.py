@@ -57,6 +57,12 @@ class Host:
         _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", name, "link", "set", "eth0", "up")
 
+    def only_ipv6(self) -> None:
+        """Exchange its address for one of IPv6."""
+        _ip("-n", self.name, "address", "flush", "dev", "eth0")
+        self.address = f"fd77::{self.index + 1}"
+        _ip("-n", self.name, "address", "add", f"{self.address}/64", "dev", "eth0", "nodad")
+
     def limit(self, rate: str | None) -> None:
         """How fast its link is, in each direction; as `tc` writes it: 1gbit, 10mbit, … None: as fast as it goes."""
         for namespace, device in ((self.name, "eth0"), (self._switch, self._port)):

@@ -539,6 +539,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Seeds the slowness that is drawn."""
     folder: str | None = None
     """Where the run leaves its events, checkpoints and summary."""
+    name: str | None = None
+    """Of the folder under `runs/`, where the workers make it themselves; it wins over the script's."""
     record: bool = True
     """Whether events are recorded."""
     control: int | None = None

@@ -532,6 +532,7 @@ def _device(local_rank: int) -> torch.device:
 def _folder(launch: Launch, name: str | None) -> Path | None:
     if launch.folder is not None:
         return Path(launch.folder)
+    name = launch.name or name
     return None if name is None else Path("runs") / name
 
 

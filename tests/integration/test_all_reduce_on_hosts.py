@@ -20,7 +20,7 @@ import torch._dynamo  # any optimizer imports it, which takes seconds: once here
 import yaml
 from hosts import Host, hosts
 from spread import Failure, Spread
-from support import PYTHON, TORCHRUN, free_port, started, wait_until, write_script
+from support import PYTHON, TORCHRUN, finished, free_port, started, wait_until, write_script
 from teams import run_team
 from torch import nn
 from training import adamw, apart, in_team, plain, same_bits
@@ -217,6 +217,54 @@ def test_torchrun_trains_over_hosts_and_restarts_a_killed_worker(tmp_path: Path)
     assert len(summary["workers"]) == 4
     assert all(worker["minibatches"] >= 2 * 16 for worker in summary["workers"].values())
     assert not (folders[1] / "c.pt").exists()
+
+
+TOLD = """
+import paceline, torch
+team = paceline.join("all-reduce", name="of-the-script")
+model = torch.nn.Linear(8, 1)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(64, 8), torch.ones(64, 1)), batch_size=4)
+model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+for x, y in loader:
+    with team.step():
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print("told", team.rank, team.strategy, flush=True)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_workers_of_torchrun_are_told_what_paceline_run_can_be_told(tmp_path: Path) -> None:
+    script = write_script(tmp_path, TOLD)
+    words = ("--strategy", "k-async:k=1", "--servers", "all", "--slow", "3:0.05+exp(0.01)", "--name", "told")
+    with hosts(2) as made:
+        folders = [tmp_path / "one", tmp_path / "other"]
+        runs = []
+        for node, (host, folder) in enumerate(zip(made, folders, strict=True)):
+            folder.mkdir()
+            line = agent(node, made[0].address, 29400, "-m", "paceline", "run", script, *words)
+            runs.append(started(host.command(line), folder, PACELINE_KEY="1" * 64))
+        with runs[0] as lead, runs[1] as other:
+            outcome = lead.finish(200.0)
+            assert (outcome.code, other.finish(30.0).code) == (0, 0), outcome.err
+    assert "told 0 k-async:k=1" in outcome.out
+    summary = json.loads((folders[0] / "runs" / "told" / "summary.json").read_text())
+    assert summary["strategy"] == "k-async:k=1"
+    assert summary["minibatches"] == 16
+    slow = summary["workers"]["3"]
+    assert slow["minibatches"] == 0 or slow["computing"] / slow["minibatches"] >= 0.05
+
+
+def test_what_is_torchruns_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    script = write_script(tmp_path, TOLD)
+    command = [PYTHON, "-m", "paceline", "run", script, "--workers", "3", "--restarts", "1"]
+    outcome = finished(command, tmp_path, TORCHELASTIC_RUN_ID="none", RANK="0", WORLD_SIZE="2")
+    assert outcome.code == 2
+    assert outcome.err == (
+        "paceline: --workers, --restarts: torchrun has started this worker, and decides how many there are, where, "
+        "what is shown of them and what is started again (--nproc-per-node, --max-restarts)\n"
+    )
 
 
 # -- other people's clusters -----------------------------------------------------------------------------------------

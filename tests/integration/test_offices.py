@@ -85,6 +85,18 @@ def test_every_policy_keeps_its_promises_over_hosts(
     assert not (tmp_path / "run" / "machine-1").exists()
 
 
+def counted(team: Any) -> list[int]:
+    model = _model()
+    before = team.world_size
+    team.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    return [before, team.world_size]
+
+
+def test_how_many_workers_there_are_is_known_on_every_host_at_once(two: list[Host]) -> None:
+    with Spread(counted, two, 2, servers="lead") as team:
+        assert team.values(40) == [[4, 4]] * 4
+
+
 @pytest.mark.parametrize("servers", ["lead", "all"])
 def test_sync_over_hosts_gives_the_numbers_of_one_machine(two: list[Host], servers: str) -> None:
     here = run_team(train, 4, launch=Launch(strategy="sync", servers=servers, timeouts=Timeouts(meeting=20.0)))
@@ -170,6 +182,22 @@ def test_checkpoints_are_whole_and_go_back_to_every_shard(two: list[Host], tmp_p
     wanted = [*_values(model), *(entry["exp_avg"].numpy() for entry in saved["optimizer"]["state"].values())]
     for value in values:
         assert _close(value, wanted)
+
+
+def loading(team: Any, path: str) -> list[Any]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = team.setup(model, optimizer)
+    team.save(path)
+    team.load(path)  # what each does next must not overtake what it has loaded
+    team.barrier()
+    return [float(parameter.detach().sum()) for parameter in model.parameters()]
+
+
+def test_nothing_overtakes_a_checkpoint_on_its_way_to_the_shards(two: list[Host], tmp_path: Path) -> None:
+    with Spread(loading, two, 1, str(tmp_path / "saved.pt"), servers="all") as team:
+        values = team.values(40)
+    assert values[0] == values[1]
 
 
 def wide(team: Any) -> None:
@@ -275,6 +303,16 @@ def _audited(team: Any) -> list[str]:
     train(team)
     torch.load = before
     return heard
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "sync"])
+def test_hosts_that_have_addresses_of_ipv6_only(strategy: str) -> None:
+    with hosts(2) as made:
+        for host in made:
+            host.only_ipv6()
+        with Spread(train, made, 2, strategy=strategy, servers="all" if strategy == "sync" else None) as team:
+            values = team.values(40)
+    assert all(_close(values[0], other) for other in values[1:])
 
 
 def test_servers_are_placed_by_machine() -> None:

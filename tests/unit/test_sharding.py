@@ -360,6 +360,27 @@ def test_a_scale_multiplies_the_summed_gradient() -> None:
     assert_same(team.values, plain.values)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_momentum_in_half_precision_moves_every_element(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    start, gradient = torch.randn(100, dtype=dtype), torch.randn(100, dtype=dtype)
+    plain, value = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    layout = Layout([("only", value)], 1)
+    versions = Versions(layout, Memory.create(Versions.memory_size(layout)))
+    versions.fill()
+    versions.pull()
+    gradients = Gradients.shared(layout, Memory.create(Gradients.memory_size(layout, 1)), 0, 1)
+    shard = ShardedOptimizer(torch.optim.SGD([value], lr=0.1, momentum=0.9), layout, versions, gradients, 0, 1)
+    shard.place(Memory.create(shard.memory_size()))
+    reference = torch.optim.SGD([plain], lr=0.1, momentum=0.9)
+    for _ in range(3):
+        layout.buffers(gradients.own)[0].copy_(gradient)
+        shard.update([(0, 1.0)], None)
+        plain.grad = gradient.clone()
+        reference.step()
+    assert torch.equal(value.data, plain.data)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
 def test_other_dtypes_beside_float64_are_updated_too(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

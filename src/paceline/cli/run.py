@@ -17,8 +17,10 @@ from paceline.cli.engines import prepare
 from paceline.cli.live import LivePage
 from paceline.cli.progress import Progress, shown
 from paceline.cluster.supervision import Ending, Interrupted
+from paceline.cluster.torchrun import become, started_by_torchrun
 from paceline.config import (
     Launch,
+    Place,
     Strategy,
     Timeouts,
     capacity,
@@ -35,6 +37,7 @@ from paceline.policies import POLICIES, make_policy
 
 
 def run(
+    context: typer.Context,
     script: Annotated[Path, typer.Argument(help="The training script.", show_default=False)],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ARGS…]", help="Arguments for the script, after --.")
@@ -128,8 +131,12 @@ def run(
     The script is an ordinary PyTorch script that calls `paceline.join()`; it sees RANK, WORLD_SIZE, MASTER_ADDR and so
     on as under torchrun. The run leaves `runs/NAME/` with its events, summary, output and checkpoints.
 
+    Under torchrun (`torchrun … -m paceline run train.py --strategy …`) the script is run by the workers that it starts.
+
     Example: `paceline run train.py --workers 4 --slow 3:4 --name first -- --epochs 2`
     """
+    torchrun = started_by_torchrun()
+    workers = _workers_of_torchrun(context) if torchrun else workers
     if workers < 1:
         raise UsageError(f"--workers is {workers}; it must be at least 1")
     if not timeout > 0:
@@ -148,6 +155,20 @@ def run(
     parse_servers(servers or "1")
     parse_compression(compress or "none")
     slowness = parse_slowness(slow or [], workers, capacity(workers))
+    launch = Launch(
+        strategy=chosen,
+        timeouts=Timeouts(meeting=timeout, join=max(timeout, Timeouts().join)),
+        slow=slowness,
+        seed=seed,
+        record=record,
+        servers=servers,
+        corrections=correct or [],
+        compress=compress,
+        # On Ray a team without a server is started again as a whole.
+        elastic=elastic or (restarts > 0 and (policy or on == "local")),
+    )
+    if torchrun:
+        become(script, arguments or [], msgspec.structs.replace(launch, name=name and _check_name(name)))
     make_engine = prepare(
         on,
         script,
@@ -161,19 +182,7 @@ def run(
         restarts=restarts,
     )
     folder = _make_folder(script, name)
-    launch = Launch(
-        strategy=chosen,
-        timeouts=Timeouts(meeting=timeout, join=max(timeout, Timeouts().join)),
-        slow=slowness,
-        seed=seed,
-        folder=str(folder.resolve()),
-        record=record,
-        servers=servers,
-        corrections=correct or [],
-        compress=compress,
-        # On Ray a team without a server is started again as a whole.
-        elastic=elastic or (restarts > 0 and (policy or on == "local")),
-    )
+    launch = msgspec.structs.replace(launch, folder=str(folder.resolve()))
     config = {
         "script": str(script),
         "arguments": arguments or [],
@@ -214,6 +223,22 @@ def run(
     raise typer.Exit(code)
 
 
+_TORCHRUNS = ("workers", "on", "place", "each", "env", "elastic", "restarts", "live", "all_output", "quiet")
+"""Options of ours about what torchrun does, if it is there."""
+
+
+def _workers_of_torchrun(context: typer.Context) -> int:
+    """How many it has started; refuses what it decides."""
+    given = [name for name in _TORCHRUNS if (source := context.get_parameter_source(name)) and source.name != "DEFAULT"]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(
+            f"{options}: torchrun has started this worker, and decides how many there are, where, what is shown of "
+            "them and what is started again (--nproc-per-node, --max-restarts)"
+        )
+    return Place.from_environment().world_size
+
+
 def _check(spec: str, workers: int) -> Strategy:
     """The strategy, if so many workers can follow it."""
     strategy = parse_strategy(spec)
@@ -231,9 +256,7 @@ def _make_folder(script: Path, name: str | None) -> Path:
     """A new folder for the run. One of the same name is kept, under another."""
     if name is None:
         name = f"{script.stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    if not re.fullmatch(r"[\w][\w.+-]*", name):
-        raise UsageError(f"--name is '{name}'; it may have letters, digits and . _ + - only")
-    folder = Path("runs") / name
+    folder = Path("runs") / _check_name(name)
     if folder.exists():
         number = 1
         while (old := folder.with_name(f"{name}~{number}")).exists():
@@ -242,6 +265,12 @@ def _make_folder(script: Path, name: str | None) -> Path:
         print(f"paceline: the earlier {folder} is now {old}", file=sys.stderr)
     (folder / "output").mkdir(parents=True)
     return folder
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[\w][\w.+-]*", name):
+        raise UsageError(f"--name is '{name}'; it may have letters, digits and . _ + - only")
+    return name
 
 
 def _tell(endings: list[Ending], progress: Progress) -> int:

@@ -14,8 +14,7 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCP
 
 from paceline.config import Place, Timeouts
 from paceline.errors import JoinError, UsageError, names
-
-_LOOPBACK = ("127.", "::1", "localhost")
+from paceline.transport.keys import is_loopback
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -72,7 +71,7 @@ def call_roll(place: Place, store: Store, machine: str, timeouts: Timeouts) -> t
     restart is not counted alike on all machines. So every call has a name of its own, and a roster counts for a member
     only if it is in there itself.
     """
-    entry = Entry(machine, *_addresses(*_master(place)), secrets.token_hex(8))
+    entry = Entry(machine, *addresses(*_master(place)), secrets.token_hex(8))
     if place.rank == 0:
         call = secrets.token_hex(8)
         own: Store = PrefixStore(call, store)
@@ -133,9 +132,9 @@ def _collect(place: Place, store: Store, timeouts: Timeouts) -> Roster:
 def _reachable(entries: list[Entry], ranks: list[int]) -> str:
     """The address of a machine; where it knows itself only as loopback, the one by which others know it."""
     own = entries[ranks[0]]
-    if own.host.startswith(_LOOPBACK):
+    if is_loopback(own.host):
         elsewhere = [entry.master for entry in entries if entry.machine != own.machine]
-        return next((address for address in elsewhere if not address.startswith(_LOOPBACK)), own.host)
+        return next((address for address in elsewhere if not is_loopback(address)), own.host)
     return own.host
 
 
@@ -149,7 +148,7 @@ def _master(place: Place) -> tuple[str, int]:
         ) from None
 
 
-def _addresses(host: str, port: int) -> tuple[str, str]:
+def addresses(host: str, port: int) -> tuple[str, str]:
     """From which address this machine reaches the store, and at which."""
     last = ("127.0.0.1", "127.0.0.1")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):

@@ -21,12 +21,13 @@ from collections.abc import Iterator
 import msgspec
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.cluster.membership import machine
+from paceline.cluster.roster import addresses, machine
 from paceline.config import Place
 from paceline.doctor.findings import Finding, Links, Machine, limits, ok
 from paceline.errors import JoinError, UsageError
+from paceline.transport.keys import VARIABLE as KEY
+from paceline.transport.keys import is_loopback
 
-KEY = "PACELINE_KEY"
 _SMALL, _LARGE = 64, 4 << 20
 _PINGS, _SPAN = 200, 0.12
 """Pings at most, and seconds that each kind of message is sent for."""
@@ -59,7 +60,7 @@ class Network:
     def __init__(self, place: Place) -> None:
         self.place = place
         try:
-            self._host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self._host, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         except (KeyError, ValueError):
             raise UsageError(
                 "WORLD_SIZE is set, but not MASTER_ADDR and MASTER_PORT; use torchrun or --workers"
@@ -69,7 +70,7 @@ class Network:
         try:
             store: Store = TCPStore(
                 self._host,
-                port,
+                self._port,
                 place.world_size,
                 is_master=place.rank == 0 and not hosted,
                 timeout=patience,
@@ -77,7 +78,7 @@ class Network:
                 multi_tenant=True,
             )
         except RuntimeError as error:
-            raise JoinError(f"rank {place.rank} did not find rank 0 at {self._host}:{port}: {error}") from None
+            raise JoinError(f"rank {place.rank} did not find rank 0 at {self._host}:{self._port}: {error}") from None
         self._store = PrefixStore(f"paceline/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def measure(self, findings: Machine | None) -> tuple[list[Machine], Links] | None:
@@ -88,10 +89,8 @@ class Network:
         word = self._exchange("word", secrets.token_hex(_WORD) if rank == 0 else "")[0]
         secret = hashlib.sha256(key + word.encode()).digest()
         silent = not one and not key
-        address = "127.0.0.1" if one or silent else _address(self._host)
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1" if one or silent else "", 0))
-            listener.listen(size)
+        address, self._master = ("127.0.0.1", "127.0.0.1") if one or silent else addresses(self._host, self._port)
+        with _listen(address, everywhere=not (one or silent)) as listener:
             listener.settimeout(_PATIENCE)
             card = _Card(socket.gethostname(), address, listener.getsockname()[1], findings)
             cards = [msgspec.json.decode(text, type=_Card) for text in self._exchange("card", _json(card))]
@@ -110,7 +109,9 @@ class Network:
             for high in range(low + 1, self.place.world_size):
                 if self.place.rank == high:
                     card = cards[low]
-                    with socket.create_connection((card.address, card.port), _PATIENCE) as wire:
+                    # The lead's machine may know itself by a name that means itself there, and something else here.
+                    address = self._master if is_loopback(card.address) else card.address
+                    with socket.create_connection((address, card.port), _PATIENCE) as wire:
                         _greet(wire, secret, first=True)
                         row.latency[low], row.out[low], row.back[low] = _lead(wire)
                 elif self.place.rank == low:
@@ -250,13 +251,10 @@ def judge(latency: list[list[float | None]], bandwidth: list[list[float | None]]
     return [limits("links", f"{found}; {'; '.join(named[:6])}{more}", change)]
 
 
-def _address(towards: str) -> str:
-    """This host's address on the way to the lead; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))
-        found = str(probe.getsockname()[0])
-    # The lead knows itself by a name that means itself here, and something else elsewhere.
-    return socket.gethostbyname(socket.gethostname()) if found.startswith("127.") else found
+def _listen(address: str, everywhere: bool) -> socket.socket:
+    """On all addresses of the same kind as this one, or on it alone."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server(("" if everywhere else address, 0), family=family)
 
 
 def _json(value: object) -> str:

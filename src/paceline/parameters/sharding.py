@@ -534,10 +534,13 @@ def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     for group in groups:
         if "lr" in group:
             group["lr"] = float(group["lr"])
-        real = all(parameter.is_floating_point() for parameter in group["params"])
-        # Plain SGD is one operation anyway, and torch does it faster without the bookkeeping of the fused form.
-        single = kind is torch.optim.SGD and group["momentum"] == 0
-        group["fused"] = kind in _FUSED and real and not single
+        dtypes = {parameter.dtype for parameter in group["params"]}
+        fused = kind in _FUSED and all(dtype.is_floating_point for dtype in dtypes)
+        if kind is torch.optim.SGD:
+            # Without momentum it is one operation anyway, and torch does it faster without the bookkeeping of the fused
+            # form. Of half precision, torch's fused SGD leaves whatever fills a vector register as it was.
+            fused = fused and group["momentum"] != 0 and dtypes <= {torch.float32, torch.float64}
+        group["fused"] = fused
         group["foreach"] = group["differentiable"] = False
     return kind(groups)  # type: ignore[call-arg]
 

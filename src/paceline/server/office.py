@@ -100,6 +100,8 @@ class _Near:
     answers: deque[Any] = dataclasses.field(default_factory=deque)
     """What it is to be told, in order, as soon as what they name is here."""
     fetching: bool = False
+    held: list[Any] | None = None
+    """What it has said since it wrote parameters and state, until these are where they belong."""
     bye: bool = False
     """Whether it has said farewell."""
     table: int = -1
@@ -153,6 +155,8 @@ class Office:
         self._haul = Haul(charter, memories, self._control, self._senders["bulk"])
         self._streams = Streams(charter, self._me == HOME)
         self._words = SharedWords(memories[3], charter.room)
+        # Until the coordinator has counted, and a beat has brought its number here.
+        self._words.present = sum(map(len, charter.ranks))
         table = memories[2]
         self._slots = [table.bytes(rank * charter.table, charter.table) for rank in range(charter.room)]
         after = charter.room * charter.table
@@ -318,6 +322,9 @@ class Office:
 
     def _heard(self, near: _Near, message: Any) -> None:
         who = near.who
+        if near.held is not None:
+            near.held.append(message)
+            return
         match message:
             case Made():
                 self._haul.made(who, message.parameters)
@@ -330,9 +337,16 @@ class Office:
             case Bye():
                 near.bye = True
             case Thaw() if message.reload:
-                self._haul.load(who, near.buffer, lambda: self._tell_coordinator(who, message))
+                near.held = []  # the coordinator stands still until it hears this, and must hear nothing before it
+                self._haul.load(who, near.buffer, lambda: self._loaded(near, message))
                 return
         self._tell_coordinator(who, message)
+
+    def _loaded(self, near: _Near, message: Thaw) -> None:
+        self._tell_coordinator(near.who, message)
+        held, near.held = near.held or [], None
+        for later in held:
+            self._heard(near, later)
 
     def _pass_push(self, near: _Near, message: Push) -> None:
         table = used = None

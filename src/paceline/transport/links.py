@@ -69,6 +69,11 @@ def _check(letter: Any, payload: Any) -> int:
     return zlib.crc32(letter) ^ (0 if payload is None else zlib.crc32(payload))
 
 
+def _tcp(address: str) -> str:
+    """As ZeroMQ writes it."""
+    return f"tcp://[{address}]" if ":" in address else f"tcp://{address}"
+
+
 class Refusals(Counter[str]):
     """What was refused, by why; and said now and then, not each time."""
 
@@ -115,7 +120,8 @@ class Sender:
         """Frames that were sent again."""
 
     def connect(self, address: str, port: int) -> None:
-        self._endpoint = f"tcp://{address}:{port}"
+        self.socket.setsockopt(zmq.IPV6, ":" in address)
+        self._endpoint = f"{_tcp(address)}:{port}"
         self.socket.connect(self._endpoint)
 
     def renew(self, patience: float) -> None:
@@ -238,7 +244,8 @@ class Receiver:
             self.socket.curve_server = True
             self.socket.curve_secretkey = keys.server.secret
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        return int(self.socket.bind_to_random_port(f"tcp://{address}"))
+        self.socket.setsockopt(zmq.IPV6, ":" in address)
+        return int(self.socket.bind_to_random_port(_tcp(address)))
 
     def open(self, run: str, machines: list[int]) -> None:
         """From now on these machines are heard, in this run."""
