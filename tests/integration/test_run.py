@@ -187,6 +187,27 @@ def test_a_run_ends_with_its_numbers_on_one_line(pair: Pair) -> None:
     assert last.endswith("see runs/trial/summary.json, or: paceline report runs/trial")
 
 
+def test_json_is_all_that_stdout_has(tmp_path: Path) -> None:
+    script = write_script(tmp_path, TRAIN)
+    outcome = finished([PACELINE, "run", script, "--name", "trial", "--all-output", "--json"], tmp_path)
+    told = json.loads(outcome.out)
+    assert outcome.code == told.pop("code") == 0, outcome.err
+    assert told.pop("folder") == "runs/trial"
+    assert told == outcome.run.summary("trial")
+    # What the script prints is still to be seen, elsewhere, and there is nothing of ours beside it.
+    said = [f"[{rank}] {what} by {rank}" for what in ("said", "warned") for rank in (0, 1)]
+    assert sorted(outcome.err.splitlines()) == sorted(said)
+
+
+def test_json_tells_of_a_run_that_failed_as_well(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import paceline\npaceline.join()\nraise ValueError('not today')\n")
+    outcome = finished([PACELINE, "run", script, "--json"], tmp_path)
+    told = json.loads(outcome.out)
+    assert (outcome.code, told["code"], told["updates"]) == (1, 1, 0)
+    assert (tmp_path / told["folder"] / "summary.json").is_file()
+    assert "not today" in outcome.err
+
+
 # -- the folder ------------------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,11 @@ from paceline.bench.tasks import (
 from paceline.config import one_of, parse_strategy
 from paceline.errors import UsageError
 
-app = typer.Typer(help="Measure this machine, as ratios of things measured in one go.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure this machine, as ratios of things measured in one go.\n\n"
+    "Example: `paceline bench train --model mlp25m --workers 2 --against ddp`",
+    no_args_is_help=True,
+)
 
 Model = Annotated[str, typer.Option(help=f"What to train: {', '.join(MODELS)}.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]

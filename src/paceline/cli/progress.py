@@ -25,9 +25,10 @@ _REFRESH = 0.5
 class Progress:
     """Relays output line by line, and draws the progress line below it."""
 
-    def __init__(self, folder: Path, workers: int, *, all_output: bool, quiet: bool) -> None:
+    def __init__(self, folder: Path, workers: int, *, all_output: bool, quiet: bool, apart: bool = False) -> None:
+        """apart: stdout is left to somebody else, and the workers' goes to stderr."""
         self._folder, self._workers = folder, workers
-        self._all_output, self._quiet = all_output, quiet
+        self._all_output, self._quiet, self._apart = all_output, quiet, apart
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._logs: dict[int, IO[bytes]] = {}
@@ -70,7 +71,8 @@ class Progress:
                 self._said.add(line)
                 self._write(sys.stderr, line)
         elif force or self._all_output or rank == 0:
-            self._write(sys.stdout if stream == "stdout" else sys.stderr, f"[{rank}] ".encode() + line)
+            plain = stream == "stdout" and not self._apart
+            self._write(sys.stdout if plain else sys.stderr, f"[{rank}] ".encode() + line)
 
     def note(self, sentence: str) -> None:
         self._write(sys.stderr, f"paceline: {sentence}".encode())

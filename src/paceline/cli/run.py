@@ -125,6 +125,9 @@ def run(
         bool, typer.Option("--live", help="Serve a page that shows the run while it goes on; prints its address.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line and no closing table.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as one JSON object; the script's output goes to stderr.")
+    ] = False,
 ) -> None:
     """Train a script on several workers, of this machine or of a Ray cluster.
 
@@ -201,7 +204,7 @@ def run(
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     _write_config(folder, config)
-    progress = Progress(folder, workers, all_output=all_output, quiet=quiet)
+    progress = Progress(folder, workers, all_output=all_output, quiet=quiet or json, apart=json)
     engine = make_engine(launch, progress)
     code = 0
     page = LivePage(folder)
@@ -218,7 +221,9 @@ def run(
         summary = merge(folder, workers)
         _write_config(folder, {**config, "strategy": summary.strategy or chosen})
         page.stop()
-    if not quiet and code != 2:
+    if json:
+        _print_json(folder, summary, code)
+    elif not quiet and code != 2:
         _close(folder, summary, code)
     raise typer.Exit(code)
 
@@ -316,6 +321,11 @@ def _tell(endings: list[Ending], progress: Progress) -> int:
 
 def _where(ending: Ending, progress: Progress) -> str:
     return f"; its output is in {progress.output_of(ending.rank)}"
+
+
+def _print_json(folder: Path, summary: Summary, code: int) -> None:
+    told = {"folder": os.path.relpath(folder), "code": code, **msgspec.to_builtins(summary, str_keys=True)}
+    print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
 
 
 def _close(folder: Path, summary: Summary, code: int) -> None:
