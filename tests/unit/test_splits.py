@@ -15,7 +15,7 @@ from paceline.splits.outcome import Local, Refusal, Shadow
 from paceline.splits.placement import Placement, cut, join
 from paceline.splits.plans import find_plan
 from paceline.splits.roles import Role
-from paceline.splits.split import RULES
+from paceline.splits.split import RULES, name_of
 
 WORKERS = 2
 
@@ -92,7 +92,11 @@ HEAD = Placement(1, (4,))
         ("unbind", torch.unbind, [X], {}, {0: LAST}),
         ("__getitem__", torch.Tensor.__getitem__, [X, (slice(None), 0)], {}, {0: LAST}),
         ("__getitem__", torch.Tensor.__getitem__, [X, (..., None)], {}, {0: LAST}),
+        ("select", torch.select, [X, 1, 2], {}, {0: LAST}),
+        ("slice", torch.ops.aten.slice.Tensor, [X, 1, 1, 3], {}, {0: LAST}),
+        ("slice", torch.ops.aten.slice.Tensor, [X, 2, 0, 1 << 40], {}, {0: LAST}),
         ("softmax", torch.softmax, [HEADS, -1], {}, {0: HEAD}),
+        ("var", torch.var, [HEADS, -1], {"correction": 0}, {0: HEAD}),
         ("mean", torch.mean, [HEADS, (0, 2)], {}, {0: HEAD}),
         ("matmul", torch.matmul, [HEADS, HEADS.mT], {}, {0: HEAD, 1: HEAD}),
         ("matmul", torch.matmul, [HEADS, HEADS.mT], {}, {0: HEAD}),
@@ -111,11 +115,18 @@ def test_parts_of_an_operation_are_parts_of_its_result(
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
+def test_the_operators_of_a_trace_have_the_names_of_functions() -> None:
+    assert name_of(torch.ops.aten.add_.Tensor) == name_of(torch.Tensor.add_) == "add_"
+    assert name_of(torch.ops.aten.scaled_dot_product_attention.default) == "scaled_dot_product_attention"
+
+
 @pytest.mark.parametrize(
     ("name", "args", "cuts"),
     [
         ("softmax", [X, -1], {0: LAST}),
         ("mean", [X, -1], {0: LAST}),
+        ("var", [HEADS, -1, False], {0: HEAD}),  # unbiased, not keepdim
+        ("slice", [X, 2, 0, 12], {0: LAST}),
         ("layer_norm", [X, (24,)], {0: LAST}),
         ("matmul", [X, X.mT], {0: LAST}),
         ("view", [X, (2, 3, 3, 8)], {0: LAST}),

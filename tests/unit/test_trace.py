@@ -13,9 +13,10 @@ from paceline.config import parse_strategy
 from paceline.errors import UsageError
 from paceline.events import Pass
 from paceline.events.bubbles import Bubbles, bubble
-from paceline.plan.costs import measure
+from paceline.plan.costs import Cost, measure
 from paceline.plan.partition import Device, partition
-from paceline.plan.sheet import profiled
+from paceline.plan.sealed import Sealed
+from paceline.plan.sheet import Sheet, profiled
 from paceline.plan.trace import ChainTrace, GraphTrace, Trace, trace
 
 
@@ -87,6 +88,23 @@ def test_what_is_measured_is_what_is_cut() -> None:
     assert partition(sheet.problem(), [Device(), Device(pace=0.2)]).bounds[0] > 3
 
 
+def test_it_is_cut_where_all_is_whole_if_it_can_be() -> None:
+    costs = [Cost(1.0), Cost(1.0, whole=False), Cost(1.0), Cost(1.0)]
+    names = ["a", "b", "c", "d"]
+    known = Sheet(
+        names=names,
+        shown=names,
+        inputs=[[number - 1] for number in range(4)],
+        costs=costs,
+        cuts=[1, 2, 3],
+        crossing=[[], [0], [1], [2]],
+        batch=1,
+        microbatch=1,
+    )
+    assert known.problem(2).points == known.problem(3).points == [0, 1, 3, 4]
+    assert known.problem(4).points == [0, 1, 2, 3, 4]
+
+
 def test_a_model_that_returns_its_input_is_refused() -> None:
     class Echo(nn.Module):
         def __init__(self) -> None:
@@ -127,6 +145,47 @@ def test_a_gradient_of_ones_own_is_never_lost() -> None:
     layers = trace(nn.Sequential(Rounding(), Rounding()), (torch.ones(3, 2),), {}, 2)
     assert isinstance(layers, ChainTrace)
     assert Straight.apply(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+# -- layers that are sealed ------------------------------------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.inner = nn.Linear(8, 16)
+        self.pool = nn.Conv1d(16, 4, 3, padding=1, groups=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x + self.attend(x, x, x, need_weights=False)[0])
+        return self.pool(torch.relu(self.inner(x)).mT)
+
+
+def test_a_sealed_layer_is_one_operation_and_computes_what_it_does() -> None:
+    torch.manual_seed(0)
+    model, x = Attending(), torch.randn(6, 5, 8)
+    names = ("attend", "inner", "pool")
+    sealed = Sealed({name: model.get_submodule(name) for name in names})
+    with sealed.closed():
+        traced = GraphTrace(model, (x,), {})
+        weights = {name: value.detach().to("meta") for name, value in model.named_parameters()}
+        assert torch.func.functional_call(model, weights, (x.to("meta"),)).shape == (6, 4, 5)
+    shown = [operation.shown for operation in traced.operations]
+    assert [one for one in shown if one[0].isupper()] == ["MultiheadAttention", "Linear", "Conv1d"]
+    used = {name for operation in traced.operations for name in operation.parameters}
+    assert used == {name for name, _ in model.named_parameters()}
+    parts = [traced.part(0, 4), traced.part(4, len(shown))]
+    assert [part.random for part in parts] == [True, False]  # attention drops
+    model.eval()
+    with sealed.closed():
+        quiet = GraphTrace(model, (x,), {})
+    few = x[:4]
+    with torch.no_grad():
+        for cut in quiet.cuts():
+            found = through(quiet, [cut, len(quiet.operations)], [few])
+            assert torch.allclose(found, model(few), atol=1e-6), quiet.operations[cut]
 
 
 # -- bubbles ---------------------------------------------------------------------------------------------------------
