@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from splits import apart, launched, made, train
 from teams import run_team
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Team, TeamError, UsageError
 from paceline.config import Launch, Timeouts
@@ -260,7 +262,26 @@ class Counting(Scored):
         return self.second(torch.tanh(self.first(x)).view(int(x.shape[0]), 12))
 
 
-def undivided(team: Team | None, kind: type[nn.Module]) -> list[float]:
+class Quiet(Scored):
+    """Lets no gradient through a part of what it computes, with a layer that would have one, and a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.cell = nn.Linear(12, 12), nn.GRUCell(12, 12)
+        self.scale = torch.full((12,), 0.5)  # no buffer
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(x.size(0), 12)
+        for _ in range(2):
+            state = self.cell(x, state)
+        hidden = torch.tanh(self.first(state))
+        with torch.no_grad():
+            target = torch.tanh(self.teacher(hidden)) * self.scale
+            length = hidden.norm(dim=1, keepdim=True)
+        return self.second(hidden / (length + 1) + target)
+
+
+def few_steps(team: Team | None, kind: type[nn.Module]) -> list[float]:
     torch.manual_seed(0)
     model: Any = kind()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -272,7 +293,10 @@ def undivided(team: Team | None, kind: type[nn.Module]) -> list[float]:
     for step in range(4):
         rows = slice(0, 10 if step % 2 == 0 else 7)
         made = model(x[rows], y[rows])
-        loss = made if kind is Scored else cross_entropy(made, y[rows])
+        if kind is Quiet:
+            loss = -made.log_softmax(1)[torch.arange(len(made)), y[rows]].mean()
+        else:
+            loss = made if kind is Scored else cross_entropy(made, y[rows])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -284,8 +308,13 @@ def undivided(team: Team | None, kind: type[nn.Module]) -> list[float]:
 
 @pytest.mark.parametrize("kind", [Scored, Remembering, Counting])
 def test_a_batch_that_microbatches_would_not_add_up_to_is_not_cut(kind: type[nn.Module]) -> None:
-    for found in run_team(undivided, 2, kind, launch=launched("pipeline:stages=2,microbatches=4")):
-        assert apart(found, undivided(None, kind)) < 1e-5
+    for found in run_team(few_steps, 2, kind, launch=launched("pipeline:stages=2,microbatches=4")):
+        assert apart(found, few_steps(None, kind)) < 1e-5
+
+
+def test_no_gradient_goes_where_the_model_lets_none_through() -> None:
+    for found in run_team(few_steps, 2, Quiet, launch=launched("pipeline:stages=2,microbatches=4")):
+        assert apart(found, few_steps(None, Quiet)) < 1e-5
 
 
 def dropped_out(team: Team, seed: int) -> list[float]:
@@ -412,18 +441,20 @@ def refused(team: Team, case: str) -> str:
     kind: Any = torch.optim.LBFGS if case == "lbfgs" else torch.optim.SGD
     x = torch.ones(batch, 4)
     try:
-        model, optimizer = team.setup(model, kind(model.parameters(), lr=0.1))
+        loader: Any = DataLoader(TensorDataset(x), batch_size=batch)
+        model, optimizer, loader = team.setup(model, kind(model.parameters(), lr=0.1), loader)
+        if case == "rows":
+            model(next(iter(loader))[0].t())
         output = model(x.requires_grad_() if case == "input" else x)
-        if case == "root":
-            loss = output.square().mean().sqrt()
-        elif case == "penalty":
-            loss = output.mean() + sum(p.square().sum() for p in model.parameters())
-        elif case == "place":
-            loss = output.mean().mul_(2)
-        elif case == "values":
-            loss = output[output > 0].mean()
-        else:
-            loss = output.mean()
+        losses: dict[str, Callable[[], Any]] = {
+            "root": lambda: output.square().mean().sqrt(),
+            "penalty": lambda: output.mean() + sum(p.square().sum() for p in model.parameters()),
+            "place": lambda: output.mean().mul_(2),
+            "picked": lambda: output[torch.arange(7, -1, -1)].mean() * 2,
+            "mask": lambda: output[torch.arange(8) > 2].mean() * 2,
+            "values": lambda: output[output > 0].mean() * 2,
+        }
+        loss = losses.get(case, output.mean)()
         loss.backward()
         if case == "twice":
             loss.backward()
@@ -451,6 +482,9 @@ def refused(team: Team, case: str) -> str:
         ("root", "the loss does 'sqrt' to a mean or sum over the batch, .* write microbatches=1"),
         ("penalty", "the loss uses parameters besides the split model's output, .* use the optimizer's weight_decay"),
         ("place", "'mul_' changes a split model's output in place; use 'mul'"),
+        ("picked", "the loss picks rows of the batch by their numbers, .* write microbatches=1"),
+        ("mask", "the loss picks values of a split model's output by a mask, .* by ignore_index"),
+        ("rows", "called with a tensor of 4 rows, but the batch has 8 samples, .* be the first dimension"),
         ("values", "depends on its values, which are not there before loss.backward"),
         ("twice", "backward was called a second time"),
         ("copy", "this is a copy of a model that is split over workers, which cannot be called"),

@@ -27,7 +27,7 @@ class Progress:
 
     def __init__(self, folder: Path, workers: int, *, all_output: bool, quiet: bool, apart: bool = False) -> None:
         """apart: stdout is left to somebody else, and the workers' goes to stderr."""
-        self._folder, self._workers = folder, workers
+        self.folder, self._workers = folder, workers
         self._all_output, self._quiet, self._apart = all_output, quiet, apart
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
@@ -55,7 +55,7 @@ class Progress:
 
     def output_of(self, rank: int) -> Path:
         name = str(rank) if rank >= 0 else f"server-{-1 - rank}"
-        return self._folder / "output" / f"{name}.log"
+        return self.folder / "output" / f"{name}.log"
 
     # -- output ------------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class Progress:
 
     def _ranks(self) -> list[int]:
         """Of all who have come so far."""
-        known = {int(path.stem) for path in (self._folder / "streams").glob("*.jsonl")}
+        known = {int(path.stem) for path in (self.folder / "streams").glob("*.jsonl")}
         return sorted({*range(self._workers), *(rank for rank in known if rank >= 0)})
 
     # -- the line ----------------------------------------------------------------------------------------------------
@@ -110,11 +110,11 @@ class Progress:
     def line(self) -> str:
         """`update 120 · loss 0.312 · 5,120 samples/s · pace 0: 1,280/s 1: 320/s` from what the streams say last."""
         update, metrics, samples, paces = 0, "", 0.0, []
-        for event in _tail(self._folder / "streams" / "-1.jsonl"):
+        for event in _tail(self.folder / "streams" / "-1.jsonl"):
             if isinstance(event, Update):
                 update = max(update, event.version)
         for rank in self._ranks():
-            events = _tail(self._folder / "streams" / f"{rank}.jsonl")
+            events = _tail(self.folder / "streams" / f"{rank}.jsonl")
             if events and isinstance(events[-1], Leave):
                 continue
             computed = [event for event in events if isinstance(event, Compute | Pass)]

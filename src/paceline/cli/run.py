@@ -8,12 +8,12 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from paceline.cli.engines import prepare
+from paceline.cli.engines import Engine, prepare
 from paceline.cli.live import LivePage
 from paceline.cli.progress import Progress, shown
 from paceline.cluster.supervision import Ending, Interrupted
@@ -186,7 +186,7 @@ def run(
     )
     folder = _make_folder(script, name)
     launch = msgspec.structs.replace(launch, folder=str(folder.resolve()))
-    config = {
+    config: dict[str, Any] = {
         "script": str(script),
         "arguments": arguments or [],
         "workers": workers,
@@ -205,11 +205,21 @@ def run(
     }
     _write_config(folder, config)
     progress = Progress(folder, workers, all_output=all_output, quiet=quiet or json, apart=json)
-    engine = make_engine(launch, progress)
-    code = 0
-    page = LivePage(folder)
+    code, summary = _carry_out(make_engine(launch, progress), progress, LivePage(folder) if live else None, config)
+    if json:
+        _print_json(folder, summary, code)
+    elif not quiet and code != 2:
+        _close(folder, summary, code)
+    raise typer.Exit(code)
+
+
+def _carry_out(
+    engine: Engine, progress: Progress, page: LivePage | None, config: dict[str, Any]
+) -> tuple[int, Summary]:
+    """Run it to its end, however that comes; the exit code, and what the run's folder then tells."""
+    code, folder = 0, progress.folder
     try:
-        if live:
+        if page is not None:
             page.start()
         with progress:
             endings = engine.run()
@@ -218,14 +228,11 @@ def run(
         progress.note(f"stopped by {signal.Signals(stop.number).name}; all workers have ended")
         code = 128 + stop.number
     finally:
-        summary = merge(folder, workers)
-        _write_config(folder, {**config, "strategy": summary.strategy or chosen})
-        page.stop()
-    if json:
-        _print_json(folder, summary, code)
-    elif not quiet and code != 2:
-        _close(folder, summary, code)
-    raise typer.Exit(code)
+        summary = merge(folder, config["workers"])
+        _write_config(folder, {**config, "strategy": summary.strategy or config["strategy"]})
+        if page is not None:
+            page.stop()
+    return code, summary
 
 
 _TORCHRUNS = ("workers", "on", "place", "each", "env", "elastic", "restarts", "live", "all_output", "quiet")
@@ -253,7 +260,7 @@ def _check(spec: str, workers: int) -> Strategy:
     return strategy
 
 
-def _write_config(folder: Path, config: dict[str, object]) -> None:
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
 
 

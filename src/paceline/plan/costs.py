@@ -93,7 +93,7 @@ def _timed(trace: Trace, number: int, values: dict[int, Any], weights: list[nn.P
         start = time.perf_counter()
         value = trace.execute(number, given)
         forward = time.perf_counter() - start
-    outputs = [_own(one) for one in _tensors(value) if _own(one).requires_grad]
+    outputs = [_own(one) for one in _tensors(value) if _own(one).grad_fn is not None]
     backward = 0.0
     if outputs and leaves:
         gradients = [torch.ones_like(one) for one in outputs]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -208,6 +209,8 @@ def _may_remember(module: nn.Module) -> bool:
 # -- any model -------------------------------------------------------------------------------------------------------
 
 _IGNORED = ("_assert", "sym_constrain_range", "_guards_fn")
+_GRADIENTS = "with gradients"
+"""What an operation knows of itself, if it is under `no_grad` or the like."""
 
 
 class GraphTrace(Trace):
@@ -302,7 +305,10 @@ class GraphTrace(Trace):
             return known[node]
 
         for node in self._nodes[first:last]:
-            known[node] = graph.node_copy(node, copied)
+            known[node] = copy = graph.node_copy(node, copied)
+            if _is_quiet(node):
+                operation: Any = node.target
+                copy.target, copy.args = _without_gradients, (operation, *copy.args)
             random = random or _is_random(node)
             if isinstance(node.target, LayerCall):
                 parameters.update((id(value), value) for value in node.target.layer.parameters())
@@ -326,7 +332,7 @@ class GraphTrace(Trace):
         args = fx.map_arg(node.args, value)
         kwargs = fx.map_arg(node.kwargs, value)
         target: Any = node.target
-        return target(*args, **kwargs)
+        return _without_gradients(target, *args, **kwargs) if _is_quiet(node) else target(*args, **kwargs)
 
 
 def _batched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -341,7 +347,8 @@ def _batched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
     shapes = pytree.tree_map(lambda one: {0: torch.export.Dim.AUTO} if one else None, _batched(args, kwargs))
     try:
-        with torch.no_grad(), _without_own_gradients():
+        # What torch.export would print is more than the one sentence that it comes to.
+        with torch.enable_grad(), _without_own_gradients(), contextlib.redirect_stderr(io.StringIO()):
             program = torch.export.export(
                 model, args, kwargs, dynamic_shapes=(*shapes[0], *shapes[1].values()), strict=False
             )
@@ -351,7 +358,37 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             f"the model cannot be traced by torch.export ({why}), nor is it an nn.Sequential with a layer for every "
             "part; write its forward without decisions that depend on values, or as an nn.Sequential"
         ) from None
-    return program.module(check_guards=False)
+    module = program.module(check_guards=False)
+    _open(module)
+    return module
+
+
+def _open(module: fx.GraphModule) -> None:
+    """Lay open what a model computes under `no_grad`; those operations know that it is."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+            continue
+        enabled, inner, *operands = node.args
+        body = _attribute(module, inner.target)
+        _open(body)
+        values = dict(zip((one for one in body.graph.nodes if one.op == "placeholder"), operands, strict=True))
+        with graph.inserting_before(node):
+            results: Any = graph.graph_copy(body.graph, values)
+        for old, new in values.items():
+            if old.op == "get_attr":
+                new.target = f"{inner.target}.{old.target}"
+            elif old.op == "call_function":
+                new.meta.setdefault(_GRADIENTS, enabled)
+        for taken in list(node.users):
+            taken.replace_all_uses_with(results[taken.args[1]])
+            graph.erase_node(taken)
+        graph.erase_node(node)
+
+
+def _without_gradients(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        return operation(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -394,6 +431,11 @@ def _changed(node: fx.Node) -> list[fx.Node]:
         for argument, value in given
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node)
     ]
+
+
+def _is_quiet(node: fx.Node) -> bool:
+    """Whether no gradient goes through an operation."""
+    return not node.meta.get(_GRADIENTS, True) and isinstance(node.target, torch._ops.OpOverload)
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -118,6 +118,7 @@ class PipelineTrainer(Trainer):
                 return self._model(*args, **kwargs)
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))):
             raise UsageError("an input of the model requires a gradient, which a pipeline does not make; detach it")
+        self._check_rows(pytree.tree_leaves((args, kwargs)))
         if self._line is None:
             self._line = self._build(args, kwargs)
         line = self._line
@@ -133,6 +134,16 @@ class PipelineTrainer(Trainer):
             return known.returned(passage.outputs())
         outlines = line.outlines(kind, args, kwargs, batch)
         return known.returned([Deferred.made(passage, one, number) for number, one in enumerate(outlines)])
+
+    def _check_rows(self, inputs: list[Any]) -> None:
+        """Refuse to cut what has its samples elsewhere than in its rows."""
+        shapes = (one.shape for one in inputs if isinstance(one, torch.Tensor) and one.dim())
+        shape, samples = next(shapes, None), self._samples
+        if self._spec.microbatches > 1 and shape and samples and shape[0] % samples and samples in shape[1:]:
+            raise UsageError(
+                f"the model is called with a tensor of {shape[0]} rows, but the batch has {samples} samples, and "
+                "microbatches are rows; let samples be the first dimension, or write microbatches=1"
+            )
 
     def _sizes(self, traced: Trace, batch: int, first: bool) -> tuple[int, ...]:
         """Samples of each microbatch."""

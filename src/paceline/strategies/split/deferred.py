@@ -146,6 +146,13 @@ def _recorded(func: Any, name: str, args: tuple[Any, ...], options: dict[str, An
     try:
         result = _outlined(func, args, options)
     except NotImplementedError:
+        if any(
+            isinstance(leaf, Tensor) and leaf.dtype == torch.bool and not isinstance(leaf, Deferred) for leaf in leaves
+        ):
+            raise UsageError(
+                "the loss picks values of a split model's output by a mask, which lets microbatches have different "
+                "numbers of them; let it ignore the others instead: by ignore_index, or by weights that are 0 there"
+            ) from None
         raise UsageError(
             f"'{name}' of a split model's output depends on its values, which are not there before loss.backward(); "
             "do it after that, or under torch.no_grad()"

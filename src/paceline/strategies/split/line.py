@@ -20,6 +20,7 @@ from paceline.plan.trace import GraphTrace, Trace
 from paceline.simulate.schedules import SCHEDULES, Operation, Order
 from paceline.strategies.split.conveyor import Conveyor, Stage, laid_out, lifted
 from paceline.strategies.split.home import Home
+from paceline.strategies.split.outlines import outlines
 from paceline.strategies.split.passage import Passage
 
 _END = -7
@@ -128,14 +129,8 @@ class Line:
         """What the model returns for a batch of this size, without values."""
         key = (kind, batch, torch.is_autocast_enabled("cpu"))
         if key not in self._shapes:
-            with self._place.traceable(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                weights = {
-                    name: tensor.detach().to("meta")
-                    for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]
-                }
-                given = pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs))
-                made = torch.func.functional_call(self._model, weights, given[0], given[1])
-            self._shapes[key] = pytree.tree_leaves(made)
+            with self._place.traceable():
+                self._shapes[key] = outlines(self._model, args, kwargs)
         return self._shapes[key]
 
     # -- who does what -----------------------------------------------------------------------------------------------

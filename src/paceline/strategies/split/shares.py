@@ -61,6 +61,12 @@ class Shares:
                     )
                 continue
             left += _deferred(of)
+            picked = _picked(of)
+            if picked is not None and not torch.equal(picked, torch.arange(len(picked))):
+                raise UsageError(
+                    "the loss picks rows of the batch by their numbers, which are others in a microbatch; let it "
+                    "count rows more or less by a weight or ignore_index instead, or write microbatches=1"
+                )
             if of.outline.dim():
                 continue
             name, scalars = _spoken(of.function), [leaf for leaf in _deferred(of) if not leaf.outline.dim()]
@@ -111,8 +117,11 @@ class Shares:
                 if here * self._batch == whole * self._sizes[microbatch]:
                     counts.add(whole)
         of_classes = bound(of).get("weight") if of.function in _BY_CLASS else None
+        picked = _picked(of)
 
         def other(tensor: Tensor) -> Tensor:
+            if tensor is picked:
+                return tensor[: self._sizes[microbatch] * len(tensor) // self._batch]
             with_rows = tensor.dim() and tensor.shape[0] in counts and tensor is not of_classes
             return self.rows(tensor, microbatch) if with_rows else tensor
 
@@ -144,6 +153,15 @@ class Shares:
 
 def _deferred(of: Deferred) -> list[Deferred]:
     return [leaf for leaf in pytree.tree_leaves((of.arguments, of.options)) if isinstance(leaf, Deferred)]
+
+
+def _picked(of: Deferred) -> Tensor | None:
+    """The numbers of rows, where a value is made by picking these of another."""
+    if _spoken(of.function) != "getitem" or len(of.arguments) < 2:
+        return None
+    index = of.arguments[1]
+    first = index[0] if isinstance(index, tuple) and index else index
+    return first if isinstance(first, Tensor) and not isinstance(first, Deferred) and first.dim() else None
 
 
 def _reduction(of: Deferred) -> str | None:

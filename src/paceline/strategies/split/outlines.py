@@ -1,0 +1,38 @@
+"""What a model would return: shapes and dtypes, without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from paceline.strategies.cancellation import Snapshot
+
+
+def outlines(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Of all that it returns, on the meta device; random numbers and buffers are put back."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            made = _without_values(model, args, kwargs)
+        except Exception:  # a layer that looks at values can not be run without them
+            snapshot = Snapshot(model)
+            snapshot.take()
+            try:
+                made = model(*args, **kwargs)
+            finally:
+                snapshot.restore()
+    return [
+        torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in pytree.tree_leaves(made)
+    ]
+
+
+def _without_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # What a model makes or keeps besides its parameters and buffers, a mask say, is a tensor like any other.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        weights: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor.detach()) for name, tensor in tensors}
+        given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+        return torch.func.functional_call(model, weights, given[0], given[1])
