@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -166,6 +167,14 @@ def test_the_quick_way_gives_what_the_event_loop_gives(spec: str) -> None:
     assert quick.staleness.mean == pytest.approx(slow.staleness.mean, abs=0.05)
     assert quick.minibatches_per_second == pytest.approx(slow.minibatches_per_second, rel=0.03)
     assert sum(quick.waiting) == pytest.approx(sum(slow.waiting), abs=0.05)
+    assert sum(quick.computing) == pytest.approx(sum(slow.computing), abs=0.05)
+
+
+def test_many_minibatches_of_many_workers_are_no_more_work_than_they_are() -> None:
+    began = time.process_time()
+    told = simulate("k-batch-sync:k=1000", 1000, SHIFTED, updates=200, seed=1)
+    assert told.seconds_per_update == pytest.approx(2.75, rel=0.01)
+    assert time.process_time() - began < 5.0  # a thousand draws of each worker would take some twenty
 
 
 def test_a_slow_worker_holds_up_only_who_waits_for_it() -> None:

@@ -6,6 +6,7 @@ import math
 import re
 
 from paceline.errors import UsageError
+from paceline.simulate.distributions import LONGEST
 
 _SIZES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -19,7 +20,10 @@ def size(name: str, text: str) -> float:
 
 
 def seconds(name: str, text: str) -> float:
-    return _quantity(name, text, _TIMES, "a time, as 2ms or 0.5")
+    told = _quantity(name, text, _TIMES, "a time, as 2ms or 0.5")
+    if told > LONGEST:
+        raise UsageError(f"{name} is '{text}'; it must be at most {LONGEST:g} s")
+    return told
 
 
 def rate(name: str, text: str) -> float:

@@ -12,6 +12,9 @@ from paceline.config import parse_compression, parse_servers
 from paceline.errors import UsageError
 from paceline.simulate.distributions import Distribution, Exponential
 
+_MOST = 1_000_000
+"""Workers that can be simulated."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Link:
@@ -134,8 +137,11 @@ class Cluster:
     """The share of a step, at its end, in which its gradient is sent already."""
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise UsageError(f"there are {self.workers} workers; there must be at least 1")
+        if not 1 <= self.workers <= _MOST:
+            most = "at least 1" if self.workers < 1 else f"at most {_MOST:,}"
+            raise UsageError(f"there are {self.workers} workers; there must be {most}")
+        if self.batch < 1:
+            raise UsageError(f"there are {self.batch} samples in a minibatch; there must be at least 1")
         cores = self.cores or Cores(1)
         for name, each in (
             ("factors", self.factors),

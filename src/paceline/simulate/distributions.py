@@ -137,12 +137,18 @@ class Empirical(Distribution):
 
 
 _NUMBER = r"(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)"
+LONGEST = 1e12
+"""Seconds, of anything: sums of longer ones are no numbers any more."""
+_WILDEST = 0.1
+"""The least shape of a Pareto distribution: draws still are numbers that can be added."""
 _FORMS = "SECONDS, exp(MEAN), SHIFT+exp(MEAN), pareto(LEAST,SHAPE), gamma(SHAPE,SCALE), lognormal(MEDIAN,SPREAD)"
 
 
 def parse_distribution(spec: str) -> Distribution:
     """`0.1`, `exp(1)`, `1+exp(1)`, `pareto(1,2.5)`, `gamma(2,0.5)`, `lognormal(1,0.3)`; seconds."""
     text = spec.replace(" ", "")
+    if any(float(number) > LONGEST for number in re.findall(_NUMBER, text)):
+        raise UsageError(f"'{spec}' has a number above {LONGEST:g}, more seconds than can be simulated")
     if re.fullmatch(_NUMBER, text) and float(text) > 0:
         return Constant(float(text))
     if (match := re.fullmatch(rf"(?:{_NUMBER}\+)?exp\({_NUMBER}\)", text)) and float(match[2]) > 0:
@@ -150,6 +156,8 @@ def parse_distribution(spec: str) -> Distribution:
     kinds: dict[str, type[Pareto | Gamma | Lognormal]] = {"pareto": Pareto, "gamma": Gamma, "lognormal": Lognormal}
     if match := re.fullmatch(rf"(\w+)\({_NUMBER},{_NUMBER}\)", text):
         kind, first, second = kinds.get(match[1]), float(match[2]), float(match[3])
+        if (kind is Pareto and second < _WILDEST) or (kind is Lognormal and second > 2 / _WILDEST):
+            raise UsageError(f"'{spec}' has so heavy a tail that some steps would never end")
         if kind is not None and first > 0 and second > 0:
             return kind(first, second)
     raise UsageError(f"'{spec}' is not a distribution of seconds; there are {_FORMS}")

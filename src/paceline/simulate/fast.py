@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from paceline import config
 from paceline.config import Strategy
+from paceline.errors import UsageError
 from paceline.simulate.cluster import Cluster
 from paceline.simulate.result import Result, Shares, result
 
@@ -22,6 +23,8 @@ Moments = NDArray[np.float64]
 
 _AT_ONCE = 4_000_000
 """Draws that are in memory at once."""
+_MOST = 200_000_000
+"""Minibatches that are, where all have to be."""
 
 
 def simulate_fast(strategy: Strategy, cluster: Cluster, updates: int, seed: int) -> Result | None:
@@ -63,18 +66,32 @@ class _Alike:
     def minibatches(self, k: int) -> Result:
         """Every update begins with all workers, and ends with the K-th minibatch of whomever."""
         count = self.count
+        each = min(k, 2 * -(-k // count) + 4)  # of a worker: mostly enough, and far fewer than all K
         parts: list[Moments] = []
-        for block in self._blocks(count * k):
-            draws = self._cluster.compute.draw(self._source, (block, count, k))
-            ends = np.cumsum(draws, axis=2).reshape(block, count * k)
-            parts.append(np.partition(ends, k - 1, axis=1)[:, k - 1])
+        computed = 0.0
+        for block in self._blocks(count * each):
+            ends = np.zeros((block, count, 1))
+            while True:
+                more = np.cumsum(self._cluster.compute.draw(self._source, (block, count, each)), axis=2)
+                ends = np.concatenate([ends, ends[:, :, -1:] + more], axis=2)
+                # The first of these is no end but the begin.
+                last = np.partition(ends[:, :, 1:].reshape(block, -1), k - 1, axis=1)[:, k - 1]
+                if ends.shape[2] > k or bool((last <= ends[:, :, -1].min(axis=1)).all()):
+                    break
+            parts.append(last)
+            computed += float(np.where(ends <= last[:, None, None], ends, 0.0).max(axis=2).sum())
         moments = np.cumsum(np.concatenate(parts))
-        shares = Shares(computing=self._cluster.compute.mean() * k * self._updates / count)
+        shares = Shares(computing=computed / count)
         return self._result(moments, k, Counter({0: k * self._updates}), shares, (count - 1) * self._updates)
 
     def merged(self, k: int) -> Result:
         """Nobody waits: every worker's steps follow each other, and every K-th of all that end is an update."""
         count, needed = self.count, k * self._updates
+        if needed > _MOST:
+            raise UsageError(
+                f"{self._name}: {self._updates} updates are {needed} minibatches, more than the {_MOST:,} that fit "
+                "into memory; simulate fewer updates"
+            )
         clock = np.zeros(count)
         ends = np.zeros(0)
         who = np.zeros(0, np.int32)

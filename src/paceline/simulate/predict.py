@@ -33,6 +33,8 @@ from paceline.simulate.result import Result, Shares, result
 from paceline.simulate.schedules import Evaluated
 from paceline.simulate.trace import Trace
 
+_MOST = 10_000_000
+"""Updates that fit into memory."""
 _STEPS = 2000
 """Drawn steps of a split model, which then are drawn from."""
 _DRAWN = 8
@@ -60,8 +62,9 @@ def simulate(
 
     loss: after so many updates of so many gradients each; for `adaptive`, which keeps its first K without one.
     """
-    if updates < 1:
-        raise UsageError(f"there are {updates} updates to simulate; there must be at least 1")
+    if not 1 <= updates <= _MOST:
+        most = "at least 1" if updates < 1 else f"at most {_MOST:,}"
+        raise UsageError(f"there are {updates} updates to simulate; there must be {most}")
     strategy = parse_any(spec)
     asked = _Question(cluster, updates, seed, model or Model(), Trace(cluster, str(spec)) if trace else None, loss)
     match strategy:
