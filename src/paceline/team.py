@@ -125,6 +125,7 @@ class Team:
         self._folder = _folder(launch, name)
         self._writes_summary = launch.folder is None and self._folder is not None
         self._members: Members = come_together(place, launch, timeouts or launch.timeouts, self._say)
+        self._left_before = self._find_checkpoint() if len(self._members.machines) > 1 else None
         if self._started_with > 1:
             keep_freed_memory()
         self._trainer: Trainer | None = None
@@ -336,7 +337,13 @@ class Team:
         """
         if self._launch.joins is not None or self._folder is None:
             return None
-        return newest_checkpoint(self._folder)
+        return newest_checkpoint(self._folder) if len(self._members.machines) == 1 else self._left_before
+
+    def _find_checkpoint(self) -> Path | None:
+        """Over machines, whose folders differ: the one that rank 0 sees, for all. It is where checkpoints are."""
+        own = None if self._folder is None else newest_checkpoint(self._folder)
+        found = self._members.gather(b"" if own is None else str(own).encode())[0].decode()
+        return Path(found) if found else None
 
     def save(self, path: str | Path | None = None, **extra: Any) -> Path:
         """Write a checkpoint that plain `torch.load` reads: `model`, `optimizer`, `version` and what else is given.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from checker import violations
-from hosts import hosts
+from hosts import Host, hosts
 from spread import Failure, Spread
 
 from paceline.config import Timeouts
@@ -72,6 +75,29 @@ def test_a_cable_pulled_for_longer_is_an_error_that_names_the_host(tmp_path: Pat
     assert b.address in results[0].message, results[0]
     assert results[1].kind == "ServerLost", results[1]
     assert a.address in results[1].message
+
+
+def _offices(host: Host) -> list[int]:
+    pids = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True).stdout.split()
+    return [int(pid) for pid in pids if b"office_main" in Path("/proc", pid, "cmdline").read_bytes()]
+
+
+def test_an_office_that_is_stopped_is_an_error_and_is_not_left_behind(tmp_path: Path) -> None:
+    timeouts = Timeouts(join=20.0, meeting=4.0)
+    with (
+        hosts(2) as (a, b),
+        Spread(paced, [a, b], 1, 600, 0.1, folder=tmp_path / "run", servers="lead", timeouts=timeouts) as team,
+    ):
+        _after_first_updates(team)
+        (office,) = _offices(b)
+        os.kill(office, signal.SIGSTOP)
+        results = team.results(40)
+        team.close()
+        left = [pid for host in (a, b) for pid in _offices(host)]
+    assert isinstance(results[0], Failure) and isinstance(results[1], Failure)
+    assert results[0].kind in ("WorkerLost", "TeamTimeout") and b.address in results[0].message, results[0]
+    assert results[1].kind == "TeamTimeout", results[1]
+    assert left == []
 
 
 def test_a_slow_link_under_k_async_leaves_the_team_its_pace(tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ def proportional_memory(*addresses: int) -> int:
     return total
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal, so that it does nothing, not even end by itself."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
 def _tune(map_from: int, trim_from: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         tune = ctypes.CDLL(None).mallopt

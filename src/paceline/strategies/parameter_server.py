@@ -21,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from paceline.cluster.process import is_stopped
 from paceline.cluster.servers import Start, start_servers
 from paceline.config import capacity, parse_compression, parse_correction, parse_servers, place_servers
 from paceline.data.leased import LeasedLoader
@@ -568,9 +569,13 @@ class ParameterServerTrainer(Trainer):
                 process.wait(max(0.0, until - time.monotonic()))
 
     def settle(self) -> None:
-        if self._office is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._office.wait(_OFFICE_ENDS)
+        if self._office is None:
+            return
+        try:
+            self._office.wait(_OFFICE_ENDS)
+        except subprocess.TimeoutExpired:
+            if is_stopped(self._office.pid):  # others may still need one that runs; this one serves nobody
+                self._office.kill()
 
     def close(self) -> None:
         with contextlib.suppress(TeamError), self.still():
