@@ -10,17 +10,20 @@ import typer
 from typer.testing import CliRunner
 
 from paceline.cli.main import assemble
-from paceline.config import parse_strategy
+from paceline.config import check_workers, parse_strategy
 from paceline.errors import UsageError
 from paceline.events import Metric
 from paceline.plan.candidates import candidates
 from paceline.plan.choose import best_policy, rank, simplest, worth
+from paceline.plan.costs import Cost
+from paceline.plan.learn import learn
+from paceline.plan.sheet import Sheet
 from paceline.policies import POLICIES, make_policy
 from paceline.simulate.cluster import Cluster, Link
 from paceline.simulate.convergence import Convergence, Observed, fit
 from paceline.simulate.distributions import Constant, Exponential
 from paceline.simulate.predict import simulate
-from paceline.simulate.replica import parse_any
+from paceline.simulate.replica import Model, parse_any
 
 
 def learned(gain: float, penalty: float, noise: float = 0.0) -> Convergence:
@@ -124,10 +127,38 @@ def test_every_candidate_can_be_followed(workers: int) -> None:
     for one in found:
         strategy = parse_any(one.strategy)
         if one.runnable:
-            assert parse_strategy(one.strategy)
+            check_workers(parse_strategy(one.strategy), workers)
         if type(strategy) in POLICIES:
             make_policy(strategy, range(workers))
         simulate(one.strategy, on, updates=2)
+
+
+def test_a_split_model_is_known_by_its_operations() -> None:
+    # Twelve linear layers, of which the last four take as long as the others together.
+    costs = [Cost(1e-3, 2e-3, 1000, 10)] * 8 + [Cost(2e-3, 4e-3, 1000, 10)] * 4
+    sheet = Sheet(
+        names=[f"layer{number}" for number in range(12)],
+        shown=["Linear"] * 12,
+        inputs=[[number - 1] for number in range(12)],
+        costs=costs,
+        cuts=list(range(1, 12)),
+        crossing=[[number - 1] for number in range(12)],
+        batch=64,
+        microbatch=8,
+    )
+    model, cuts = learn(sheet, 8)
+    assert (model.layers, model.activations) == (3, 8000.0)
+    assert model.forward == pytest.approx(1 / 3)
+    assert cuts[2].before == ["layer8"]
+    assert cuts[2].spoken == "cut before 'layer8' (stages 50% / 50%)"
+    assert sorted(cuts) == [2, 4, 8]
+
+
+def test_a_pipeline_is_as_slow_as_its_longest_stage() -> None:
+    on, spec = Cluster(workers=2, compute=Constant(0.1)), "pipeline:stages=2,microbatches=50"
+    models = (Model(), Model(stages={2: (1.5, 0.5)}))
+    even, uneven = (simulate(spec, on, updates=2, model=one)[0].seconds_per_update for one in models)
+    assert uneven / even == pytest.approx(1.5, rel=0.03)
 
 
 def test_a_goal_needs_something_to_go_by() -> None:
@@ -207,11 +238,11 @@ def test_throughput_needs_no_loss(runs: list[Path]) -> None:
     assert told["loss"] is None
 
 
-def test_of_split_models_a_pipeline_can_be_run(runs: list[Path]) -> None:
+def test_split_models_can_be_run(runs: list[Path]) -> None:
     told = json.loads(invoke("--from", str(runs[0]), "--goal", "throughput", "--split", "--json"))
     split = [one for one in told["choices"] if one["strategy"].startswith(("pipeline", "tensor", "mesh"))]
-    assert split
-    assert all(one["runnable"] == one["strategy"].startswith("pipeline") for one in split)
+    assert {one["strategy"].partition(":")[0] for one in split} == {"pipeline", "tensor", "mesh"}
+    assert all(one["runnable"] for one in split)
 
 
 @pytest.mark.parametrize(

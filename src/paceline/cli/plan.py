@@ -7,8 +7,9 @@ import math
 import shlex
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -17,12 +18,16 @@ from rich.table import Table
 
 from paceline.cli import quantities
 from paceline.cli.clusters import with_links
+from paceline.config import Mesh, Pipeline
 from paceline.errors import UsageError
 from paceline.plan.choose import Choice, rank, simplest
 from paceline.plan.profile import profile
 from paceline.simulate.calibrate import Calibration, calibrate, sheet
 from paceline.simulate.convergence import Convergence, fit_runs, observed
-from paceline.simulate.replica import Model
+from paceline.simulate.replica import Model, parse_any
+
+if TYPE_CHECKING:
+    from paceline.plan.learn import Cut
 
 _SHOWN = 12
 """Rows of the table."""
@@ -61,8 +66,14 @@ def plan(
     latency: Annotated[str | None, typer.Option(help="Plan for links with this latency, one way: 50us.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Plan for links of this bandwidth: 1Gbit/s.")] = None,
     split: Annotated[bool, typer.Option("--split", help="Also models that are split over devices.")] = False,
-    layers: Annotated[int, typer.Option(help="With --split: layers that a tensor split has to agree on.")] = 1,
-    activations: Annotated[str, typer.Option(help="With --split: bytes of activations between two layers.")] = "0",
+    layers: Annotated[
+        int | None,
+        typer.Option(help="With --split: layers that a tensor split has to agree on. [default: by the script's model]"),
+    ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(help="With --split: bytes of activations between two layers. [default: by the script's model]"),
+    ] = None,
     partition: Annotated[
         bool, typer.Option("--partition", help="Only find out where to cut the script's model into stages.")
     ] = False,
@@ -125,7 +136,8 @@ def plan(
     cluster = with_links(known[0].for_workers(workers), latency, bandwidth, [], None)
     if latency is not None or bandwidth is not None:
         cluster = dataclasses.replace(cluster, per_machine=1)
-    model = Model(layers=layers, activations=quantities.size("--activations", activations))
+    model, cuts, split = _split(console, script if split else None, arguments or [], cluster.workers, split)
+    model = _said(model, layers, activations)
     with console.status("simulating") as status:
         choices = rank(
             cluster,
@@ -137,12 +149,15 @@ def plan(
             seed=seed,
             tick=lambda done, every: status.update(f"simulating {done} of {every} strategies"),
         )
+    for choice in choices:
+        if (cut := cuts.get(_stages(choice.strategy))) is not None:
+            choice.reason = ", ".join(filter(None, [choice.reason, cut.spoken]))
     best = simplest(choices)
     if best is None:
         raise UsageError(f"no strategy reaches a loss of {target:g}, by what the runs say; give a higher one")
     line = _line(best, script, arguments or [], cluster.workers)
     if json:
-        _print_json(known[0], choices, best, line, target)
+        _print_json(known[0], choices, best, line, target, cuts)
         return
     _print(known[0], convergence, choices, best, line, target)
 
@@ -182,6 +197,40 @@ def _profile(
         return [calibrate(run) for run in runs]
 
 
+def _split(
+    console: Console, script: Path | None, arguments: list[str], workers: int, split: bool
+) -> tuple[Model, Mapping[int, Cut], bool]:
+    """The script's model, where it is best cut, and whether it can be."""
+    if script is None:
+        return Model(), {}, split
+    from paceline.plan.learn import MICROBATCHES, learn  # only here: it loads torch
+    from paceline.plan.sheet import sheet_of
+
+    try:
+        with console.status("tracing the model and measuring its operations"):
+            return *learn(sheet_of(script, arguments, MICROBATCHES), workers), True
+    except UsageError as error:
+        print(f"paceline: models that are split are left out: {error}", file=sys.stderr)
+        return Model(), {}, False
+
+
+def _said(model: Model, layers: int | None, activations: str | None) -> Model:
+    """With what the options say of it."""
+    if layers is not None:
+        model = dataclasses.replace(model, layers=layers)
+    if activations is not None:
+        model = dataclasses.replace(model, activations=quantities.size("--activations", activations))
+    return model
+
+
+def _stages(strategy: str) -> int:
+    """Of a pipeline, or of one in a mesh; 1 for all others."""
+    match parse_any(strategy):
+        case Pipeline(stages=stages) | Mesh(pipeline=stages):
+            return stages
+    return 1
+
+
 def _target(known: list[Calibration], wanted: float | str) -> tuple[Convergence | None, float | None]:
     """How the loss falls, and which one is the goal; None for throughput."""
     if wanted == "throughput":
@@ -207,7 +256,9 @@ def _line(best: Choice, script: Path | None, arguments: list[str], workers: int)
     return shlex.join(words) + ("   # with team.setup(…, balance=True)" if best.balance else "")
 
 
-def _print_json(known: Calibration, choices: list[Choice], best: Choice, line: str, target: float | None) -> None:
+def _print_json(
+    known: Calibration, choices: list[Choice], best: Choice, line: str, target: float | None, cuts: Mapping[int, Cut]
+) -> None:
     told = {
         "goal": "throughput" if target is None else "loss",
         "loss": target,
@@ -216,6 +267,7 @@ def _print_json(known: Calibration, choices: list[Choice], best: Choice, line: s
         "balance": best.balance,
         "run": line,
         "learned": msgspec.to_builtins(sheet(known), str_keys=True),
+        "cuts": msgspec.to_builtins(cuts, str_keys=True),
         "choices": msgspec.to_builtins(choices),
     }
     print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())

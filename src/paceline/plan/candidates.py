@@ -57,7 +57,7 @@ def candidates(cluster: Cluster, *, split: bool = False) -> list[Candidate]:
 
 
 def _split(workers: int) -> list[Candidate]:
-    found = [Candidate(f"tensor:degree={workers}", runnable=False)]
+    found = [Candidate(f"tensor:degree={workers}")]
     for stages in range(2, workers + 1):
         if workers % stages:
             continue
@@ -65,9 +65,8 @@ def _split(workers: int) -> list[Candidate]:
             options = f"microbatches={2 * stages},schedule={schedule}"
             if stages == workers:
                 found.append(Candidate(f"pipeline:stages={stages},{options}"))
-                continue
-            spec = f"mesh:data={workers // stages},pipeline={stages},{options}"
-            found.append(Candidate(spec, runnable=False))
+            else:
+                found.append(Candidate(f"mesh:data={workers // stages},pipeline={stages},{options}"))
     return found
 
 

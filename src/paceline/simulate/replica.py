@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -43,6 +44,8 @@ class Model:
     """Blocks that a tensor split has to agree on: twice forward and twice backward each."""
     activations: float = 0.0
     """Bytes of a minibatch's activations between two layers."""
+    stages: Mapping[int, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    """How long each stage takes, over their mean, by how many there are; equally long where this says nothing."""
 
     def __post_init__(self) -> None:
         if not (self.forward > 0 and self.weights >= 0 and self.forward + self.weights <= 1):
@@ -84,7 +87,7 @@ def pipeline_steps(
     devices = stages * degree
     columns = [(of.draw(source, count) * factor) for of, factor in map(cluster.steps_of, range(devices))]
     draws = np.stack(columns, axis=1)
-    per_stage: Draws = draws.reshape(count, stages, degree).max(axis=2)
+    per_stage: Draws = draws.reshape(count, stages, degree).max(axis=2) * np.array(model.stages.get(stages, 1.0))
     agree = tensor_seconds(cluster, model, degree) if degree > 1 else 0.0
     share = (per_stage / degree + agree) / (stages * max(1, split.microbatches))
     link = cluster.narrowest()
