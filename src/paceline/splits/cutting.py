@@ -80,6 +80,7 @@ class Cutting:
             self._show(layer, state, prefix)  # a function, as torch notes things on it
 
         self._undo.append(self._model.register_forward_hook(gather).remove)
+        self._undo.append(_wholes_for_own_gradients())
         for layer in self._layers.values():
             self._undo.append(layer.register_state_dict_post_hook(show).remove)
             self._undo.append(layer.register_load_state_dict_pre_hook(self._take).remove)
@@ -114,6 +115,20 @@ class Cutting:
             undo()
         self._undo.clear()
         self.placements.clear()
+
+
+def _wholes_for_own_gradients() -> Callable[[], None]:
+    """Let functions with a gradient of their own get the whole: autograd would not find its way back to the parts."""
+    before = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return before.__get__(None, cls)(*(whole(one) for one in args), **kwargs)
+
+    def undo() -> None:
+        torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    return undo
 
 
 def _without_short_cut(layer: nn.TransformerEncoderLayer) -> Callable[[], None]:
