@@ -173,6 +173,56 @@ def test_a_checkpoint_goes_on_in_the_plain_model_and_in_another_split(tmp_path: 
     assert apart(run_team(resumed, 2, path, None, launch=launched("pipeline:stages=2"))[0], plain) < 1e-5
 
 
+class _Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(x)
+        return x.clamp(min=0) ** 2
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = context.saved_tensors
+        return gradient * 2 * x.clamp(min=0)
+
+
+class _Scored(nn.Module):
+    """Takes its targets, has a gradient of its own in its middle, and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(12, 32), nn.Linear(32, 12), nn.Linear(12, WORDS)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return score(self.head(self.down(_Squared.apply(self.up(inputs)))), targets)
+
+
+def own_losses(team: Team | None, named: bool) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = _Scored()
+    optimizer: Any = adam(model)
+    data: Any = MODELS["chain"][1]()
+    if named:
+        data = [{"targets": y, "inputs": x} for x, y in data]
+    loader: Any = DataLoader(data, batch_size=16)
+    if team is not None:
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+    found = []
+    for _ in range(2):
+        for batch in loader:
+            loss = model(**batch) if named else model(*batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_gradient_of_ones_own_and_a_loss_inside_the_model_are_as_in_plain_torch(named: bool) -> None:
+    for found in run_team(own_losses, 2, named, launch=launched("tensor:degree=2")):
+        assert apart(found, own_losses(None, named)) < 1e-5
+
+
 def test_close_gives_the_plain_model_back() -> None:
     def work(team: Team) -> bool:
         model: Any = made("convnet")

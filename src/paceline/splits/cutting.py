@@ -78,6 +78,7 @@ class Cutting:
             self._show(layer, state, prefix)  # a function, as torch notes things on it
 
         self._gather = self._model.register_forward_hook(_gathered)
+        self._undo.append(_wholes_for_own_gradients())
         for layer in self._layers.values():
             self._undo.append(layer.register_state_dict_post_hook(show).remove)
             self._undo.append(layer.register_load_state_dict_pre_hook(self._take).remove)
@@ -126,6 +127,20 @@ class Cutting:
 
 def _gathered(_module: nn.Module, _arguments: Any, result: Any) -> Any:
     return tree_map(whole, result)
+
+
+def _wholes_for_own_gradients() -> Callable[[], None]:
+    """Let functions with a gradient of their own get the whole: autograd would not find its way back to the parts."""
+    before = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return before.__get__(None, cls)(*(whole(one) for one in args), **kwargs)
+
+    def undo() -> None:
+        torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    return undo
 
 
 def _without_short_cut(layer: nn.TransformerEncoderLayer) -> Callable[[], None]:

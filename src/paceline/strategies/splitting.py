@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,11 @@ class Inside(NamedTuple):
     """The layers that are cut, for tracing the model around them."""
 
 
-def example(loaders: Sequence[DataLoader[Any]]) -> list[Any]:
-    """What a model is called with: all of a loader's first batch but its last part, the targets."""
+def example(loaders: Sequence[DataLoader[Any]], model: torch.nn.Module) -> list[Any]:
+    """What a model is called with: of a loader's first batch all but its last part, the targets, unless it needs them.
+
+    Of a batch of named tensors those that the model names, too.
+    """
     if not loaders:
         raise UsageError(
             "to split a model it must be seen at work: give setup the loader that it is trained with, whose batches "
@@ -40,9 +44,22 @@ def example(loaders: Sequence[DataLoader[Any]]) -> list[Any]:
     count = min(loader.batch_size or 1, len(loader.dataset))
     samples = [loader.dataset[number] for number in range(count)]
     batch = loader.collate_fn(samples if loader.batch_sampler is not None else samples[0])
+    takes = inspect.signature(model.forward)
     if isinstance(batch, (list, tuple)):
-        return list(batch[:-1]) if len(batch) > 1 else list(batch)
+        fewer = list(batch[:-1]) if len(batch) > 1 else list(batch)
+        return fewer if _fits(takes, fewer) or not _fits(takes, batch) else list(batch)
+    if isinstance(batch, Mapping) and not _fits(takes, [batch]):
+        named = [name for name in takes.parameters if name in batch]
+        return [batch[name] for name in named]
     return [batch]
+
+
+def _fits(takes: inspect.Signature, arguments: Sequence[Any]) -> bool:
+    try:
+        takes.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def cut_model(model: torch.nn.Module, options: Options, around: Surroundings, seat: Seat) -> Inside | None:
@@ -58,7 +75,7 @@ def cut_model(model: torch.nn.Module, options: Options, around: Surroundings, se
         for module in synchronised:
             module.exchange = None  # the others are not here
         try:
-            inputs = example(options.loaders)
+            inputs = example(options.loaders, model)
             roles = find_plan(model, inputs, seat.shape.tensor, options.tensor_plan, options.sequence_parallel)
             plan = encode(roles)
             around.say(described(model, roles, seat.shape.tensor))
