@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import BATCH, Values, apart, build, data, sgd, under, values
 
 from paceline import Team
+from paceline.errors import Mismatch
 from paceline.events import Lease, Push
 from paceline.events.schema import read
 from paceline.events.summary import merge
@@ -258,3 +259,61 @@ def test_what_a_script_passes_over_has_no_weight_in_a_later_gradient(how: str, t
     assert pushes
     assert all(len(push.leases) == 1 for push in pushes)
     assert all(push.samples == sum(sizes[number] for number in push.leases) for push in pushes)
+
+
+def one_evaluates(team: Team, who: int, how: str) -> tuple[list[int], list[int]]:
+    """Between epochs, one worker looks at the samples that are held out; the others know nothing of it."""
+    model: Any = nn.Linear(1, 1)
+    dataset = TensorDataset(torch.arange(24).float().unsqueeze(1))
+    trained, tested = DataLoader(dataset, batch_size=2), DataLoader(dataset, batch_size=4, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    model, optimizer, trained, tested = team.setup(model, optimizer, trained, tested)
+    seen: list[int] = []
+    evaluated: list[int] = []
+    for _ in range(2):
+        for (x,) in trained:
+            seen += [int(value) for value in x]
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if team.rank == who:
+            with torch.set_grad_enabled(how == "carelessly"):
+                for (z,) in tested:
+                    model(z)
+                    evaluated += [int(value) for value in z]
+    return seen, evaluated
+
+
+@pytest.mark.parametrize("how", ["without gradients", "carelessly"])
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("strategy", ["sync", "async", "k-async:k=2"])
+def test_one_worker_may_evaluate_by_itself(strategy: str, who: int, how: str) -> None:
+    results = run_team(one_evaluates, 3, who, how, launch=under(strategy, meeting=8.0), timeout=30.0)
+    assert sorted(itertools.chain(*(seen for seen, _ in results))) == sorted([*range(24), *range(24)])
+    assert [sorted(evaluated) for _, evaluated in results] == [
+        sorted([*range(24), *range(24)]) if rank == who else [] for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["sync", "ssp:s=1", "k-async:k=2"])
+def test_scripts_that_wait_for_different_things_are_told_so_at_once(strategy: str) -> None:
+    def work(team: Team) -> tuple[str, float]:
+        model: Any = nn.Linear(1, 1)
+        loader = DataLoader(TensorDataset(torch.arange(24).float().unsqueeze(1)), batch_size=2)
+        model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=1e-9), loader)
+        start = time.monotonic()
+        try:
+            for (x,) in loader:
+                if team.rank == 1:
+                    team.barrier()
+                model(x).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except Mismatch as error:
+            return str(error), time.monotonic() - start
+        return "", 0.0
+
+    for message, seconds in run_team(work, 2, launch=under(strategy, meeting=60.0), timeout=30.0):
+        assert "nobody can go on" in message
+        assert "rank 1 for a barrier" in message
+        assert seconds < 10

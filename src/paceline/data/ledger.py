@@ -227,6 +227,12 @@ class Ledger:
             ranks = sorted({*epoch.own, worker})
             epoch.own = {rank: deque(left[turn :: len(ranks)]) for turn, rank in enumerate(ranks)}
 
+    def spread(self, loader: int) -> None:
+        """Those who have not come to this epoch will not: their turns are anybody's."""
+        epoch = self._epochs[loader]
+        for worker in sorted(epoch.own.keys() - epoch.here):
+            self._share(epoch, worker)
+
     def _share(self, epoch: _Epoch, worker: int) -> None:
         """What was one worker's turn is anybody's now."""
         epoch.common.extend(epoch.own.pop(worker, ()))

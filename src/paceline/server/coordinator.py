@@ -93,6 +93,8 @@ class Coordinator:
             self._epoll.register(descriptor, select.EPOLLIN)
         self._next_look = time.monotonic() + _TICK
         self._note_who_is_here()
+        self._stuck = False
+        """Whether all workers waited at the last look."""
         self._notices: dict[int, float] = {}
         """When next to say for whom a worker waits."""
         self._handlers: dict[type, Callable[[Seat, Any], None]] = {
@@ -189,6 +191,23 @@ class Coordinator:
                     f"rank {seat.rank} waits for {self._seats.named(late)} at {seat.state.value}: {waited:.0f} s "
                     f"so far, the timeout is {limits.meeting:g} s"
                 )
+        self._unstick()
+
+    def _unstick(self) -> None:
+        """If everybody waits and nothing is under way, nobody will ever be answered: their scripts differ."""
+        stuck = bool(self._seats) and all(
+            seat.state not in (State.COMPUTING, State.DRAWING) for seat in self._seats.values()
+        )
+        before, self._stuck = self._stuck, stuck
+        if not (stuck and before) or self._samples.unstick():  # a death may not have been heard at the first look
+            return
+        where: dict[str, list[int]] = {}
+        for rank in sorted(self._seats):
+            where.setdefault(self._seats[rank].state.value, []).append(rank)
+        parts = [f"{self._seats.named(ranks)} for {state}" for state, ranks in where.items()]
+        raise Mismatch(
+            f"nobody can go on: all wait, {', '.join(parts)}; all workers must do the same", list(self._seats)
+        )
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

@@ -165,6 +165,8 @@ class Enter(_Message, frozen=True, gc=False):
     epoch: int
     renew: bool
     """I can take a new version: I am not in the middle of a gradient."""
+    training: bool = True
+    """I will train on it, and not only evaluate."""
 
 
 class Order(_Message, frozen=True, gc=False):

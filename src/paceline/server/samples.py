@@ -169,6 +169,35 @@ class Samples:
             if request.renew:
                 self._seats.renew(seat)
             self._seats.answer(seat, Go(seat.version, seat.buffer))
-        elif self._ledger.may_open(loader, epoch) and seat.rank == min(self._seats.trained or self._seats):
-            seat.into(State.DRAWING)
-            self._seats.tell(seat, Draw())
+        elif self._ledger.may_open(loader, epoch) and self._draws(seat, request):
+            self._let_draw(seat)
+
+    def _draws(self, seat: Seat, request: Enter) -> bool:
+        """Whether it is for this worker to draw the order of the next epoch; a worker may evaluate by itself."""
+        drawing = [other.request for other in self._seats.values() if other.state is State.DRAWING]
+        if any(isinstance(other, Enter) and other.loader == request.loader for other in drawing):
+            return False
+        alone = not request.training and not self._policy.lockstep
+        return alone or seat.rank == min(self._seats.trained or self._seats)
+
+    def _let_draw(self, seat: Seat) -> None:
+        seat.into(State.DRAWING)
+        self._seats.tell(seat, Draw())
+
+    def unstick(self) -> bool:
+        """All workers wait. Let one go on with samples that, as it turns out, no other will come for, if there is one.
+
+        So a script in which some evaluate, or train, by themselves does not wait for ever.
+        """
+        for seat in sorted(self._seats.values(), key=lambda seat: (seat.state is not State.ASKING, seat.rank)):
+            request = seat.request
+            if seat.state is State.ASKING and isinstance(request, Ask):
+                self._ledger.spread(request.loader)
+                self._answer(seat, request)
+            elif seat.state is State.ENTERING and isinstance(request, Enter):
+                if not self._ledger.may_open(request.loader, request.epoch):
+                    continue
+                self._let_draw(seat)
+            if seat.state in (State.COMPUTING, State.DRAWING):
+                return True
+        return False

@@ -75,12 +75,13 @@ class Leases:
 
     def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
         start = time.perf_counter()
-        if torch.is_grad_enabled():
+        training = torch.is_grad_enabled()
+        if training:
             self._trained.add(loader)
-        answer = self._desk.call(Enter(loader, epoch, not self._open))
+        answer = self._desk.call(Enter(loader, epoch, not self._open, training))
         if isinstance(answer, Draw):
             drawn = draw()
-            self._desk.tell(Order(loader, epoch, drawn.sizes, drawn.drop_last, torch.is_grad_enabled()))
+            self._desk.tell(Order(loader, epoch, drawn.sizes, drawn.drop_last, training))
             answer = self._desk.call_in_parts(drawn.order)
         self._follow(answer)
         self._stopwatch.away(time.perf_counter() - start)
