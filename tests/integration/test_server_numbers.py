@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,33 @@ def test_parameter_groups_several_dtypes_and_a_scheduler(servers: str) -> None:
     for result in run_team(groups_and_dtypes, 3, launch=under("sync", servers)):
         for ours, theirs in zip(result, groups_and_dtypes(None), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["async", "k-batch-sync:k=1"])
+def test_a_worker_that_takes_more_than_its_share_keeps_the_last_rate_of_its_schedule(strategy: str) -> None:
+    def work(team: Team) -> tuple[int, float]:
+        model, loader = build(), DataLoader(data(64), batch_size=2)
+        model, optimizer, loader = team.setup(model, sgd(model.parameters()), loader)
+        make = torch.optim.lr_scheduler.OneCycleLR
+        scheduler = make(optimizer, max_lr=0.01, total_steps=len(loader), final_div_factor=100)
+        steps = 0
+        for x, y in loader:
+            with team.step():
+                time.sleep(0.05 * team.rank)
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                steps += 1
+        with pytest.raises(ValueError, match="Tried to step"):  # of somebody else's optimizer
+            alone = make(torch.optim.SGD(model.parameters()), max_lr=0.01, total_steps=1)
+            alone.optimizer.step()
+            alone.step(), alone.step(), alone.step()
+        return steps, optimizer.param_groups[0]["lr"]
+
+    (steps, rate), _ = run_team(work, 2, launch=under(strategy))
+    assert steps > 17
+    assert rate < 0.01 / 100
 
 
 def accumulating(team: Team) -> Values:

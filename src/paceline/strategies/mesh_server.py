@@ -42,7 +42,7 @@ from paceline.strategies.parts import PartGradients
 from paceline.strategies.replica_desk import ReplicaDesk
 from paceline.strategies.replicas import Seat, Shape
 from paceline.strategies.split_model import SplitModel
-from paceline.strategies.takeover import Takeover, own_parameters, own_state
+from paceline.strategies.takeover import Overtime, Takeover, own_parameters, own_state
 from paceline.transport import Intent
 from paceline.transport.wire import new_address
 
@@ -99,7 +99,7 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._exchanged = 0.0
         self._snapshot = self._boundaries = None
         self._gradients.attach()
-        self._takeover = Takeover(optimizer)
+        self._takeover, self._overtime = Takeover(optimizer), None if policy.lockstep else Overtime(optimizer)
         for name, method in (
             ("step", self.step),
             ("zero_grad", self._zero_grad),
@@ -339,4 +339,6 @@ class MeshServerTrainer(ParameterServerTrainer):
             own_parameters(self._layout)
         self._gradients.detach()
         self._takeover.undo()
+        if self._overtime is not None:
+            self._overtime.undo()
         vars(self._optimizer).pop("_step_supports_amp_scaling", None)

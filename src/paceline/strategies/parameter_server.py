@@ -56,7 +56,7 @@ from paceline.strategies.base import Options, Surroundings, Trainer
 from paceline.strategies.cancellation import Boundaries, Cancelled, Snapshot, release_scaler
 from paceline.strategies.leasing import Leases
 from paceline.strategies.offices import Freight, open_office
-from paceline.strategies.takeover import Takeover, own_parameters, own_state, zero_grad
+from paceline.strategies.takeover import Overtime, Takeover, own_parameters, own_state, zero_grad
 from paceline.transport import Intent, Memory
 from paceline.transport.wire import new_address
 
@@ -119,7 +119,7 @@ class ParameterServerTrainer(Trainer):
         away = set(self._machine_of_server) != {around.members.machine}
         early = self._spread and self._feedback is None and away
         self._gradients.attach(large=self._made if early else None)
-        self._takeover = Takeover(optimizer)
+        self._takeover, self._overtime = Takeover(optimizer), None if policy.lockstep else Overtime(optimizer)
         for name, method in (
             ("step", self.step),
             ("zero_grad", self._zero_grad),
@@ -566,6 +566,8 @@ class ParameterServerTrainer(Trainer):
             self._boundaries.remove()
         self._gradients.detach()
         self._takeover.undo()
+        if self._overtime is not None:
+            self._overtime.undo()
         vars(self._optimizer).pop("_step_supports_amp_scaling", None)
         own_parameters(self._layout)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 
 from paceline.parameters.layout import Layout
 
@@ -88,3 +89,26 @@ class Takeover:
         if self._hooks[kind]:
             for hook in list(self._hooks[kind].values()):
                 hook(self._optimizer, (), {})
+
+
+class Overtime:
+    """Lets a worker keep the last rate of a schedule that it has outrun, until `undo`.
+
+    Where samples go to whoever needs some, a fast worker takes more steps than `len(loader)` says. `OneCycleLR` refuses
+    to go on after its last step, and is the only one of torch's schedulers that does.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._plain = plain = OneCycleLR.get_lr
+
+        def get_lr(schedule: OneCycleLR) -> list[Any]:
+            if schedule.optimizer is optimizer and schedule.last_epoch >= schedule.total_steps:
+                return [group["lr"] for group in optimizer.param_groups]
+            return plain(schedule)
+
+        self._own = get_lr
+        OneCycleLR.get_lr = get_lr  # type: ignore[method-assign,assignment]
+
+    def undo(self) -> None:
+        if OneCycleLR.get_lr is self._own:
+            OneCycleLR.get_lr = self._plain  # type: ignore[method-assign]
