@@ -245,6 +245,70 @@ def servers_of(run: Run, workers: int, servers: int) -> list[int]:
     return found
 
 
+EARLY = (
+    PREAMBLE
+    + """
+import paceline, torch
+from paceline.server import desk
+from torch.utils.data import DataLoader, TensorDataset
+
+victim, before = json.loads(sys.argv[1])
+plain = getattr(desk.Desk, before)
+
+def struck(self, *arguments):
+    if os.environ["RANK"] == str(victim):
+        time.sleep(0.3)
+        note("struck")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(self, *arguments)
+
+setattr(desk.Desk, before, struck)
+team = paceline.join()
+model = torch.nn.Linear(2, 1)
+loader = DataLoader(TensorDataset(torch.randn(48, 2)), batch_size=2)
+model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+for (x,) in loader:
+    model(x).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+"""One worker is killed on its way to the server."""
+
+
+def killed_early(strategy: str, victim: int, before: str, folder: Path, *words: str) -> Outcome:
+    fixed = [write_script(folder, EARLY), "--workers", "3", "--strategy", strategy, "--name", "early", *words]
+    outcome = played([*fixed, "--", json.dumps([victim, before])], folder, 30.0)
+    assert outcome.run.noted("struck")
+    return outcome
+
+
+@pytest.mark.parametrize("before", ["__init__", "introduce", "wait_until_ready"])
+def test_a_worker_that_is_killed_on_its_way_to_the_server_is_not_waited_for(before: str, tmp_path: Path) -> None:
+    outcome = killed_early("async", 1, before, tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert "rank 1 was killed by signal 9 (SIGKILL); the others went on without it" in outcome.err
+    events = events_of(outcome, "early")
+    assert violations(events) == []
+    assert sum(event.samples for event in events if isinstance(event, Push)) == 48
+
+
+@pytest.mark.parametrize(
+    ("strategy", "victim", "words", "sentence"),
+    [
+        ("sync", 1, (), "WorkerLost: rank 1 died"),
+        ("async", 0, (), "ServerLost: rank 0 died"),
+        ("async", 1, ("--servers", "all"), "ServerLost: the server died while it started"),
+    ],
+)
+def test_if_it_was_needed_all_are_told(
+    strategy: str, victim: int, words: tuple[str, ...], sentence: str, tmp_path: Path
+) -> None:
+    outcome = killed_early(strategy, victim, "introduce", tmp_path, *words)
+    assert outcome.code == 1, outcome.err
+    assert sentence in outcome.err
+
+
 @pytest.mark.parametrize("strategy", ["async", "k-sync:k=2"])
 @pytest.mark.parametrize(("servers", "victim"), [(1, 0), (2, 0), (2, 1)])
 def test_every_worker_learns_that_a_server_died(strategy: str, servers: int, victim: int, tmp_path: Path) -> None:

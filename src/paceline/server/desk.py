@@ -97,9 +97,14 @@ class Desk:
         self._wire.send(Hello(self._rank, os.getpid(), plan), descriptors)
         return self._wire
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, look: Callable[[], None] = lambda: None) -> None:
+        """look: called now and then; may raise what makes it vain to wait."""
+        until = time.monotonic() + self._timeouts.join
         try:
-            answer = self._wire.receive_within(self._timeouts.join)
+            while (answer := self._wire.receive_within(min(_LOOK, self._timeouts.join))) is None:
+                if time.monotonic() >= until:
+                    break
+                look()
         except Closed:
             raise ServerLost("the server died while it started") from None
         if isinstance(answer, Failed):

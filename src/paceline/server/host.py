@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -37,7 +38,10 @@ from paceline.server.shard import Shard
 from paceline.server.shards import Shards
 from paceline.server.words import SharedWords
 from paceline.transport import Memory
-from paceline.transport.wire import Closed, Listener, Wire, connect
+from paceline.transport.wire import Closed, Listener, Wire, connect, deserted
+
+_LOOK = 0.5
+"""Seconds between looks at whether those live who have not come yet."""
 
 
 def group_count(plan_strategy: str, workers: int) -> int:
@@ -90,16 +94,35 @@ class _Company:
                 self.text, self.descriptors = receive_parts(wire, patience) or b"", received
                 self.plan = msgspec.msgpack.decode(self.text, type=Plan)
 
+    def seat_the_dead(self) -> None:
+        """Who died before it came has a seat with nobody at it, where its end is heard as any other's."""
+        for rank, pid in enumerate(self.plan.pids if self.plan is not None else ()):
+            if pid and rank not in self.seats and not _lives(pid):
+                self.seats[rank] = Seat(rank, pid, deserted(FromWorker))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        return not select.select([descriptor], [], [], 0)[0]
+    finally:
+        os.close(descriptor)
+
 
 def _gather(listener: Listener, patience: float) -> _Company:
     until = time.monotonic() + patience
     company = _Company()
     while not company.complete:
-        wire = listener.accept(FromWorker, max(0.0, until - time.monotonic()))
+        wire = listener.accept(FromWorker, max(0.0, min(_LOOK, until - time.monotonic())))
         if wire is not None:
-            with contextlib.suppress(Closed):  # whoever it was is gone; the others will notice
+            with contextlib.suppress(Closed):  # whoever it was is gone
                 company.welcome(wire, patience)
-        elif time.monotonic() >= until:
+            continue
+        company.seat_the_dead()
+        if time.monotonic() >= until:
             raise JoinError(f"not all workers and servers came together within {patience:g} s")
     return company
 
@@ -121,7 +144,8 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
                 raise JoinError(f"server {index} could not start: {getattr(answer, 'message', 'no answer')}")
     except Exception as error:
         for seat in seats.values():
-            seat.wire.send(Failed("JoinError", f"the server could not start: {type(error).__name__}: {error}", []))
+            with contextlib.suppress(Closed):
+                seat.wire.send(Failed("JoinError", f"the server could not start: {type(error).__name__}: {error}", []))
         raise
     table = memories[2]
     parameters = len(plan.parameters)
@@ -132,7 +156,8 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
     coordinator = Coordinator(plan, seats, shards, Hyperparameters(None, slots), used, words, say)
     coordinator.let_in(listener, company.text, memories)
     for seat in seats.values():
-        seat.wire.send(Ready())
+        with contextlib.suppress(Closed):  # its end will be heard
+            seat.wire.send(Ready())
     try:
         coordinator.run()
     finally:

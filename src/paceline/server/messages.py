@@ -60,6 +60,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     compress: str
     scale_lr: str | None
     warmup: int
+    pids: list[int] = []
+    """Of the workers on the first server's machine, by rank; 0 for the others."""
     replica: int = 1
     """Processes that are one worker to the server; the first of each speaks for all."""
 

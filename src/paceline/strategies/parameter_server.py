@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from paceline.cluster.servers import Start, start_servers
 from paceline.config import capacity, parse_compression, parse_correction, parse_servers, place_servers
 from paceline.data.leased import LeasedLoader
-from paceline.errors import Mismatch, TeamError, UsageError
+from paceline.errors import Mismatch, ServerLost, TeamError, UsageError
 from paceline.events import Pull, Reduce, Wait
 from paceline.parameters.compression import Feedback, codec_class
 from paceline.parameters.gradients import Gradients
@@ -168,10 +168,16 @@ class ParameterServerTrainer(Trainer):
             send_parts(wire, msgspec.msgpack.encode(plan))
         else:
             self._desk.introduce(0, [])
-        self._desk.wait_until_ready()
+        self._desk.wait_until_ready(self._look_for_lead)
         for memory in memories:
             memory.close_descriptor()
         self._versions.pull(0)
+
+    def _look_for_lead(self) -> None:
+        """Without the lead, which brings the plan, no server begins."""
+        members = self._members
+        if members.machine == 0 and self._rank != 0 and (how := members.local.meeting.gone(0)) is not None:
+            raise ServerLost(f"rank 0 {how} before it had told the server what to train", [0])
 
     def _open_office(self, coordinator: str, memories: list[Memory], around: Surroundings) -> str:
         """The address at which this machine's workers talk to the server, wherever that is."""
@@ -209,7 +215,14 @@ class ParameterServerTrainer(Trainer):
             compress=launch.compress or options.compress,
             scale_lr=options.scale_lr,
             warmup=options.warmup,
+            pids=self._pids(),
         )
+
+    def _pids(self) -> list[int]:
+        members, pids = self._members, [0] * self.size
+        for place, rank in enumerate(members.machines[members.machine]):
+            pids[rank] = members.local.meeting.pid(place)
+        return pids
 
     def _join(self, own: Plan, address: str) -> None:
         """Take part in a run that goes on: its plan counts, and its memory comes from the server."""

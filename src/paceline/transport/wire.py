@@ -133,6 +133,13 @@ class Wire(Generic[In]):
             self._socket.close()
 
 
+def deserted(kinds: Any) -> Wire[Any]:
+    """A connection to one who is gone."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    return Wire(ours, kinds)
+
+
 def new_address() -> str:
     return f"paceline-{secrets.token_hex(12)}"
 
