@@ -63,13 +63,15 @@ class LocalEngine:
         self._crew = Crew(self._folder, relay)
         self._supervision = Supervision(launch.timeouts)
         self._holder: socket.socket | None = None
+        self._told: int | None = None
+        """The signal that told this launcher to stop."""
         self._starter, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def run(self) -> list[Ending]:
         """Start all, wait for all; returns how they ended, in that order. Raises Interrupted when told to stop."""
         supervision, crew = self._supervision, self._crew
         self._folder.mkdir(parents=True, exist_ok=True)
-        with interruptible(_interrupt) as deaf:
+        with interruptible(self._interrupt) as deaf:
             try:
                 self._start()
                 while not supervision.over(crew.ranks):
@@ -79,6 +81,8 @@ class LocalEngine:
                     for number in supervision.due:
                         crew.signal(number)
                     self._tick()
+                    if self._told is not None:
+                        raise Interrupted(self._told)
             finally:
                 deaf()
                 self._stop()
@@ -216,6 +220,6 @@ class LocalEngine:
             self._holder.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-
-def _interrupt(number: int) -> None:
-    raise Interrupted(number)
+    def _interrupt(self, number: int) -> None:
+        self._told = number  # where Python swallows exceptions, as in a finalizer, the next one is not far
+        raise Interrupted(number)
