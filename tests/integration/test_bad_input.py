@@ -58,7 +58,8 @@ class Stream(IterableDataset):
         return iter(range(8))
 
 mistake = sys.argv[1]
-model = torch.nn.Flatten() if mistake == "no parameters" else torch.nn.Linear(2, 1)
+models = {"no parameters": torch.nn.Flatten, "no shape": lambda: torch.nn.LazyLinear(1)}
+model = models.get(mistake, lambda: torch.nn.Linear(2, 1))()
 source = model if mistake not in ("no parameters", "another model") else torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
 data = Stream() if mistake == "no length" else TensorDataset(torch.zeros(8, 2), torch.zeros(8, 1))
@@ -74,12 +75,13 @@ print("this setup should have been refused")
     ("mistake", "words"),
     [
         ("no parameters", ["model has no parameters"]),
+        ("no shape", ["lazy parameters", "call it once before setup"]),
         ("no length", ["loader has no length", "IterableDataset"]),
         ("another model", ["optimizer holds 2 parameters that the model does not have"]),
         ("small batch", ["global_batch is 1", "at least the number of workers, 2"]),
         ("gradients", ["gradients is 'exact'", "'local'", "'visible'"]),
     ],
-    ids=["no-parameters", "no-length", "another-model", "small-batch", "gradients"],
+    ids=["no-parameters", "no-shape", "no-length", "another-model", "small-batch", "gradients"],
 )
 def test_a_wrong_setup_is_refused_in_one_sentence_for_all_workers(
     mistake: str, words: list[str], tmp_path: Path

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -158,6 +159,8 @@ def check(model: torch.nn.Module, optimizer: Optimizer) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     if not own:
         raise UsageError("the model has no parameters; there is nothing to train")
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        raise UsageError("the model has lazy parameters, whose shape is not known yet; call it once before setup")
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = sum(id(parameter) not in own for parameter in held)
     if foreign:
