@@ -174,6 +174,9 @@ class Samples:
 
     def _draws(self, seat: Seat, request: Enter) -> bool:
         """Whether it is for this worker to draw the order of the next epoch; a worker may evaluate by itself."""
+        drawing = [other.request for other in self._seats.values() if other.state is State.DRAWING]
+        if any(isinstance(other, Enter) and other.loader == request.loader for other in drawing):
+            return False
         alone = not request.training and not self._policy.lockstep
         return alone or seat.rank == min(self._seats.trained or self._seats)
 
