@@ -442,7 +442,7 @@ def test_the_table_of_workers_fits_its_card(name: str, opened: dict[str, Watched
 # -- pictures --------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_runs_fits_its_card_however_long_their_strategies(browser: Browser, tmp_path: Path) -> None:
+def test_runs_stand_side_by_side_however_long_their_strategies(browser: Browser, tmp_path: Path) -> None:
     specs = ["sync", "mesh:data=2,pipeline=2,microbatches=8,schedule=zero-bubble,sync=k-batch-async:k=2"]
     words = [word for spec in specs for word in ("-s", spec)]
     outcome = finished([PACELINE, "simulate", *words, "--updates", "20", "--out", "predicted"], tmp_path)
@@ -451,6 +451,7 @@ def test_the_table_of_runs_fits_its_card_however_long_their_strategies(browser: 
     find = "document.querySelector('[data-figure=comparison]')"
     wide, room = watched(f"(card => [card.scrollWidth, card.clientWidth])({find})")
     assert wide <= room
+    assert watched(OVERLAPS) == []
     watched.page.close()
 
 
