@@ -442,6 +442,19 @@ def test_the_table_of_workers_fits_its_card(name: str, opened: dict[str, Watched
 # -- pictures --------------------------------------------------------------------------------------------------------
 
 
+def test_runs_stand_side_by_side_however_long_their_strategies(browser: Browser, tmp_path: Path) -> None:
+    specs = ["sync", "mesh:data=2,pipeline=2,microbatches=8,schedule=zero-bubble,sync=k-batch-async:k=2"]
+    words = [word for spec in specs for word in ("-s", spec)]
+    outcome = finished([PACELINE, "simulate", *words, "--updates", "20", "--out", "predicted"], tmp_path)
+    assert outcome.code == 0, outcome.err
+    watched = Watched(browser, (tmp_path / "predicted" / "report.html").as_uri())
+    find = "document.querySelector('[data-figure=comparison]')"
+    wide, room = watched(f"(card => [card.scrollWidth, card.clientWidth])({find})")
+    assert wide <= room
+    assert watched(OVERLAPS) == []
+    watched.page.close()
+
+
 def test_every_visible_figure_becomes_a_picture(tmp_path: Path) -> None:
     lines = [step(rank, 100 + 0.01 * n, 0.01 + 0.001 * rank, n) for n in range(60) for rank in (0, 1)]
     write_script(tmp_path, join(0, 99.0) + join(1, 99.0) + "".join(lines), "events.jsonl")

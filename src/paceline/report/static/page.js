@@ -197,7 +197,10 @@ function compare(runs, main) {
   const grid = make("div", { className: "grid section" }, ...plots.map((plot) => plot.card));
   main.append(table, grid);
   const names = runs.map((run) => run.name);
-  const sideways = { yaxis: { autorange: "reversed", type: "category" }, bargap: 0.35 };
+  const labels = names.map((name) => name.match(/.{1,26}(?:[,:\s]|$)|.{1,26}/g) || [name]);
+  const lines = labels.length * Math.max(...labels.map((label) => label.length));
+  if (lines > 12) for (const plot of [plots[0], plots[3]]) plot.box.style.height = `${140 + 18 * lines}px`;
+  const sideways = { yaxis: { autorange: "reversed", type: "category", tickvals: names, ticktext: labels.map((label) => label.join("<br>")) }, bargap: 0.35 };
   plots[0].draw([{ type: "bar", orientation: "h", y: names, x: runs.map((run) => run.samples_per_second), marker: { color: names.map((_, n) => RUNS[n % RUNS.length]) }, hovertemplate: "%{x:.4g} samples/s<extra></extra>" }], { ...sideways, xaxis: { title: { text: "samples per second" } }, showlegend: false });
   for (const [plot, over, title] of [[plots[1], "seconds", "seconds"], [plots[2], "updates", "updates"]]) {
     plot.card.hidden = !metric;
