@@ -194,6 +194,17 @@ def test_a_deadlock_is_said_to_be_one() -> None:
     assert told.verdict.startswith("deadlock: after 3 updates 4 workers wait")
 
 
+def test_of_a_mesh_every_worker_is_told_of_and_waits_in_its_pipeline() -> None:
+    on = Cluster(workers=4, compute=Constant(1.0), factors=(1.0, 1.0, 1.0, 3.0))
+    told, _ = simulate("mesh:data=2,pipeline=2,microbatches=4,sync=async", on, updates=50)
+    assert told.workers == len(told.waiting) == len(told.computing) == len(told.in_flight) == 4
+    assert told.waiting[:2] == pytest.approx([0.2, 0.2])  # (p - 1) / (m + p - 1)
+    assert told.waiting[2] > 0.6
+    assert told.waiting[3] < 0.1
+    left, _ = simulate("mesh:data=2,tensor=2,sync=k-sync:k=1", on, updates=50)
+    assert left.starved == [2, 3]
+
+
 def test_gradients_that_are_never_used_do_not_run_forever() -> None:
     told = Engine(Picky(range(4)), Cluster(workers=4, compute=Constant(1.0)), 0).run(100, "picky")
     assert told.verdict is not None

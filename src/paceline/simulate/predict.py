@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -146,12 +146,11 @@ class _Question:
             raise UsageError(f"strategy '{mesh}': sync is '{mesh.sync}'; it must be a data-parallel strategy")
         source = np.random.default_rng(self.seed)
         replicas = [_part(cluster, number * split, split) for number in range(mesh.data)]
-        lengths = [
-            self._steps(mesh, mesh.pipeline, mesh.tensor, _STEPS, source, replica).makespan for replica in replicas
-        ]
-        typical = float(np.median([steps.mean() for steps in lengths]))
-        factors = tuple(float(steps.mean()) / typical for steps in lengths) if cluster.factors or cluster.own else ()
-        pooled = np.concatenate([steps / steps.mean() * typical for steps in lengths])
+        steps = [self._steps(mesh, mesh.pipeline, mesh.tensor, _STEPS, source, replica) for replica in replicas]
+        lengths = [one.makespan for one in steps]
+        typical = float(np.median([one.mean() for one in lengths]))
+        factors = tuple(float(one.mean()) / typical for one in lengths) if cluster.factors or cluster.own else ()
+        pooled = np.concatenate([one / one.mean() * typical for one in lengths])
         # Every device of a replica sends its own part, all at once.
         wide = [(number, _wider(replica.narrowest(), split)) for number, replica in enumerate(replicas)]
         whole = dataclasses.replace(
@@ -173,6 +172,7 @@ class _Question:
         else:
             told = asked.policy(between)
         told.strategy = str(mesh)
+        _apart(told, steps, mesh.tensor)
         return told
 
     def _steps(
@@ -247,6 +247,25 @@ def _part(cluster: Cluster, first: int, count: int) -> Cluster:
         cores=cluster.cores and cluster.cores.of(range(first, first + count)),
         links=tuple((rank - first, link) for rank, link in cluster.links if first <= rank < first + count),
     )
+
+
+def _apart(told: Result, steps: Sequence[Evaluated], degree: int) -> None:
+    """From replicas to the workers that each is made of: what they wait for in its pipeline, they wait, too."""
+    busy = [np.repeat(one.busy.mean(axis=0) / one.makespan.mean(), degree).tolist() for one in steps]
+    each = len(busy[0])
+    told.workers *= each
+    told.waiting = [
+        waits + computes * (1 - share)
+        for waits, computes, shares in zip(told.waiting, told.computing, busy, strict=True)
+        for share in shares
+    ]
+    told.computing = [
+        computes * share for computes, shares in zip(told.computing, busy, strict=True) for share in shares
+    ]
+    told.communicating = [part for part in told.communicating for _ in range(each)]
+    told.starved = [each * replica + place for replica in told.starved for place in range(each)]
+    told.bubble = float(np.mean([one.bubble for one in steps]))
+    told.in_flight = [kept for one in steps for kept in np.repeat(one.in_flight, degree).tolist()]
 
 
 def _wider(link: Link, times: int) -> Link:
