@@ -31,6 +31,19 @@ def test_a_scripts_model_is_cut_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "cut.svg").read_text().startswith("<svg")
 
 
+def test_devices_and_links_may_all_be_different(tmp_path: Path) -> None:
+    script = write_script(tmp_path, SCRIPT.replace("{layers}", "8"))
+    command = [PACELINE, "plan", "--partition", str(script), "--stages", "3"]
+    told = json.loads(finished([*command, "--memory", "1GB,0:350kB", "--json"], tmp_path).out)
+    assert (
+        told["stages"][0]["last"] == 1
+    )  # a layer is 66 kB, four times that with its gradient and the optimizer's state
+    slow = json.loads(finished([*command, "--bandwidth", "unlimited,2:1kB/s", "--json"], tmp_path).out)
+    assert slow["slowest"] > 1 > told["slowest"]
+    outcome = finished([*command, "--replicate", "--memory", "1GB,0:2GB"], tmp_path)
+    assert outcome.code == 2 and "--replicate is for devices and links that are all alike" in outcome.err
+
+
 def test_more_stages_than_layers_are_refused_in_one_sentence(tmp_path: Path) -> None:
     script = write_script(tmp_path, SCRIPT.replace("{layers}", "4"))
     outcome = finished([PACELINE, "plan", "--partition", str(script), "--stages", "9"], tmp_path)

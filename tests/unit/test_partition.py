@@ -40,7 +40,8 @@ def brute(
             if number:
                 crossing = costs[bounds[number] - 1].bytes
                 over += crossing
-                worst = max(worst, 2 * crossing / bandwidth if crossing else 0.0)
+                link = min(bandwidth, device.bandwidth)
+                worst = max(worst, 2 * crossing / link if crossing else 0.0)
         if math.isfinite(worst) and (best is None or (worst, over) < best):
             best = (worst, over)
     return best
@@ -49,15 +50,22 @@ def brute(
 @settings(max_examples=150, deadline=None)
 @given(
     costs=st.lists(st.tuples(lengths, lengths, st.integers(0, 50), st.integers(0, 20)), min_size=4, max_size=9),
-    paces=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=4),
-    memory=st.sampled_from([math.inf, 400.0, 800.0]),
+    each=st.lists(
+        st.tuples(
+            st.sampled_from([0.5, 1.0, 2.0]),
+            st.sampled_from([math.inf, 400.0, 800.0]),
+            st.sampled_from([math.inf, 20.0]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
     bandwidth=st.sampled_from([math.inf, 5.0, 100.0]),
 )
 def test_on_chains_it_is_the_optimum_by_brute_force(
-    costs: list[tuple[float, float, int, int]], paces: list[float], memory: float, bandwidth: float
+    costs: list[tuple[float, float, int, int]], each: list[tuple[float, float, float]], bandwidth: float
 ) -> None:
     known = [Cost(*one) for one in costs]
-    devices = [Device(pace=pace, memory=memory) for pace in paces]
+    devices = [Device(pace=pace, memory=memory, bandwidth=link) for pace, memory, link in each]
     best = brute(known, devices, bandwidth, 4)
     if best is None:
         with pytest.raises(UsageError, match="the model does not fit"):
@@ -66,7 +74,8 @@ def test_on_chains_it_is_the_optimum_by_brute_force(
     found = partition(chain(known), devices, bandwidth=bandwidth, microbatches=4)
     assert found.slowest == pytest.approx(best[0])
     assert found.bounds[-1] == len(known)
-    assert all(stage.first < stage.last and stage.memory <= memory for stage in found.stages)
+    assert all(stage.first < stage.last for stage in found.stages)
+    assert all(stage.memory <= device.memory for stage, device in zip(found.stages, devices, strict=True))
     assert sum(stage.bytes for stage in found.stages) <= best[1] + 1e-9
 
 
@@ -90,6 +99,21 @@ def test_a_slow_link_moves_the_cut_to_where_little_is_sent() -> None:
     known = [Cost(1.0, 1.0, size, 0) for size in (900, 900, 10, 900, 900, 900, 900, 900)]
     assert partition(chain(known), [Device(), Device()]).bounds[0] == 4
     assert partition(chain(known), [Device(), Device()], bandwidth=100.0).bounds[0] == 3
+
+
+def test_one_slow_link_moves_only_its_cut() -> None:
+    known = [Cost(1.0, 1.0, size) for size in (9, 1, 9, 9, 1, 9)]
+    slow = Device(bandwidth=2.0)
+    assert partition(chain(known), [Device(), Device(), slow]).bounds[1] == 5
+    assert partition(chain(known), [Device(), slow, Device()]).bounds[0] == 2
+
+
+def test_stages_that_are_shared_fit_into_memory_too() -> None:
+    known = [Cost(3.0, 0.0, 0, 100), Cost(1.0, 0.0, 0, 100)]
+    assert replicated(chain(known), 2).slowest == 2.0
+    assert replicated(chain(known), 2, memory=400.0).slowest == 3.0
+    with pytest.raises(UsageError, match="the model does not fit"):
+        replicated(chain(known), 2, memory=300.0)
 
 
 def test_a_skip_connection_counts_in_every_cut_that_it_crosses() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -42,17 +42,22 @@ def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
     console = Console(stderr=True)
     with console.status("tracing the model and measuring its operations"):
         sheet = sheet_of(script, arguments, wish.microbatches)
-    link = {
-        "bandwidth": math.inf if wish.bandwidth is None else quantities.rate("--bandwidth", wish.bandwidth),
-        "latency": 0.0 if wish.latency is None else quantities.seconds("--latency", wish.latency),
-    }
+    latency = 0.0 if wish.latency is None else quantities.seconds("--latency", wish.latency)
     # A batch that is not cut goes through the stages one after the other.
     microbatches = max(1, min(wish.microbatches, sheet.batch // sheet.microbatch))
     if wish.replicate:
-        cut = replicated(sheet.problem(), wish.stages, microbatches=microbatches, **link)
+        same = {"bandwidth": devices[0].bandwidth, "memory": devices[0].memory}
+        cut = replicated(sheet.problem(), wish.stages, microbatches=microbatches, latency=latency, **same)
     else:
-        cut = partition(sheet.problem(), devices, schedule=wish.schedule, microbatches=microbatches, slack=0.02, **link)
-    schedule = predicted(sheet, cut, devices, spec.schedule, microbatches, **link)
+        cut = partition(
+            sheet.problem(),
+            devices,
+            latency=latency,
+            schedule=wish.schedule,
+            microbatches=microbatches,
+            slack=0.02,
+        )
+    schedule = predicted(sheet, cut, devices, spec.schedule, microbatches, latency)
     formula = bubble(wish.schedule, len(cut.stages), microbatches)
     title = f"{script.name} in {len(cut.stages)} stages, {microbatches} microbatches, {wish.schedule}"
     if wish.figure is not None:
@@ -80,20 +85,45 @@ def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
 
 
 def _devices(wish: Wish) -> list[Device]:
-    memory = math.inf if wish.memory is None else quantities.size("--memory", wish.memory)
-    paces = [1.0] * wish.stages
-    for text in wish.paces:
-        who, _, pace = text.partition(":")
+    def pace(name: str, text: str) -> float:
         try:
-            value = float(pace)
+            value = float(text)
         except ValueError:
             value = math.nan
-        if not who.isdecimal() or int(who) >= wish.stages or not 0 < value < math.inf:
-            raise UsageError(
-                f"--pace '{text}': write STAGE:PACE, a stage from 0 to {wish.stages - 1} and a number above 0"
-            )
-        paces[int(who)] = value
-    return [Device(pace=pace, memory=memory) for pace in paces]
+        if not 0 < value < math.inf:
+            raise UsageError(f"{name} is '{text}'; it must be a number above 0")
+        return value
+
+    paces = _of_each(wish.stages, "--pace", wish.paces, 1.0, pace)
+    memories = _of_each(wish.stages, "--memory", _listed(wish.memory), math.inf, quantities.size)
+    rates = _of_each(wish.stages, "--bandwidth", _listed(wish.bandwidth), math.inf, quantities.rate)
+    devices = [
+        Device(pace=pace, memory=memory, bandwidth=rate)
+        for pace, memory, rate in zip(paces, memories, rates, strict=True)
+    ]
+    if wish.replicate and any(device != devices[0] for device in devices):
+        raise UsageError("--replicate is for devices and links that are all alike: which of them share a stage is open")
+    return devices
+
+
+def _listed(text: str | None) -> list[str]:
+    return [] if text is None else text.split(",")
+
+
+def _of_each(
+    stages: int, name: str, texts: Sequence[str], default: float, read: Callable[[str, str], float]
+) -> list[float]:
+    """A value for each stage: those that are not told theirs have the one that is given without a stage."""
+    values: dict[int, float] = {}
+    for text in texts:
+        who, colon, value = text.strip().rpartition(":")
+        if not colon:
+            default = read(name, value)
+            continue
+        if not who.isdecimal() or int(who) >= stages:
+            raise UsageError(f"{name} '{text}': write STAGE:VALUE, with a stage from 0 to {stages - 1}")
+        values[int(who)] = read(name, value)
+    return [values.get(stage, default) for stage in range(stages)]
 
 
 def predicted(
@@ -102,7 +132,6 @@ def predicted(
     devices: Sequence[Device],
     schedule: str,
     microbatches: int,
-    bandwidth: float = math.inf,
     latency: float = 0.0,
 ) -> Evaluated:
     """One step of it, by the simulator."""
@@ -114,14 +143,15 @@ def predicted(
         backward.append(sum(cost.backward for cost in costs) / pace)
     weights = np.array([backward]) / 2 if schedule.startswith("zero-bubble") else None
     rest = np.array([backward]) / 2 if weights is not None else np.array([backward])
-    over = max((stage.bytes for stage in cut.stages), default=0)
+    links = [devices[min(number, len(devices) - 1)].bandwidth for number in range(len(cut.stages))]
+    over = max(stage.bytes / link for stage, link in zip(cut.stages, links, strict=True))
     return evaluate(
         "1f1b" if schedule == "interleaved" else schedule,
         microbatches,
         np.array([forward]),
         rest,
         weights,
-        transfer=latency + over / bandwidth,
+        transfer=latency + over,
     )
 
 

@@ -57,14 +57,23 @@ def plan(
         ),
     ] = "",
     memory: Annotated[
-        str | None, typer.Option(help="Of parameters, gradients and versions together, at most: 2GB.")
+        str | None,
+        typer.Option(
+            help="Of parameters, gradients and versions together, at most: 2GB. With --partition of each device: "
+            "2GB,1:1GB if one has less."
+        ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Of each of the two profile runs.")] = 15.0,
     slow: Annotated[
         list[str] | None, typer.Option(metavar="WHO:HOW", help="As in paceline run, for the profile. Repeatable.")
     ] = None,
     latency: Annotated[str | None, typer.Option(help="Plan for links with this latency, one way: 50us.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="Plan for links of this bandwidth: 1Gbit/s.")] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for links of this bandwidth: 1Gbit/s. With --partition 1Gbit/s,2:1Mbit/s if one is slower."
+        ),
+    ] = None,
     split: Annotated[bool, typer.Option("--split", help="Also models that are split over devices.")] = False,
     layers: Annotated[
         int | None,

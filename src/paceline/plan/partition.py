@@ -31,6 +31,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """How quick it is: 0.5 takes twice as long."""
     memory: float = math.inf
     """Bytes that it has."""
+    bandwidth: float = math.inf
+    """Bytes per second of its link to the stage before."""
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +122,7 @@ def partition(
 ) -> Partition:
     """One stage per device, in their order.
 
+    bandwidth: of all links; one that a device knows to be slower counts as that.
     slack: how much slower than the best the slowest stage may be, as a share, for fewer bytes over the cuts.
     """
     count, points = len(devices), len(problem.points)
@@ -129,12 +132,12 @@ def partition(
             f"{count} stages are too many: ask for {points - 1} or fewer"
         )
     kept = kept_in_flight(schedule, count, microbatches)
-    transfer = np.where(problem.over > 0, 2 * (problem.over / bandwidth + latency), 0.0)
+    transfers = [_transfer(problem, min(bandwidth, device.bandwidth), latency) for device in devices]
 
     def worst(stage: int, last: int) -> Numbers:
         """What a stage that ends at this point takes, by where it begins; infinite where it has no room."""
         device = devices[stage]
-        taken = np.maximum(problem.before(last) / device.pace, transfer[:last] if stage else 0.0)
+        taken = np.maximum(problem.before(last) / device.pace, transfers[stage][:last] if stage else 0.0)
         return np.where(problem.memory(last, kept[stage]) <= device.memory, taken, np.inf)
 
     best = _programme(count, points, worst, np.maximum)
@@ -155,11 +158,14 @@ def partition(
         problem.stage(first, last, device.pace, keep)
         for first, last, device, keep in zip(starts, ends, devices, kept, strict=True)
     ]
-    return Partition(stages=stages, slowest=_slowest(stages, transfer, starts))
+    moved = [float(transfer[start]) for transfer, start in zip(transfers, starts, strict=True)]
+    return Partition(stages=stages, slowest=max(*(stage.seconds for stage in stages), *moved))
 
 
-def _slowest(stages: list[StagePlan], transfer: Numbers, starts: list[int]) -> float:
-    return max(*(stage.seconds for stage in stages), *(float(transfer[start]) for start in starts))
+def _transfer(problem: Problem, bandwidth: float, latency: float) -> Numbers:
+    """Seconds that a microbatch takes over a cut at each point, there and back."""
+    taken: Numbers = np.where(problem.over > 0, 2 * (problem.over / bandwidth + latency), 0.0)
+    return taken
 
 
 def _programme(
@@ -187,11 +193,17 @@ def _programme(
 
 
 def replicated(
-    problem: Problem, devices: int, *, bandwidth: float = math.inf, latency: float = 0.0, microbatches: int = 8
+    problem: Problem,
+    devices: int,
+    *,
+    bandwidth: float = math.inf,
+    latency: float = 0.0,
+    microbatches: int = 8,
+    memory: float = math.inf,
 ) -> Partition:
     """Any number of stages on equal devices, of which several may share the microbatches of one stage."""
     points = len(problem.points)
-    transfer = np.where(problem.over > 0, 2 * (problem.over / bandwidth + latency), 0.0)
+    transfer = _transfer(problem, bandwidth, latency)
     table = np.full((devices + 1, points), np.inf)
     choice: dict[tuple[int, int], tuple[int, int]] = {}
     table[0, 0] = 0.0
@@ -203,7 +215,10 @@ def replicated(
                 if share > 1:
                     parameters = np.array([problem.stage(first, last, 1.0, 0).parameters for first in range(last)])
                     agree = 2 * (share - 1) / share * parameters / bandwidth / microbatches
-                own = problem.before(last) / share + agree
+                # As many microbatches are on their way as there are devices from here on, shared by those of the stage.
+                flying = min(microbatches, -(-(devices - used + share) // share))
+                room = problem.memory(last, flying) <= memory
+                own = np.where(room, problem.before(last) / share + agree, np.inf)
                 before = table[used - share, :last]
                 total = np.maximum(np.maximum(before, own), transfer[:last])
                 first = int(np.argmin(total))
@@ -211,6 +226,11 @@ def replicated(
                     table[used, last] = total[first]
                     choice[used, last] = (first, share)
     used = int(np.argmin(table[:, points - 1]))
+    if not math.isfinite(table[used, points - 1]):
+        raise UsageError(
+            f"the model does not fit: no cut for {devices} devices leaves each stage within its device's memory; give "
+            "it more devices, fewer microbatches, or more memory"
+        )
     last, found = points - 1, []
     while last:
         first, share = choice[used, last]
