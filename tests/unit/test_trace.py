@@ -218,3 +218,27 @@ def test_a_bubble_is_what_devices_idle_of_a_step() -> None:
     assert parse_strategy(spec) is not None
     assert bubbles.formula(spec) == pytest.approx(1 / 3)  # of the two microbatches that there were
     assert bubbles.formula("all-reduce") is None
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.second(self.drop(torch.relu(self.first(value)))))
+
+
+def test_what_is_drawn_does_not_depend_on_where_the_model_is_cut() -> None:
+    x = torch.randn(4, 8)
+    chain = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))
+    for known in (GraphTrace(Dropping(), (x,), {}), ChainTrace(chain)):
+        results = []
+        for cut in range(1, len(known.operations)):
+            value: Any = [x]
+            for first, last in ((0, cut), (cut, len(known.operations))):
+                torch.manual_seed(7 << 40)
+                value = known.part(first, last).run(value)
+            results.append(value[0])
+        assert (results[0] == 0).any()
+        assert all(torch.equal(result, results[0]) for result in results)

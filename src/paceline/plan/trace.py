@@ -53,6 +53,15 @@ class Part:
     """Whether it draws random numbers."""
 
 
+_OPERATIONS = 0xF_FFFF
+"""Bits of a seed that tell operations apart."""
+
+
+def draw_for(number: int) -> None:
+    """Let what one operation draws depend on the seed and on the operation alone, wherever the model is cut."""
+    torch.default_generator.manual_seed(torch.default_generator.initial_seed() & ~_OPERATIONS | number)
+
+
 class Trace(ABC):
     """A model as operations."""
 
@@ -155,10 +164,13 @@ class ChainTrace(Trace):
 
     def part(self, first: int, last: int) -> Part:
         layers = [layer for _, layer in self._layers[first:last]]
+        draws = [_draws(layer) for layer in layers]
 
         def run(values: Sequence[Value]) -> list[Value]:
             (value,) = values
-            for layer in layers:
+            for number, (layer, random) in enumerate(zip(layers, draws, strict=True), first):
+                if random:
+                    draw_for(number)
                 value = layer(value)
             if not isinstance(value, torch.Tensor):
                 raise UsageError(
@@ -169,7 +181,7 @@ class ChainTrace(Trace):
 
         own = nn.ModuleList(layers)
         takes, gives = self.ends(first, last)
-        return Part(takes, gives, run, tuple(own.parameters()), tuple(own.buffers()), _draws(own))
+        return Part(takes, gives, run, tuple(own.parameters()), tuple(own.buffers()), any(draws))
 
     def _inseparable(self, source: int, target: int) -> bool:
         return bool(getattr(self._layers[target][1], "inplace", False))
@@ -304,12 +316,14 @@ class GraphTrace(Trace):
                 (parameters if isinstance(value, nn.Parameter) else buffers)[id(value)] = value
             return known[node]
 
-        for node in self._nodes[first:last]:
+        for number, node in enumerate(self._nodes[first:last], first):
+            if _is_random(node):
+                random = True
+                graph.call_function(draw_for, (number,))
             known[node] = copy = graph.node_copy(node, copied)
             if _is_quiet(node):
                 operation: Any = node.target
                 copy.target, copy.args = _without_gradients, (operation, *copy.args)
-            random = random or _is_random(node)
             if isinstance(node.target, LayerCall):
                 parameters.update((id(value), value) for value in node.target.layer.parameters())
                 buffers.update((id(value), value) for value in node.target.layer.buffers())

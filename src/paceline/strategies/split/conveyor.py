@@ -57,7 +57,8 @@ class Batch(Protocol):
     def given(self, number: int, microbatch: int) -> Any:
         """An input of the model."""
 
-    def seed(self, stage: int, microbatch: int) -> int: ...
+    def seed(self, microbatch: int) -> int:
+        """For what is drawn; each operation makes its own of it."""
 
     def surroundings(self) -> contextlib.AbstractContextManager[Any]:
         """What the forward pass of a microbatch is to be run in."""
@@ -146,7 +147,7 @@ class Conveyor:
             around.enter_context(batch.surroundings())
             around.enter_context(torch.set_grad_enabled(batch.training))
             if stage.part.random:
-                around.enter_context(_seeded(batch.seed(stage.index, microbatch)))
+                around.enter_context(_seeded(batch.seed(microbatch)))
             made = [whole(value) for value in stage.part.run([taken[number] for number in stage.part.takes])]
         given = dict(zip(stage.part.gives, made, strict=True))
         if stage.index == self._last:

@@ -76,8 +76,8 @@ class Passage:
             return self._shares.rows(value, microbatch)
         return value
 
-    def seed(self, stage: int, microbatch: int) -> int:
-        mixed = hash((self.call.seed, self.call.number, stage, microbatch))
+    def seed(self, microbatch: int) -> int:
+        mixed = hash((self.call.seed, self.call.number, microbatch))
         return mixed & 0x7FFF_FFFF_FFFF_FFFF
 
     def surroundings(self) -> contextlib.AbstractContextManager[Any]:
