@@ -12,7 +12,6 @@ import ctypes
 import itertools
 import os
 import random
-import select
 import signal
 import socket
 import subprocess
@@ -215,11 +214,12 @@ class Proxy:
     def _accept(self) -> None:
         if self._host is not None:
             _enter(self._host.name)
+        self._listener.settimeout(0.2)  # closing it elsewhere would not wake this thread
         while not self._ended.is_set():
-            if not select.select([self._listener], [], [], 0.2)[0]:
-                continue
             try:
                 near, _ = self._listener.accept()
+            except TimeoutError:
+                continue
             except OSError:
                 return
             self.accepted += 1

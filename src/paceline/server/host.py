@@ -107,7 +107,9 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     try:
-        return not select.select([descriptor], [], [], 0)[0]
+        waiting = select.poll()  # a process may have more files open than select() can tell apart
+        waiting.register(descriptor, select.POLLIN)
+        return not waiting.poll(0)
     finally:
         os.close(descriptor)
 
