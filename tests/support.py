@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -206,6 +207,22 @@ def state_of(pid: int) -> str:
 
 def shared_files() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def left_behind(before: set[str]) -> set[str]:
+    """What is new in /dev/shm and in nobody's hands: other programs keep files there, too, and use them."""
+    new = shared_files() - before
+    return new - _in_use() if new else new
+
+
+def _in_use() -> set[str]:
+    """Of the files in /dev/shm, those that a living process has mapped or open."""
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found |= set(re.findall(r" /dev/shm/(\S+)$", (process / "maps").read_text(), re.MULTILINE))
+            found |= {name.removeprefix("/dev/shm/") for name in map(os.readlink, (process / "fd").iterdir())}
+    return found
 
 
 def free_port() -> int:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from paceline.cluster.checkpoints import newest_checkpoint
 from paceline.cluster.membership import Members, come_together
-from paceline.cluster.process import keep_freed_memory
+from paceline.cluster.process import import_compiler_late, keep_freed_memory
 from paceline.config import (
     AllReduce,
     Launch,
@@ -41,15 +41,11 @@ from paceline.events.summary import merge
 from paceline.parameters.travel import pack, unpack
 from paceline.parameters.variables import Mirrored, PerReplica
 from paceline.policies import POLICIES, make_policy
-from paceline.strategies import TRAINERS, Make, Options, Surroundings, Trainer
-from paceline.strategies.all_reduce import AllReduceTrainer
-from paceline.strategies.alone import AloneTrainer
+from paceline.strategies import ALONE, PROFILING, Make, Options, Surroundings, Trainer, load, trainer_of
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
 from paceline.strategies.choosing import is_whole
-from paceline.strategies.elastic import ElasticAllReduceTrainer
 from paceline.strategies.homeward import Homeward
-from paceline.strategies.profiling import ProfilingTrainer
 from paceline.strategies.stopwatch import Stopwatch, Turns
 from paceline.transport import Intent
 
@@ -126,6 +122,7 @@ class Team:
         self._writes_summary = launch.folder is None and self._folder is not None
         self._members: Members = come_together(place, launch, timeouts or launch.timeouts, self._say)
         self._left_before = self._find_checkpoint() if len(self._members.machines) > 1 else None
+        import_compiler_late()
         if self._started_with > 1:
             keep_freed_memory()
         self._trainer: Trainer | None = None
@@ -248,22 +245,20 @@ class Team:
         self._model, self._optimizer = model, optimizer
         self._trainer = kind(model, optimizer, options, around)
         self._trainer.updated = self._after_update
-        if isinstance(self._trainer, ElasticAllReduceTrainer):
-            self._trainer.lost = self._lose
+        self._trainer.lost = self._lose
         self._turns = Turns(self._stopwatch)
         shared = [self._share(loader, global_batch, balance) for loader in loaders]
         return (model, optimizer, *shared)
 
     def _kind(self) -> Make:
         if self._launch.profiling is not None:
-            return ProfilingTrainer
+            return load(PROFILING)
         elastic = self._launch.elastic or self._launch.joins is not None
         if self._started_with == 1 and not (elastic and type(self.strategy) in POLICIES):
-            return AloneTrainer
+            return load(ALONE)
         if isinstance(self.strategy, Pipeline | Tensor | Mesh):
             self._demand_one_machine(elastic)
-        kind = TRAINERS[type(self.strategy)]
-        return ElasticAllReduceTrainer if elastic and kind is AllReduceTrainer else kind
+        return trainer_of(type(self.strategy), elastic=elastic)
 
     def _demand_one_machine(self, elastic: bool) -> None:
         """A split model's workers are in the middle of each other's work; whole replicas can be sharded instead."""

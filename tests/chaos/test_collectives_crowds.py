@@ -30,7 +30,7 @@ from faults import (
     prepared,
 )
 from groups import run_group
-from support import shared_files, state_of, wait_until
+from support import left_behind, shared_files, state_of, wait_until
 from torch import distributed
 
 from paceline import collectives
@@ -249,7 +249,7 @@ def test_nothing_is_left_of_a_group_that_failed(tmp_path: Path) -> None:
         start = time.monotonic()
     assert time.monotonic() - start < SOON
     assert all(state_of(pid) == "" for pid in pids)
-    wait_until(lambda: shared_files() <= before, 5, "/dev/shm to be as it was")
+    wait_until(lambda: not left_behind(before), 5, "/dev/shm to be as it was")
 
 
 def descriptors() -> int:

@@ -16,8 +16,8 @@ from support import (
     drill,
     finished,
     free_port,
+    left_behind,
     listening,
-    shared_files,
     started,
     state_of,
     wait_until,
@@ -288,8 +288,7 @@ def assert_nothing_is_left(run: Run, port: int, after_launcher: float) -> None:
     took = wait_until(lambda: run.ended, 8, "the launcher to end")
     left = min(after_launcher, 8 - took)
     wait_until(lambda: not run.processes(), left, "all processes of the run to end with the launcher")
-    # Other programs come and go there too: what counts is what stays.
-    wait_until(lambda: shared_files() <= run.shared_before, 5, "/dev/shm to be as it was")
+    wait_until(lambda: not left_behind(run.shared_before), 5, "/dev/shm to be as it was")
     # A process gives up its memory, by which we know it, an instant before its sockets.
     wait_until(lambda: can_listen(port), 2, "the port to be free")
 

@@ -20,7 +20,7 @@ from support import (
     Run,
     finished,
     free_port,
-    shared_files,
+    left_behind,
     started,
     state_of,
     wait_until,
@@ -328,7 +328,7 @@ def test_every_worker_learns_that_a_server_died(strategy: str, servers: int, vic
         assert f"paceline: server {victim} was killed by signal 9 (SIGKILL)" in outcome.err
         assert outcome.tracebacks == 0
         assert run.processes() == []
-        assert shared_files() <= run.shared_before
+        assert not left_behind(run.shared_before)
 
 
 @pytest.mark.parametrize(("servers", "victim"), [(1, 0), (2, 1)])
@@ -375,7 +375,7 @@ def assert_nothing_is_left(run: Run | QuickRun, number: signal.Signals) -> None:
     run.process.send_signal(number)
     took = wait_until(lambda: run.ended, 8, "the launcher to end")
     wait_until(lambda: not run.processes(), 8 - took, "all processes of the run to end with the launcher")
-    wait_until(lambda: shared_files() <= run.shared_before, 5, "/dev/shm to be as it was")
+    wait_until(lambda: not left_behind(run.shared_before), 5, "/dev/shm to be as it was")
     outcome = run.finish()
     if number == signal.SIGKILL:
         assert outcome.code == -signal.SIGKILL
@@ -408,7 +408,7 @@ def test_a_script_that_torchrun_starts_brings_its_own_server(by_torchrun: Outcom
     assert run.noted("end-0")
     assert run.noted("end-1")
     wait_until(lambda: not run.processes(), 2, "the server to end with its workers")
-    wait_until(lambda: shared_files() <= run.shared_before, 5, "/dev/shm to be as it was")
+    wait_until(lambda: not left_behind(run.shared_before), 5, "/dev/shm to be as it was")
     assert [path.name for path in (run.cwd / "temporary").iterdir() if path.name.startswith("paceline")] == []
 
 

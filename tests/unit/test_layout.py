@@ -136,3 +136,34 @@ def test_the_layout_is_the_same_on_every_worker() -> None:
     first, second = Layout(parameters(), 4), Layout(parameters(), 4)
     assert [(slot.offset, slot.stride) for slot in first.slots] == [(slot.offset, slot.stride) for slot in second.slots]
     assert [flat.shards for flat in first.flats] == [flat.shards for flat in second.flats]
+
+
+def sized(*megabytes: float) -> Named:
+    return [
+        (str(index), torch.nn.Parameter(torch.empty(int(size * (1 << 20)) // 4, device="meta")))
+        for index, size in enumerate(megabytes)
+    ]
+
+
+def test_in_stripes_every_owner_has_a_part_of_every_large_parameter() -> None:
+    layout = Layout(sized(16, 0.1, 64, 0.1, 16), 3, striped=True)
+    assert [[slot.name for slot in flat.slots] for flat in layout.flats] == [["0"], ["1"], ["2"], ["3"], ["4"]]
+    for flat in layout.flats:
+        sizes = [stop - start for start, stop in flat.shards]
+        assert sum(sizes) == flat.count
+        assert max(sizes) - min(sizes) <= 16
+    assert [slot.name for slot in layout.slots] == ["0", "1", "2", "3", "4"]
+
+
+def test_stripes_join_small_neighbours() -> None:
+    layout = Layout(sized(1, 1, 1, 1, 1, 8, 0.5, 0.5), 2, striped=True)
+    assert [[slot.name for slot in flat.slots] for flat in layout.flats] == [
+        ["0", "1", "2", "3"],
+        ["4"],
+        ["5"],
+        ["6", "7"],
+    ]
+
+
+def test_whole_parameters_are_not_striped() -> None:
+    assert len(Layout(sized(16, 16), 2, whole=True, striped=True).flats) == 1

@@ -33,14 +33,18 @@ _CHUNK = 4 << 20
 """Bytes of files in one answer."""
 
 _SWEEP = """
-import fcntl, os, shutil, sys
+import fcntl, os, shutil, sys, time
 if os.fork():
     os._exit(0)
 sys.stdin.buffer.read()
 try:
     with open(os.path.join(sys.argv[1], ".lock"), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(sys.argv[1], ignore_errors=True)
+        for _ in range(100):  # a worker that is just being ended may still write there
+            shutil.rmtree(sys.argv[1], ignore_errors=True)
+            if not os.path.exists(sys.argv[1]):
+                break
+            time.sleep(0.1)
 except OSError:
     pass
 """

@@ -8,8 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+_MARKED = "__dynamo_disable"
+"""Where torch keeps the form of a function that its compiler leaves alone."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 _BFLOAT16 = """
@@ -43,6 +47,32 @@ def return_freed_memory() -> None:
     """The opposite, where glibc's own defaults end up once a program has freed something large."""
     _tune(32 << 20, 64 << 20)
     release_freed_memory()
+
+
+def import_compiler_late() -> None:
+    """Let an optimizer be made without torch's compiler, whose import takes longer than that of torch itself.
+
+    At the first call of some methods torch imports the compiler, to tell it to leave them alone. As long as nobody
+    else has imported it, there is nobody to tell.
+    """
+    from torch.optim import Optimizer
+
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        marked = getattr(Optimizer, name)
+        plain = getattr(marked, "__wrapped__", None)
+        if plain is not None and not hasattr(plain, _MARKED):
+            setattr(plain, _MARKED, _unless_imported(plain, marked))
+
+
+def _unless_imported(plain: Callable[..., Any], marked: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return plain(*args, **kwargs)
+        if getattr(plain, _MARKED, None) is call:
+            delattr(plain, _MARKED)
+        return marked(*args, **kwargs)
+
+    return call
 
 
 def release_freed_memory() -> None:

@@ -1,4 +1,4 @@
-"""Where each parameter lies in the flat buffers, one buffer per dtype, and which worker owns which part of them."""
+"""Where each parameter lies in the flat buffers, each of one dtype, and which worker owns which part of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import torch
 
 _ALIGNMENT = 64
 """Bytes: a parameter and a shard begin on a cache line of their own."""
+_STRIPE = 4 << 20
+"""Bytes from which on a parameter, or neighbours together, have a flat buffer of their own in a striped layout."""
+
+_Members = list[tuple[int, str, torch.nn.Parameter]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flat:
-    """All parameters of one dtype."""
+    """Parameters of one dtype: all of them, or in a striped layout some."""
 
     dtype: torch.dtype
     count: int
@@ -54,18 +58,31 @@ class Layout:
     """The flat buffers of a model, equal on all workers."""
 
     def __init__(
-        self, parameters: Iterable[tuple[str, torch.nn.Parameter]], workers: int, *, whole: bool = False
+        self,
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        workers: int,
+        *,
+        whole: bool = False,
+        striped: bool = False,
     ) -> None:
-        """whole: no parameter is divided between owners; their shards are then only about equal."""
-        by_dtype: dict[torch.dtype, list[tuple[int, str, torch.nn.Parameter]]] = {}
+        """whole: no parameter is divided between owners; their shards are then only about equal.
+
+        striped: every owner has a part of every large parameter, so that over a network what the backward pass makes
+        last goes to all owners at once, and does not crowd the link of one.
+        """
+        by_dtype: dict[torch.dtype, _Members] = {}
         for index, (name, parameter) in enumerate(parameters):
             by_dtype.setdefault(parameter.dtype, []).append((index, name, parameter))
-        self.flats = tuple(_flat(dtype, members, workers, whole) for dtype, members in by_dtype.items())
+        self.flats = tuple(
+            _flat(dtype, part, workers, whole)
+            for dtype, members in by_dtype.items()
+            for part in (_stripes(members) if striped and not whole else [members])
+        )
         self.slots = tuple(sorted((slot for flat in self.flats for slot in flat.slots), key=_index))
         self.size = sum(flat.size for flat in self.flats)
 
     def buffers(self, flat_tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Per parameter, its view of these flat tensors, one tensor per dtype."""
+        """Per parameter, its view of these flat tensors."""
         views: dict[int, torch.Tensor] = {}
         for flat, tensor in zip(self.flats, flat_tensors, strict=True):
             for slot in flat.slots:
@@ -73,7 +90,20 @@ class Layout:
         return [views[slot.index] for slot in self.slots]
 
 
-def _flat(dtype: torch.dtype, members: list[tuple[int, str, torch.nn.Parameter]], workers: int, whole: bool) -> Flat:
+def _stripes(members: _Members) -> list[_Members]:
+    """Neighbours together, until there is enough to divide."""
+    parts: list[_Members] = [[]]
+    size = 0
+    for member in members:
+        if size >= _STRIPE or (parts[-1] and member[2].nbytes >= _STRIPE):
+            parts.append([])
+            size = 0
+        parts[-1].append(member)
+        size += member[2].nbytes
+    return parts
+
+
+def _flat(dtype: torch.dtype, members: _Members, workers: int, whole: bool) -> Flat:
     unit = max(1, _ALIGNMENT // dtype.itemsize)
     offset = 0
     slots = []

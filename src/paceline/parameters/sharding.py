@@ -127,8 +127,7 @@ class ShardedOptimizer:
         self._names = sorted({name for spec in self._spec.values() for name in spec})
         self._chunks = self._make_chunks()
         self._inner = self._make_inner()
-        # Without the profiling and the user's hooks that torch wraps around it: those belong to the whole update.
-        self._raw_step: Callable[[Optimizer], Any] = inspect.unwrap(type(optimizer).step)
+        self._bare_step = _bare_step(optimizer)
         self._unsettled = len(self._own)
         """How many pieces have no state in shared memory yet."""
         self._runs: list[ByGroup] = []
@@ -397,7 +396,7 @@ class ShardedOptimizer:
         inner = self._inner
         for number, group in enumerate(inner.param_groups):
             group["params"] = by_group.get(number, [])
-        self._raw_step(inner)
+        self._bare_step(inner)
         if self._unsettled:
             for piece in pieces:
                 if not piece.settled:
@@ -528,6 +527,12 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
+def _bare_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """Without the profiling and the user's hooks that torch wraps around a step: those belong to the whole update."""
+    step: Callable[[Optimizer], Any] = inspect.unwrap(type(optimizer).step)
+    return step
+
+
 def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """A new optimizer of the same kind, on other parameters; fused where torch can."""
     kind = type(optimizer)
@@ -552,7 +557,8 @@ def _state_spec(optimizer: Optimizer, dtype: torch.dtype) -> list[dict[str, tupl
         probe = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
         probe.grad = torch.zeros(1, dtype=dtype)
         trial = _like(optimizer, [{**_hyperparameters(group), "params": [probe]}])
-        trial.step()
+        with torch.no_grad():
+            _bare_step(optimizer)(trial)
         state = trial.state[probe].items()
         specs.append({name: (v.dim() == 1, v.dtype) for name, v in state if isinstance(v, torch.Tensor)})
     return specs

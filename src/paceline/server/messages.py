@@ -62,6 +62,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int
     pids: list[int] = []
     """Of the workers on the first server's machine, by rank; 0 for the others."""
+    striped: bool = False
+    """Whether every server has a part of every large parameter."""
     replica: int = 1
     """Processes that are one worker to the server; the first of each speaks for all."""
 

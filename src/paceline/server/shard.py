@@ -76,7 +76,8 @@ class Shard:
 
     def __init__(self, plan: Plan, index: int, groups: int, gradients: Memory, versions: Memory, state: Memory) -> None:
         named, optimizer = rebuild(plan)
-        self._layout = layout = Layout(named, plan.servers, whole=type(optimizer) not in ELEMENTWISE)
+        whole = type(optimizer) not in ELEMENTWISE
+        self._layout = layout = Layout(named, plan.servers, whole=whole, striped=plan.striped)
         sizes = Sizes(layout, plan.capacity, groups, plan.compress)
         self.size = layout.size
         """Bytes of all parameters."""
@@ -99,7 +100,7 @@ class Shard:
         """By source, the buffer with the version that it was computed on, and what undoes the scale of its loss."""
         self._newest = 0
         everything = Gradients(layout, [*sources, self._sum] if sources else [self._sum], 0)
-        kind_of_optimizer = ShardedOptimizer if type(optimizer) in ELEMENTWISE else WholeOptimizer
+        kind_of_optimizer = WholeOptimizer if whole else ShardedOptimizer
         self._optimizer = kind_of_optimizer(optimizer, layout, self._versions, everything, index, plan.servers)
         self._optimizer.place(state)
         self._optimizer.adopt_state()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from paceline.config import Auto as AutoStrategy
 from paceline.config import Strategy, parse_strategy
 from paceline.errors import UsageError
-from paceline.plan.choose import Choice, best_policy
 from paceline.policies import Auto, Policy, make_policy
+
+if TYPE_CHECKING:
+    from paceline.plan.choose import Choice
 
 _LONG = 4
 """Times as many steps as wanted, of all workers, after which those that have made too few are left out of account."""
@@ -46,6 +49,8 @@ class Tuner:
         total = sum(map(len, known.values()))
         if few and (total < _LONG * self._wanted * len(known) or any(len(known[one]) < 2 for one in few)):
             return None
+        from paceline.plan.choose import best_policy  # with the whole simulator, which other policies need not wait for
+
         middle = sorted(self._updates)[len(self._updates) // 2]
         thinker = ThreadPoolExecutor(1, "paceline-tuner")
         self._thinking = thinker.submit(best_policy, known, middle)

@@ -1,5 +1,9 @@
-"""How a team trains one model. Each strategy is one file and one line here."""
+"""How a team trains one model. Each strategy is one file and one line here.
 
+A worker imports the one that it trains with: all of them take longer to import than a small run to start.
+"""
+
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -7,20 +11,32 @@ from torch.optim import Optimizer
 
 from paceline.config import AllReduce, Mesh, Pipeline, Strategy, Tensor
 from paceline.policies import POLICIES
-from paceline.strategies.all_reduce import AllReduceTrainer
 from paceline.strategies.base import Options, Surroundings, Trainer
-from paceline.strategies.choosing import mesh
-from paceline.strategies.mesh import MeshTrainer
-from paceline.strategies.parameter_server import ParameterServerTrainer
-from paceline.strategies.pipeline import PipelineTrainer
 
 Make = Callable[[torch.nn.Module, Optimizer, Options, Surroundings], Trainer]
-TRAINERS: dict[type[Strategy], Make] = {
-    AllReduce: AllReduceTrainer,
-    Mesh: mesh,
-    Pipeline: PipelineTrainer,
-    Tensor: MeshTrainer,
-    **dict.fromkeys(POLICIES, ParameterServerTrainer),
+_TRAINERS: dict[type[Strategy], tuple[str, str]] = {
+    AllReduce: ("all_reduce", "AllReduceTrainer"),
+    Mesh: ("choosing", "mesh"),
+    Pipeline: ("pipeline", "PipelineTrainer"),
+    Tensor: ("mesh", "MeshTrainer"),
+    **dict.fromkeys(POLICIES, ("parameter_server", "ParameterServerTrainer")),
 }
+_ELASTIC: dict[type[Strategy], tuple[str, str]] = {AllReduce: ("elastic", "ElasticAllReduceTrainer")}
+"""Where it takes another trainer to go on without a worker."""
+ALONE = ("alone", "AloneTrainer")
+PROFILING = ("profiling", "ProfilingTrainer")
 
-__all__ = ["TRAINERS", "Make", "Options", "Surroundings", "Trainer"]
+
+def trainer_of(strategy: type[Strategy], *, elastic: bool = False) -> Make:
+    """What trains under this strategy."""
+    return load(_ELASTIC.get(strategy, _TRAINERS[strategy]) if elastic else _TRAINERS[strategy])
+
+
+def load(trainer: tuple[str, str]) -> Make:
+    """Import a trainer."""
+    module, name = trainer
+    make: Make = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return make
+
+
+__all__ = ["ALONE", "PROFILING", "Make", "Options", "Surroundings", "Trainer", "load", "trainer_of"]

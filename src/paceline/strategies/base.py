@@ -70,6 +70,8 @@ class Trainer(ABC):
     """Per worker, seconds and samples of its last minibatch; equal on all workers after an update."""
     updated: Callable[[], None] = staticmethod(lambda: None)
     """Called after each update."""
+    lost: Callable[[set[int], bool, list[int]], None] = staticmethod(lambda _ranks, _counted, _takers: None)
+    """Called with those who are gone, whether their last gradients still count, and who takes what they leave."""
     replica: tuple[int, int] | None = None
     """Which replica this worker is of, and how many there are; None where every worker is one."""
     cancels = False

@@ -8,8 +8,6 @@ from torch.optim import Optimizer
 from paceline.config import AllReduce, Mesh, Strategy, parse_strategy
 from paceline.errors import UsageError
 from paceline.strategies.base import Options, Surroundings, Trainer
-from paceline.strategies.mesh import MeshTrainer
-from paceline.strategies.mesh_server import MeshServerTrainer
 
 _SHARDS = (2, 13)
 """The first torch whose FSDP2 can be taken off a model again in the way that is known here."""
@@ -33,5 +31,10 @@ def mesh(model: torch.nn.Module, optimizer: Optimizer, options: Options, around:
         from paceline.strategies.fully_sharded import FullyShardedTrainer  # with much of torch that few need
 
         return FullyShardedTrainer(model, optimizer, options, around)
-    by_all_reduce = isinstance(parse_strategy(around.strategy.sync), AllReduce)
-    return (MeshTrainer if by_all_reduce else MeshServerTrainer)(model, optimizer, options, around)
+    if isinstance(parse_strategy(around.strategy.sync), AllReduce):
+        from paceline.strategies.mesh import MeshTrainer
+
+        return MeshTrainer(model, optimizer, options, around)
+    from paceline.strategies.mesh_server import MeshServerTrainer
+
+    return MeshServerTrainer(model, optimizer, options, around)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,6 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         """What its mean is multiplied with."""
         self._active: list[int] = []
         """Who brought a gradient to the last update, and so still takes part in the epoch."""
-        self.lost: Callable[[set[int], bool, list[int]], None] = lambda _ranks, _counted, _takers: None
-        """Called with those who are gone, whether their last gradients still count, and who takes what they leave."""
         self._say = around.say
         if len(around.members.machines) > 1:
             raise UsageError(

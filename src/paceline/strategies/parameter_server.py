@@ -199,6 +199,7 @@ class ParameterServerTrainer(Trainer):
         self, named: list[tuple[str, torch.nn.Parameter]], options: Options, around: Surroundings, count: int
     ) -> Plan:
         self._named, optimizer, launch = named, self._optimizer, self._launch
+        compress = launch.compress or options.compress
         return Plan(
             workers=self.size,
             capacity=capacity(self.size),
@@ -213,10 +214,11 @@ class ParameterServerTrainer(Trainer):
             defaults=plain(optimizer.defaults),
             parameters=describe(named, optimizer),
             corrections=launch.corrections or list(options.corrections),
-            compress=launch.compress or options.compress,
+            compress=compress,
             scale_lr=options.scale_lr,
             warmup=options.warmup,
             pids=self._pids(),
+            striped=self._spread and count > 1 and codec_class(parse_compression(compress)) is None,
         )
 
     def _pids(self) -> list[int]:
@@ -251,7 +253,7 @@ class ParameterServerTrainer(Trainer):
         """Find everything's place in shared memory; `share` gives a memory of some size, always in the same order."""
         room, optimizer = plan.capacity, self._optimizer
         whole = type(optimizer) not in ELEMENTWISE
-        self._layout = layout = Layout(self._named, plan.servers, whole=whole)
+        self._layout = layout = Layout(self._named, plan.servers, whole=whole, striped=plan.striped)
         sizes = Sizes(layout, room, group_count(plan.strategy, plan.workers), plan.compress)
         gradients, versions = share(sizes.gradients), share(sizes.versions)
         table = share(table_size(room, len(layout.slots)))
