@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checker import violations
 from hosts import Host, hosts
@@ -98,6 +99,27 @@ def test_an_office_that_is_stopped_is_an_error_and_is_not_left_behind(tmp_path: 
     assert results[0].kind in ("WorkerLost", "TeamTimeout") and b.address in results[0].message, results[0]
     assert results[1].kind == "TeamTimeout", results[1]
     assert left == []
+
+
+@pytest.mark.parametrize("away", [True, False], ids=["away", "home"])
+def test_an_office_that_is_killed_is_noticed_long_before_the_timeout(tmp_path: Path, away: bool) -> None:
+    timeouts = Timeouts(join=20.0, meeting=60.0)
+    with (
+        hosts(2) as (a, b),
+        Spread(paced, [a, b], 1, 600, 0.1, folder=tmp_path / "run", servers="lead", timeouts=timeouts) as team,
+    ):
+        _after_first_updates(team)
+        (office,) = _offices(b if away else a)
+        os.kill(office, signal.SIGKILL)
+        killed = time.monotonic()
+        results = team.results(40)
+        assert time.monotonic() - killed < 10.0
+    here, there = results[0 if away else 1], results[1 if away else 0]
+    assert isinstance(here, Failure) and isinstance(there, Failure)
+    assert here.kind in ("WorkerLost", "ServerLost"), here
+    assert "its office, through which its workers are reached, has died" in here.message, here
+    assert (b if away else a).address in here.message
+    assert there.kind in ("ServerLost", "WorkerLost"), there
 
 
 def test_a_slow_link_under_k_async_leaves_the_team_its_pace(tmp_path: Path) -> None:

@@ -278,8 +278,7 @@ class ShardedOptimizer:
                 continue
             self._sum(chunk, weights, scale)
             self._step(self._runs[number] if self._runs else chunk.by_group, chunk.pieces)
-        others = sum(rank != self._rank for rank, _ in weights)
-        return others * self._bytes
+        return self._bytes * len([rank for rank, _ in weights if rank != self._rank])
 
     def _sum(self, chunk: _Chunk, weights: Weights, scale: float) -> None:
         if self.mix is None:

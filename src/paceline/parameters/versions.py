@@ -30,6 +30,8 @@ class Versions:
                 offset += flat.size
             self.buffers.append(flats)
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._pairs: dict[int, list[tuple[torch.nn.Parameter, torch.Tensor]]] = {}
+        """By buffer, the model's parameters and where they lie in it."""
 
     @classmethod
     def memory_size(cls, layout: Layout, buffers: int = 1) -> int:
@@ -53,8 +55,11 @@ class Versions:
 
     def pull(self, buffer: int = 0) -> None:
         """Point the model's parameters at a buffer; on another device than the host, copy it there."""
-        for slot, view in zip(self.layout.slots, self.views(buffer), strict=True):
-            parameter = slot.parameter
+        pairs = self._pairs.get(buffer)
+        if pairs is None:
+            slots = self.layout.slots
+            pairs = self._pairs[buffer] = [(s.parameter, v) for s, v in zip(slots, self.views(buffer), strict=True)]
+        for parameter, view in pairs:
             if parameter.is_cpu:
                 parameter.data = view
             else:

@@ -276,10 +276,12 @@ class Coordinator:
         self._updates.hold(Pushed(ticket, rank, message, groups, used, seat.buffer, rank), staleness)
         decision = self._policy.arrive(Arrival(ticket, rank, message.version))
         self._execute(decision, rank)
-        if any(one.ticket == ticket for one in decision.use):
-            return "used", decision.reason
-        if any(one.ticket == ticket for one in decision.drop):
-            return "dropped", decision.reason
+        for one in decision.use:
+            if one.ticket == ticket:
+                return "used", decision.reason
+        for one in decision.drop:
+            if one.ticket == ticket:
+                return "dropped", decision.reason
         return "held", decision.reason
 
     def _execute(self, decision: Decision, by: int) -> None:

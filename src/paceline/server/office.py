@@ -72,6 +72,8 @@ HOME = 0
 """The machine of rank 0 and of the coordinator."""
 _BEAT = 0.5
 """Seconds between signs of life."""
+_SILENT = 3 * _BEAT
+"""Seconds without a sign of life after which a machine is asked whether anybody listens there."""
 _KNOCK = 0.02
 """Seconds between looks at whether the coordinator has come."""
 _STALLED = 30.0
@@ -264,14 +266,16 @@ class Office:
         heard = [self._control[machine].heard]
         heard += [receiver.heard[machine] for receiver in self._receivers.values()]
         limit = self._charter.timeouts.meeting if self._came else self._charter.timeouts.join
-        if needed and now - max(heard) > limit:
-            self._lose(machine, now - max(heard))
+        silent = now - max(heard)
+        if needed and silent > limit:
+            self._lose(machine, f"was not heard of for {silent:.1f} s; the timeout is {limit:g} s")
+        elif needed and self._came and silent > _SILENT and self._control[machine].deserted():
+            self._lose(machine, "is there, but its office, through which its workers are reached, has died")
 
-    def _lose(self, machine: int, seconds: float) -> None:
-        """A machine has given no sign of life for too long."""
+    def _lose(self, machine: int, how: str) -> None:
+        """A machine can not be reached any more."""
         self._over.add(machine)
-        name = f"machine {machine} ({self._charter.peers[machine].address})"
-        why = f"{name} was not heard of for {seconds:.1f} s; the timeout is {self._charter.timeouts.meeting:g} s"
+        why = f"machine {machine} ({self._charter.peers[machine].address}) {how}"
         self._say(why)
         if self._me == HOME:
             for who in [who for who in self._far if self._where[who] == machine]:

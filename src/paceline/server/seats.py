@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from enum import Enum
@@ -124,8 +123,10 @@ class Seats(dict[int, Seat]):
         return f"{names(ranks)} on {' and '.join(hosts)}" if hosts else names(ranks)
 
     def tell(self, seat: Seat, message: msgspec.Struct) -> None:
-        with contextlib.suppress(Closed):  # its end will be heard
+        try:
             seat.wire.send(message)
+        except Closed:
+            return  # its end will be heard
 
     def renew(self, seat: Seat) -> None:
         """It takes the newest version, and lets go of the one that it has."""

@@ -157,14 +157,15 @@ class Shard:
         """Write the next version, or only make the mean gradient and tell its norm."""
         if message.groups is not None:
             self._optimizer.set_hyperparameters([_tuples(group) for group in message.groups])
-        self._newest = message.old
-        self._bases = {source.buffer: (source.base, source.factor) for source in message.sources}
+        if self._compensate is not None:
+            self._newest = message.old
+            self._bases = {source.buffer: (source.base, source.factor) for source in message.sources}
         weights: Weights = [(source.buffer, source.weight) for source in message.sources]
         used = self._used(message.sources)
         if message.norm is not None:
             return self._collect(message, weights, used)
         self._optimizer.update(weights, used, message.scale, (message.old, message.new))
-        if any(source.buffer == self.collected for source in message.sources):
+        if self._holds and any(source.buffer == self.collected for source in message.sources):
             self._holds, self._used_sum = False, None
         return 0.0
 
@@ -189,6 +190,8 @@ class Shard:
 
     def _used(self, sources: list[Source]) -> list[bytes] | None:
         """Per source, which parameters have a gradient; None if all have, everywhere."""
+        if self._used_sum is None and all(source.used is None for source in sources):
+            return None
         known = {source.buffer: source.used for source in sources}
         if self.collected in known:
             known[self.collected] = self._used_sum

@@ -31,6 +31,8 @@ class Shards:
         self._all(message, lambda: self._own.add(message))
 
     def apply(self, message: Apply) -> list[float]:
+        if not self._others:
+            return [self._own.apply(message)]
         return self._all(message, lambda: self._own.apply(message))
 
     def distance(self, message: Distance) -> float:

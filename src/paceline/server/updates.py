@@ -106,20 +106,22 @@ class Updates:
     def make(self, tickets: list[int], version: int) -> list[Pushed]:
         """Make this version from these gradients, which are not held any longer."""
         start = time.perf_counter()
-        pushes = sorted((self.held.pop(ticket) for ticket in tickets), key=lambda pushed: pushed.rank)
-        total = sum(pushed.mass for pushed in pushes) or 1.0
+        pushes = [self.held.pop(ticket) for ticket in tickets]
+        if len(pushes) > 1:
+            pushes.sort(key=lambda pushed: pushed.rank)
+        total = sum([pushed.mass for pushed in pushes]) or 1.0
         rate = total / sum(pushed.samples for pushed in pushes) if self._plan.corrections else 1.0
         groups = self._hyperparameters(pushes[0].groups, rate, version)
         shelf = self._seats.shelf
         old, new = shelf.newest, shelf.take()
         message = Apply(self._sources(pushes, total), old, new, groups)
-        clip = next((pushed.message.clip for pushed in pushes if pushed.message.clip is not None), None)
-        if clip is not None:
-            message = self._clip(message, *clip)
+        clips = [pushed.message.clip for pushed in pushes if pushed.message.clip is not None]
+        if clips:
+            message = self._clip(message, *clips[0])
         self._shards.apply(message)
         shelf.publish(new, version)
         seconds = self.seconds = time.perf_counter() - start
-        read = sum(pushed.message.bytes for pushed in pushes)
+        read = sum([pushed.message.bytes for pushed in pushes])
         used = [pushed.ticket for pushed in pushes]
         self._recorder.add(events.Update(-1, start, seconds, version, read, len(pushes), pushes=used, rate=rate))
         return pushes

@@ -12,6 +12,9 @@ all of it is encrypted and authenticated by CURVE; without, nothing but loopback
 from __future__ import annotations
 
 import contextlib
+import errno
+import select
+import socket
 import time
 import zlib
 from collections import Counter, deque
@@ -118,8 +121,10 @@ class Sender:
         """When the other end last gave a sign of life."""
         self.again = 0
         """Frames that were sent again."""
+        self._knocking: socket.socket | None = None
 
     def connect(self, address: str, port: int) -> None:
+        self._address = (address, port)
         self.socket.setsockopt(zmq.IPV6, ":" in address)
         self._endpoint = f"{_tcp(address)}:{port}"
         self.socket.connect(self._endpoint)
@@ -133,6 +138,24 @@ class Sender:
             self._progress = now
             self.socket.disconnect(self._endpoint)
             self.socket.connect(self._endpoint)
+
+    def deserted(self) -> bool:
+        """Whether the other machine says that nobody listens there any more; it is asked once, and heard later.
+
+        ZeroMQ itself goes on trying, since whoever listens might come back; here nobody does.
+        """
+        if self._knocking is None:
+            family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+            self._knocking = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            return self._knocking.connect_ex(self._address) == errno.ECONNREFUSED
+        answered = select.poll()
+        answered.register(self._knocking, select.POLLOUT)
+        if not answered.poll(0):
+            return False
+        refused = self._knocking.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED
+        self._knocking.close()
+        self._knocking = None
+        return refused
 
     @property
     def room(self) -> int:
@@ -204,6 +227,8 @@ class Sender:
         self.flush()
 
     def close(self) -> None:
+        if self._knocking is not None:
+            self._knocking.close()
         self.socket.disable_monitor()
         self.socket.close(0)
 
