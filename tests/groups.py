@@ -71,11 +71,13 @@ class Pool:
         for _, end in self._members:
             with contextlib.suppress(OSError):  # it may be dead
                 end.send_bytes(pickle.dumps((None, ())))
-        for process, _ in self._members:
+        for process, end in self._members:
             process.join(5.0)
             if process.is_alive():
                 process.kill()
                 process.join()
+            process.close()
+            end.close()
         self._folder.cleanup()
 
     def __enter__(self) -> Pool:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing
 import os
 import pickle
+import runpy
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import paceline
 from paceline.cluster import membership
+from paceline.cluster.process import import_compiler_late
 from paceline.config import Launch, Timeouts
 from paceline.transport import Meeting, Memory
 
@@ -28,8 +34,12 @@ def run_team(
     places: str | None = None,
     more: dict[str, str] | None = None,
     may_die: Sequence[int] = (),
+    joined: bool = True,
 ) -> list[Any]:
-    """What `work(team, *arguments)` returns on each worker, by rank; its exception is raised here if it fails."""
+    """What `work(team, *arguments)` returns on each worker, by rank; its exception is raised here if it fails.
+
+    joined: whether to join the team first; if not, `work` is given None for it.
+    """
     control = Memory.create(Meeting.memory_size(workers))
     launch = launch or Launch(timeouts=Timeouts(meeting=20.0, join=20.0))
     settings = {name: getattr(launch, name) for name in launch.__struct_fields__}
@@ -39,7 +49,7 @@ def run_team(
     ends = []
     for rank in range(workers):
         ours, theirs = context.Pipe(duplex=False)
-        place = (rank, workers, Launch(**settings), places, more or {})
+        place = (rank, workers, Launch(**settings), places, more or {}, joined)
         process = context.Process(target=_member, args=(work, arguments, place, theirs), daemon=False)
         process.start()
         theirs.close()
@@ -63,6 +73,26 @@ def run_team(
     if failure is not None:
         raise AssertionError(failure)
     return results
+
+
+def run_script(
+    script: Path, workers: int, *arguments: str, launch: Launch | None = None, timeout: float = 60.0
+) -> list[tuple[str, str]]:
+    """Run a script on each worker as `paceline run` would, without its launcher: torch need not be imported anew.
+
+    Returns how it ended on each: the name of its exception and what that says, or two empty texts.
+    """
+    return run_team(_script, workers, str(script), arguments, launch=launch, timeout=timeout, joined=False)
+
+
+def _script(_team: None, script: str, arguments: tuple[str, ...]) -> tuple[str, str]:
+    sys.argv = [script, *arguments]
+    os.chdir(Path(script).parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 def run_spread(
@@ -93,12 +123,13 @@ def run_spread(
 def _member(
     work: Callable[..., Any],
     arguments: tuple[Any, ...],
-    place: tuple[int, int, Launch, str | None, dict[str, str]],
+    place: tuple[int, int, Launch, str | None, dict[str, str], bool],
     end: Connection,
 ) -> None:
-    rank, workers, launch, places, more = place
+    rank, workers, launch, places, more, joined = place
     if places is not None:
         membership.machine = lambda: places[rank]
+    import_compiler_late()  # as where torch is imported by a worker
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)
     os.environ.update(
@@ -107,8 +138,10 @@ def _member(
     os.environ.update(launch.to_environment())
     os.environ.update(more)
     try:
-        with paceline.join() as team:
+        with paceline.join() if joined else contextlib.nullcontext() as team:
             value = work(team, *arguments)
+        if not joined:
+            atexit._run_exitfuncs()  # as at the end of a script
         end.send_bytes(pickle.dumps((True, value)))  # by value: torch would hand over shared memory
     except BaseException:
         end.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 from support import PACELINE, finished, write_script
+from teams import run_script
+
+from paceline.config import Launch
 
 FINE = "print('this script should not have run')\n"
 
@@ -71,6 +74,11 @@ print("this setup should have been refused")
 """
 
 
+def test_a_wrong_setup_is_refused_in_one_sentence_for_all_workers(tmp_path: Path) -> None:
+    script = write_script(tmp_path, MISTAKES)
+    refused([PACELINE, "run", script, "--", "no parameters"], tmp_path, "model has no parameters")
+
+
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
@@ -83,14 +91,26 @@ print("this setup should have been refused")
     ],
     ids=["no-parameters", "no-shape", "no-length", "another-model", "small-batch", "gradients"],
 )
-def test_a_wrong_setup_is_refused_in_one_sentence_for_all_workers(
-    mistake: str, words: list[str], tmp_path: Path
-) -> None:
-    script = write_script(tmp_path, MISTAKES)
-    refused([PACELINE, "run", script, "--", mistake], tmp_path, *words)
+def test_every_worker_is_told_what_is_wrong_with_its_setup(mistake: str, words: list[str], tmp_path: Path) -> None:
+    for kind, message in run_script(write_script(tmp_path, MISTAKES), 2, mistake):
+        assert kind == "UsageError"
+        assert "\n" not in message
+        for word in words:
+            assert word in message
 
 
-@pytest.mark.parametrize("option", [["--servers", "2"], ["--correct", "dc-asgd"], ["--compress", "int8"]], ids=str)
-def test_what_is_for_a_server_is_refused_where_there_is_none(option: list[str], tmp_path: Path) -> None:
-    script = write_script(tmp_path, "import paceline\npaceline.join()\n" + FINE)
-    refused([PACELINE, "run", script, *option], tmp_path, option[0], "parameter server", "'all-reduce'")
+SERVED = "import paceline\npaceline.join()\n" + FINE
+
+
+def test_what_is_for_a_server_is_refused_where_there_is_none(tmp_path: Path) -> None:
+    script = write_script(tmp_path, SERVED)
+    refused([PACELINE, "run", script, "--servers", "2"], tmp_path, "--servers", "parameter server", "'all-reduce'")
+
+
+@pytest.mark.parametrize(
+    "launch", [Launch(corrections=["dc-asgd"]), Launch(compress="int8")], ids=["correct", "compress"]
+)
+def test_so_is_what_is_done_to_what_is_pushed(launch: Launch, tmp_path: Path) -> None:
+    for kind, message in run_script(write_script(tmp_path, SERVED), 2, launch=launch):
+        assert (kind, message.count("\n")) == ("UsageError", 0)
+        assert "--correct and --compress are for a parameter server, which 'all-reduce' does not have" in message

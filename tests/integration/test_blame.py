@@ -1,20 +1,20 @@
 """The report names the slow worker, says how slow it is, and in what."""
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import PACELINE, finished, write_script
+from teams import run_script
 
+from paceline.config import Launch, parse_slowness
 from paceline.report.source import open_run
 
 WORKERS, VICTIM, STEPS = 4, 2, 16
 SCRIPT = """
-import json, os, sys, time
+import json, sys, time
 from pathlib import Path
 
 import torch
@@ -69,34 +69,34 @@ for x, y in loader:
     optimizer.zero_grad()
     if mine and where == "elsewhere":
         time.sleep(nap)
-Path(os.environ["OWN"], f"{team.rank}.json").write_text(json.dumps(own))
+Path(f"{team.rank}.json").write_text(json.dumps(own))
 """
 
 
-def train(folder: Path, *options: str, where: str = "-", nap: float = 0.0) -> tuple[dict[str, Any], list[float]]:
+def train(
+    folder: Path, *slow: str, strategy: str | None = None, where: str = "-", nap: float = 0.0
+) -> tuple[dict[str, Any], list[float]]:
     """The facts of a run, and what each worker's own steps took as its script has measured it."""
     (folder / "train.py").write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OWN": str(folder)}
-    command = [
-        sys.executable,
-        "-m",
-        "paceline",
-        "run",
-        "train.py",
-        "--workers",
-        str(WORKERS),
-        "--name",
-        "run",
-        "--quiet",
-        *options,
-    ]
-    subprocess.run([*command, "--", where, str(nap)], check=True, cwd=folder, env=environment, timeout=90)
+    run = folder / "runs" / "run"
+    run.mkdir(parents=True)
+    launch = Launch(strategy=strategy, slow=parse_slowness(slow, WORKERS), folder=str(run))
+    ended = run_script(folder / "train.py", WORKERS, where, str(nap), launch=launch, timeout=90)
+    assert ended == [("", "")] * WORKERS
+    return facts_of(folder)
+
+
+def facts_of(folder: Path) -> tuple[dict[str, Any], list[float]]:
     own = [statistics.mean(json.loads((folder / f"{rank}.json").read_text())) for rank in range(WORKERS)]
     return open_run(folder / "runs" / "run").facts(pictures=False), own
 
 
 def test_of_four_workers_the_slow_one_is_named_with_its_pace_and_what_the_others_waited(tmp_path: Path) -> None:
-    facts, own = train(tmp_path, "--slow", f"{VICTIM}:3")
+    script = write_script(tmp_path, SCRIPT)
+    words = ["run", script, "--workers", str(WORKERS), "--name", "run", "--quiet", "--slow", f"{VICTIM}:3"]
+    outcome = finished([PACELINE, *words, "--", "-", "0"], tmp_path, 90)
+    assert outcome.code == 0, outcome.err
+    facts, own = facts_of(tmp_path)
     assert facts["slow"] == [VICTIM]
     assert f"Worker {VICTIM} is slow" in facts["verdict"][0]
     slow = facts["workers"][VICTIM]
@@ -133,8 +133,7 @@ def test_slowness_of_a_script_s_own_is_named_after_where_it_lies(where: str, tmp
     ],
 )
 def test_slowness_put_on_a_part_of_a_step_is_named_after_it(where: str, strategy: str, tmp_path: Path) -> None:
-    slow = f"{VICTIM}:0.07+exp(0.002)@{where}"
-    facts, _ = train(tmp_path, "--slow", slow, "--strategy", strategy)
+    facts, _ = train(tmp_path, f"{VICTIM}:0.07+exp(0.002)@{where}", strategy=strategy)
     worker = facts["workers"][VICTIM]
     assert (facts["slow"], worker["why"]) == ([VICTIM], where)
     assert max(worker["causes"], key=worker["causes"].__getitem__) == where

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 from typing import Any
 
 
+_LAUNCHED = "PACELINE_LAUNCH"
+"""Is set in workers, as `config.Launch.VARIABLE`: there the script may make its optimizer before it joins the team."""
+
+
 def register() -> None:
     """Let `init_process_group("paceline")` find us; what it needs is loaded when it is called."""
+    if _LAUNCHED in os.environ:
+        from paceline.cluster.process import import_compiler_late
+
+        import_compiler_late()
     from torch import distributed
 
     if not distributed.is_available() or "PACELINE" in distributed.Backend._plugins:
