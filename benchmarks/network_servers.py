@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="on each host")
     parser.add_argument("--rate", type=float, default=1e9, help="of each host's link, in bits per second each way")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=1024, help="samples of a minibatch, for what is hidden")
+    parser.add_argument("--batch", type=int, default=2048, help="samples of a minibatch, for what is hidden")
     parser.add_argument("--steps", type=int, default=4, help="of training, for what is hidden")
     parser.add_argument("--parts", default="servers,rpc,hidden")
     parser.add_argument("--json", type=Path, help="where to write the results, too")

@@ -7,7 +7,6 @@ import os
 import sys
 from typing import Any
 
-
 _LAUNCHED = "PACELINE_LAUNCH"
 """Is set in workers, as `config.Launch.VARIABLE`: there the script may make its optimizer before it joins the team."""
 

@@ -88,12 +88,12 @@ class Shipment:
         while self._queue:
             index = self._queue.popleft()
             start, stop = self._grid.chunks[index]
+            sent = self._sent.get(index)
+            if sent is not None and sent == zlib.crc32(self._memory[start:stop]):
+                continue
             # What is sent must be what is remembered, though the worker may be writing it anew.
             data = bytes(self._memory[start:stop])
-            check = zlib.crc32(data)
-            if self._sent.get(index) == check:
-                continue
-            self._sent[index] = check
+            self._sent[index] = check = zlib.crc32(data)
             return start, data, check
         return None
 

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 
+from paceline.cluster.process import keep_freed_memory
 from paceline.server.office import keep_office
 from paceline.transport.wire import Closed
 
@@ -13,6 +14,7 @@ from paceline.transport.wire import Closed
 def main() -> None:
     address, patience = sys.argv[1], float(sys.argv[2])
     gc.freeze()
+    keep_freed_memory()  # of chunks, which come and go
     try:
         keep_office(address, patience, lambda message: print(f"paceline: {message}", file=sys.stderr, flush=True))
     except Closed:
