@@ -89,7 +89,9 @@ def counted(team: Any) -> list[int]:
     model = _model()
     before = team.world_size
     team.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    return [before, team.world_size]
+    after = team.world_size
+    team.barrier()  # nobody leaves before all have looked
+    return [before, after]
 
 
 def test_how_many_workers_there_are_is_known_on_every_host_at_once(two: list[Host]) -> None:

@@ -32,7 +32,7 @@ for _ in range(int(sys.argv[2])):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        team.report(loss=loss.item())
+            team.report(loss=loss.item())
 """
 
 

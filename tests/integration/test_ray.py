@@ -63,6 +63,7 @@ print(f"ends on {os.environ['RANK']} of {os.environ['LOCAL_WORLD_SIZE']} with {o
 def network() -> Iterator[RayNetwork]:
     with ray_network() as network:
         yield network
+        all_room_is_free(network)
 
 
 @pytest.fixture
@@ -74,8 +75,12 @@ def project(tmp_path: Path) -> Path:
 
 
 def nothing_left(network: RayNetwork) -> None:
-    """No agent, no worker, no folder; and all room is free again."""
+    """No agent, no worker, no folder."""
     wait_until(lambda: not network.agents() and not network.folders(), 20, f"{network.agents()} {network.folders()}")
+
+
+def all_room_is_free(network: RayNetwork) -> None:
+    """Of whatever was run here, nothing holds a place any more."""
     code = "import ray; ray.init(log_to_driver=False); print(ray.available_resources()['CPU'])"
     variables = {**os.environ, **network.variables}
     words = network.inside(sys.executable, "-c", code)

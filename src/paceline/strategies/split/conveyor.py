@@ -1,6 +1,7 @@
 """Runs one worker's stages of a pipeline, operation by operation, in the order of its schedule.
 
-The order is the one that the simulator evaluates. What a stage gives goes straight to every stage that takes it, be it
+The order is the one that the simulator evaluates, but that the first stage does not wait for a gradient that is late as
+long as it can begin its next microbatch. What a stage gives goes straight to every stage that takes it, be it
 the next one or, for a skip connection, a later one; its gradient comes back from each of them. Dtypes and shapes are
 told once for every kind of microbatch, ahead of the first one.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -20,7 +22,7 @@ from paceline.events import Pass, Recorder, Wait
 from paceline.plan.trace import Part
 from paceline.simulate.schedules import Operation
 from paceline.splits.split import whole
-from paceline.transport.mailbox import Mailbox, Sending
+from paceline.transport.mailbox import Mailbox, Receiving, Sending
 
 _backward = torch.autograd.backward
 """As torch has it; a team may put a watch around it."""
@@ -121,17 +123,40 @@ class Conveyor:
         """Values and gradients between two stages of this worker."""
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._sending: list[Sending] = []
+        self._expected: dict[tuple[int, int, int], list[Receiving]] = {}
+        """Gradients that are to come, by stage, value and microbatch."""
 
     def run(self, order: Sequence[Operation], batch: Batch) -> None:
         """Do these operations, one after the other."""
         apart = any(operation.kind == "W" for operation in order)
-        for operation in order:
+        left = deque(order)
+        while left:
+            operation = left.popleft()
+            if left and self._goes_first(left[0], operation):
+                operation, left[0] = left[0], operation
             work = {"F": self._forward, "B": self._backward, "W": self._weights}[operation.kind]
             work(self._chunks[operation.chunk], operation.microbatch, batch, apart)
             if self._mailbox.unsent:
                 # The next operation may wait for others than those to whom this is sent.
                 self._mailbox.attend()
         self._reap()
+
+    def _goes_first(self, following: Operation, operation: Operation) -> bool:
+        """Whether the next forward pass is better done before a backward pass whose gradient has not come yet.
+
+        So a stage that is late now and then keeps nobody waiting. Only the first stage has by itself what a forward
+        pass needs; and it is never more than one ahead, which bounds what has to be kept.
+        """
+        if (operation.kind, following.kind) != ("B", "F") or self._chunks[following.chunk].index:
+            return False
+        stage = self._chunks[operation.chunk]
+        for number, value in self._kept[stage.index, operation.microbatch].given.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                for expected in self._expect(stage, number, value, operation.microbatch):
+                    expected.look()
+                    if not expected.done:
+                        return True
+        return False
 
     def forget(self) -> None:
         """Leave what was begun: the batch will have no backward pass."""
@@ -268,11 +293,27 @@ class Conveyor:
         for taker in self._takers.get(number, ()):
             if self._owners[taker] == self._owners[stage.index]:
                 gradient = self._here.pop((number, taker, microbatch, _GRADIENT))
-            else:
-                gradient = torch.empty(value.shape, dtype=value.dtype)
-                self._receive(self._owners[taker], gradient, _tag(number, taker, microbatch, _GRADIENT))
-            total = gradient if total is None else total + gradient
+                total = gradient if total is None else total + gradient
+        for expected in self._expect(stage, number, value, microbatch):
+            self._await(expected)
+            total = expected.tensor if total is None else total + expected.tensor
+        self._expected.pop((stage.index, number, microbatch), None)
         return total
+
+    def _expect(self, stage: Stage, number: int, value: torch.Tensor, microbatch: int) -> list[Receiving]:
+        """What is to come back for a value from other workers."""
+        key = (stage.index, number, microbatch)
+        if key not in self._expected:
+            self._expected[key] = [
+                self._mailbox.receive(
+                    self._owners[taker],
+                    torch.empty(value.shape, dtype=value.dtype),
+                    _tag(number, taker, microbatch, _GRADIENT),
+                )
+                for taker in self._takers.get(number, ())
+                if self._owners[taker] != self._owners[stage.index]
+            ]
+        return self._expected[key]
 
     def _send(self, to: int, taker: int, number: int, microbatch: int, what: int, value: torch.Tensor) -> None:
         if what == _GRADIENT and self._owners[to] == self._owners[taker]:
@@ -282,12 +323,14 @@ class Conveyor:
         self._sending.append(self._mailbox.send(self._owners[to], value.detach().contiguous(), tag))
 
     def _receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        receiving = self._mailbox.receive(peer, tensor, tag)
+        self._await(self._mailbox.receive(peer, tensor, tag))
+
+    def _await(self, receiving: Receiving) -> None:
         start = time.perf_counter()
         receiving.wait()
         waited = time.perf_counter() - start
         if waited > _NOTABLE:
-            self._recorder.add(Wait(self._rank, start, waited, self._ranks[peer]))
+            self._recorder.add(Wait(self._rank, start, waited, self._ranks[receiving.peer]))
 
     def _reap(self) -> None:
         """Forget what has been received."""

@@ -68,6 +68,9 @@ class Deferred(torch.Tensor):
     """Its shape and dtype, on the meta device."""
     known: Tensor | None
     """The value, once it is there."""
+    leaves: list[Deferred] | None
+    """Those among its arguments, once somebody has asked for them; and its arguments by name."""
+    named: dict[str, Any] | None
 
     @staticmethod
     def made(run: Run, outline: Tensor, number: int) -> Deferred:
@@ -89,6 +92,7 @@ class Deferred(torch.Tensor):
         new.run, new.outline, new.number, new.function = run, outline, number, function
         new.arguments, new.options, new.place, new.known = arguments, options, place, None
         new.autocast = Autocast()
+        new.leaves = new.named = None
         made: Deferred = new
         return made
 
@@ -204,7 +208,7 @@ def _settled(value: Deferred) -> Tensor:
 def worth(value: Deferred) -> Tensor:
     """The value on this worker, made if need be."""
     if value.known is None:
-        inner = [leaf for leaf in pytree.tree_leaves((value.arguments, value.options)) if isinstance(leaf, Deferred)]
+        inner = leaves_of(value)
         if value.function is not None and inner and all(leaf.known is not None for leaf in inner):
             value.known = replay(value, worth, lambda tensor: tensor)
         else:
@@ -285,9 +289,19 @@ def _signature(function: Any) -> inspect.Signature:
 
 def bound(of: Deferred) -> dict[str, Any]:
     """The function's arguments by name, with defaults."""
-    try:
-        given = _signature(of.function).bind(*of.arguments, **of.options)
-    except (TypeError, ValueError):
-        return {}
-    given.apply_defaults()
-    return given.arguments
+    if of.named is None:
+        try:
+            given = _signature(of.function).bind(*of.arguments, **of.options)
+            given.apply_defaults()
+            of.named = given.arguments
+        except (TypeError, ValueError):
+            of.named = {}
+    return of.named
+
+
+def leaves_of(of: Deferred) -> list[Deferred]:
+    """What a value was made of that is deferred as well."""
+    if of.leaves is None:
+        every = pytree.tree_leaves((of.arguments, of.options))
+        of.leaves = [leaf for leaf in every if isinstance(leaf, Deferred)]
+    return of.leaves

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
-from paceline.strategies.split.deferred import Deferred, bound, replay
+from paceline.strategies.split.deferred import Deferred, bound, leaves_of, replay
 
 Tensor = torch.Tensor
 
@@ -60,7 +59,7 @@ class Shares:
                         "batch; let it return a row for every sample, or write microbatches=1"
                     )
                 continue
-            left += _deferred(of)
+            left += leaves_of(of)
             picked = _picked(of)
             if picked is not None and not torch.equal(picked, torch.arange(len(picked))):
                 raise UsageError(
@@ -69,8 +68,8 @@ class Shares:
                 )
             if of.outline.dim():
                 continue
-            name, scalars = _spoken(of.function), [leaf for leaf in _deferred(of) if not leaf.outline.dim()]
-            if len(scalars) < len(_deferred(of)):
+            name, scalars = _spoken(of.function), [leaf for leaf in leaves_of(of) if not leaf.outline.dim()]
+            if len(scalars) < len(leaves_of(of)):
                 if _reduction(of) is None:
                     raise UsageError(
                         f"the loss takes '{name}' over the whole batch, which cannot be put together from "
@@ -111,7 +110,7 @@ class Shares:
             return replay(of, value, lambda tensor: tensor)
         # Another tensor goes with a value if it has as many rows, and the value's rows are the batch's.
         counts = set()
-        for leaf in _deferred(of):
+        for leaf in leaves_of(of):
             if leaf.outline.dim():
                 whole, here = leaf.outline.shape[0], value(leaf).shape[0]
                 if here * self._batch == whole * self._sizes[microbatch]:
@@ -127,7 +126,7 @@ class Shares:
 
         if of.outline.dim():
             return replay(of, value, other)
-        if all(leaf.outline.dim() == 0 for leaf in _deferred(of)):
+        if all(leaf.outline.dim() == 0 for leaf in leaves_of(of)):
             return self._after(of, replay(of, value, other), microbatch)
         if id(of) not in self._counted:
             self._counted[id(of)] = _counted(of)
@@ -138,7 +137,7 @@ class Shares:
 
     def _after(self, of: Deferred, made: Tensor, microbatch: int) -> Tensor:
         """A scalar that was made of scalars."""
-        name, scalars = _spoken(of.function), _deferred(of)
+        name, scalars = _spoken(of.function), leaves_of(of)
         if name in ("add", "sub", "rsub") and len(scalars) == 1:
             # A constant counts once, not once for every microbatch.
             share = self._sizes[microbatch] / self._batch
@@ -149,10 +148,6 @@ class Shares:
     def _weight(self, of: Deferred, microbatch: int) -> float:
         """What the mean over a microbatch counts in the mean over the batch."""
         return 1.0 if _reduction(of) == "sum" else self._sizes[microbatch] / self._batch
-
-
-def _deferred(of: Deferred) -> list[Deferred]:
-    return [leaf for leaf in pytree.tree_leaves((of.arguments, of.options)) if isinstance(leaf, Deferred)]
 
 
 def _picked(of: Deferred) -> Tensor | None:
