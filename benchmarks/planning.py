@@ -21,7 +21,6 @@ from paceline.events import Metric, Update
 from paceline.events.schema import read
 
 WORKERS = 4
-GOAL = 0.76
 SMOOTHED = 8
 """Losses whose mean must be at the goal."""
 FAR, NEAR = 1.5, 1.2
@@ -89,7 +88,7 @@ def slow(cluster: str) -> list[str]:
     return [word for spec in CLUSTERS[cluster] for word in ("--slow", spec)]
 
 
-def planned(cluster: str, folder: Path, seconds: float) -> tuple[str, dict[str, float]]:
+def planned(cluster: str, goal: float, folder: Path, seconds: float) -> tuple[str, dict[str, float]]:
     """What plan picks, and what it predicts for all."""
     words = [
         "plan",
@@ -97,7 +96,7 @@ def planned(cluster: str, folder: Path, seconds: float) -> tuple[str, dict[str, 
         "--workers",
         str(WORKERS),
         "--goal",
-        f"loss={GOAL}",
+        f"loss={goal}",
         "--seconds",
         str(seconds),
         "--json",
@@ -116,30 +115,30 @@ def planned(cluster: str, folder: Path, seconds: float) -> tuple[str, dict[str, 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def measured(cluster: str, strategy: str, seed: int, folder: Path, limit: float) -> float:
+def measured(cluster: str, goal: float, strategy: str, seed: int, folder: Path, limit: float) -> float:
     """Seconds from the beginning of training until the loss is reached; infinite if it is not within the limit."""
     words = ["run", "train.py", "--workers", str(WORKERS), "--strategy", strategy, "--quiet", "--name", "real"]
     with subprocess.Popen(
         command(*words, *slow(cluster), "--seed", str(seed)), cwd=folder, env=ENVIRONMENT, stderr=subprocess.DEVNULL
     ) as process:
         try:
-            return _watch(process, folder / "runs" / "real", limit)
+            return _watch(process, goal, folder / "runs" / "real", limit)
         finally:
             process.terminate()
             process.wait()
 
 
-def _watch(process: "subprocess.Popen[bytes]", run: Path, limit: float) -> float:
+def _watch(process: "subprocess.Popen[bytes]", goal: float, run: Path, limit: float) -> float:
     begin = time.monotonic()
     while process.poll() is None and time.monotonic() - begin < limit + 30:
         time.sleep(0.5)
-        trained, reached = _reached(run)
+        trained, reached = _reached(run, goal)
         if reached is not None or trained > limit:
             return math.inf if reached is None else reached
     return math.inf
 
 
-def _reached(run: Path) -> tuple[float, float | None]:
+def _reached(run: Path, goal: float) -> tuple[float, float | None]:
     """How long it has trained, and when the mean of the last losses reached the goal."""
     first, last = math.inf, -math.inf
     losses: list[tuple[float, float]] = []
@@ -151,7 +150,7 @@ def _reached(run: Path) -> tuple[float, float | None]:
                 losses.append((event.start, event.values.get("loss") or math.inf))
     for end in range(SMOOTHED, len(losses) + 1):
         part = losses[end - SMOOTHED : end]
-        if statistics.fmean(loss for _, loss in part) <= GOAL:
+        if statistics.fmean(loss for _, loss in part) <= goal:
             return last - first, part[-1][0] - first
     return max(0.0, last - first), None
 
@@ -160,6 +159,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--seconds", type=float, default=12.0, help="of each of a plan's two profile runs")
+    options.add_argument("--goal", type=float, default=0.76, help="the loss")
     options.add_argument("--limit", type=float, default=60.0, help="seconds after which a run has not reached the loss")
     options.add_argument("--cluster", action="append", choices=CLUSTERS, help="only these")
     options = options.parse_args()
@@ -170,18 +170,22 @@ def main() -> None:
             # Of uneven workers a fast one looks at the loss.
             (folder / "train.py").write_text(SCRIPT.replace("WITNESS", "3"))
             print(f"{cluster}: planning", file=sys.stderr, flush=True)
-            pick, told = planned(cluster, folder, options.seconds)
+            pick, told = planned(cluster, options.goal, folder, options.seconds)
             times: dict[str, list[float]] = {}
             for strategy in dict.fromkeys((pick, *OTHERS)):
                 print(f"{cluster}: {strategy}", file=sys.stderr, flush=True)
                 best = min((values[0] for values in times.values()), default=math.inf)
-                times[strategy] = [measured(cluster, strategy, 20, folder, min(options.limit, FAR * best))]
+                times[strategy] = [
+                    measured(cluster, options.goal, strategy, 20, folder, min(options.limit, FAR * best))
+                ]
             best = min(values[0] for values in times.values())
             close = [strategy for strategy, values in times.items() if values[0] <= NEAR * best or strategy == pick]
             for number in range(1, options.rounds):
                 for strategy in close:
                     print(f"{cluster}: round {number + 1}: {strategy}", file=sys.stderr, flush=True)
-                    times[strategy].append(measured(cluster, strategy, 20 + number, folder, options.limit))
+                    times[strategy].append(
+                        measured(cluster, options.goal, strategy, 20 + number, folder, options.limit)
+                    )
         middle = {strategy: statistics.median(values) for strategy, values in times.items()}
         first = min(close, key=middle.__getitem__)
         ratio = middle[pick] / middle[first]
