@@ -99,9 +99,9 @@ def test_auto_watches_and_then_goes_on_as_another_policy(tmp_path: Path) -> None
 
 
 def test_auto_survives_the_death_of_a_worker_while_it_watches(tmp_path: Path) -> None:
-    dies = "        if team.rank == 2 and next(count) == 5:\n            os.kill(os.getpid(), 9)\n"
+    dies = "            if team.rank == 2 and next(count) == 5:\n                os.kill(os.getpid(), 9)\n"
     begin = "import itertools, os\ncount = itertools.count()\n"
-    script = begin + SCRIPT.replace("        team.report", dies + "        team.report")
+    script = begin + SCRIPT.replace("            team.report", dies + "            team.report")
     write_script(tmp_path, script)
     words = ["run", "train.py", "--workers", "4", "--strategy", "auto:steps=8", "--name", "auto"]
     done = paceline(tmp_path, *words, "--slow", "all:0.01+exp(0.005)", "--", "2400", "1")
