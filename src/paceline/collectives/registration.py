@@ -7,13 +7,12 @@ import os
 import sys
 from typing import Any
 
-_LAUNCHED = "PACELINE_LAUNCH"
-"""Is set in workers, as `config.Launch.VARIABLE`: there the script may make its optimizer before it joins the team."""
+from paceline.config import Launch
 
 
 def register() -> None:
     """Let `init_process_group("paceline")` find us; what it needs is loaded when it is called."""
-    if _LAUNCHED in os.environ:
+    if Launch.VARIABLE in os.environ:  # in a worker; its script may make an optimizer before it joins the team
         from paceline.cluster.process import import_compiler_late
 
         import_compiler_late()
