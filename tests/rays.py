@@ -77,8 +77,9 @@ class RayNetwork:
         return found
 
     def folders(self) -> list[str]:
-        """That runs keep on the nodes."""
-        return [path.name for path in Path(self.scratch.name).glob("paceline-*")]
+        """That runs keep on the nodes, and what is in them."""
+        scratch = Path(self.scratch.name)
+        return [str(path) for pattern in ("paceline-*", "paceline-*/**/*") for path in scratch.glob(pattern)]
 
     @contextlib.contextmanager
     def run(self, cwd: Path, *words: str | Path, **extra: str) -> Iterator[Run]:

@@ -41,7 +41,7 @@ model, optimizer, loader = team.setup(model, optimizer, loader)
 if options["load"]:
     team.load(options["load"])
 note(f"here-{team.rank}", tracked=int(model[1].num_batches_tracked), version=team._trainer.version)
-number = 0
+number, told = 0, False
 for epoch in range(options["epochs"]):
     for x, y in loader:
         with team.step():
@@ -49,7 +49,8 @@ for epoch in range(options["epochs"]):
             optimizer.step()
             optimizer.zero_grad()
             number += 1
-        if number == 4:
+        if number == 4 and not told:  # a step that is cancelled does not count
+            told = True
             note(f"training-{team.rank}", size=team.world_size)
         if [team.rank, number] == options["leave"]:
             note("left")

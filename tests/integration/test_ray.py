@@ -76,7 +76,10 @@ def project(tmp_path: Path) -> Path:
 
 def nothing_left(network: RayNetwork) -> None:
     """No agent, no worker, no folder."""
-    wait_until(lambda: not network.agents() and not network.folders(), 20, f"{network.agents()} {network.folders()}")
+    try:
+        wait_until(lambda: not network.agents() and not network.folders(), 40, "the end of the run on its nodes")
+    except AssertionError as error:
+        raise AssertionError(f"{network.agents()} and {network.folders()} are left") from error
 
 
 def all_room_is_free(network: RayNetwork) -> None:

@@ -39,8 +39,8 @@ if os.fork():
 sys.stdin.buffer.read()
 try:
     with open(os.path.join(sys.argv[1], ".lock"), "r+b") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for _ in range(100):  # a worker that is just being ended may still write there
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for _ in range(300):  # a worker that is just being ended may still write there
             shutil.rmtree(sys.argv[1], ignore_errors=True)
             if not os.path.exists(sys.argv[1]):
                 break
@@ -59,8 +59,7 @@ class Agent:
 
     def __init__(self, run: str) -> None:
         self._folder = pathlib.Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}-{run}"
-        (self._folder / "farewells").mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._folder.chmod(0o700)
+        self._hold_folder()
         self._said: queue.Queue[tuple[Any, ...]] = queue.Queue(_LINES)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._crew = Crew(self._folder / "farewells", lambda *line: self._say("line", *line))
@@ -70,7 +69,6 @@ class Agent:
         self._asked: socket.socket | None = None
         self._stopping = False
         self._outbox = Outbox(self._folder)
-        self._hold_folder()
         # The processes die with the thread that starts them, and this one lasts as long as the agent.
         self._thread = threading.Thread(target=self._work, name="paceline agent", daemon=True)
         self._thread.start()
@@ -243,8 +241,17 @@ class Agent:
             asked.close()
 
     def _hold_folder(self) -> None:
-        self._lock = (self._folder / ".lock").open("ab")
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        lock = self._folder / ".lock"
+        while True:
+            try:
+                (self._folder / "farewells").mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._folder.chmod(0o700)
+                self._lock = lock.open("ab")
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+                if os.path.samestat(os.fstat(self._lock.fileno()), lock.stat()):
+                    break
+            except FileNotFoundError:
+                pass  # it was just being swept away after another
         self._sweeper = subprocess.Popen(
             [sys.executable, "-S", "-c", _SWEEP, str(self._folder)],
             stdin=subprocess.PIPE,

@@ -53,18 +53,15 @@ class Gradients:
     def memory_size(cls, layout: Layout, workers: int) -> int:
         return workers * layout.size
 
-    def attach(self, made: Callable[[], None] | None = None, large: Callable[[int], None] | None = None) -> None:
-        """Catch gradients as they are made; `made`, if given, is told of each, `large` of which of the large ones.
+    def attach(self, made: Callable[[], None] | None = None, which: Callable[[int], None] | None = None) -> None:
+        """Catch gradients as they are made; `made` or `which`, if given, is told of each, the latter of its number.
 
-        Small ones, and those of parameters that are frozen now and thawed later, are found by `settle`.
+        If nobody is told, small ones are found by `settle`, and so are those of parameters that are thawed later.
         """
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            is_large = view.nbytes >= _LARGE
-            if not parameter.requires_grad or (made is None and not is_large):
+            tell = made if which is None else functools.partial(which, index)
+            if not parameter.requires_grad or (tell is None and view.nbytes < _LARGE):
                 continue
-            tell = made
-            if large is not None and is_large:
-                tell = functools.partial(large, index)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_catcher(view, tell)))
 
     def detach(self) -> None:

@@ -119,7 +119,7 @@ class ParameterServerTrainer(Trainer):
             self._stopwatch.sleep = self._sleep
         away = set(self._machine_of_server) != {around.members.machine}
         early = self._spread and self._feedback is None and away
-        self._gradients.attach(large=self._made if early else None)
+        self._gradients.attach(which=self._made if early else None)
         self._takeover, self._overtime = Takeover(optimizer), None if policy.lockstep else Overtime(optimizer)
         for name, method in (
             ("step", self.step),
