@@ -120,7 +120,8 @@ class Team:
         self.device = _device(place.local_rank)
         self._folder = _folder(launch, name)
         self._writes_summary = launch.folder is None and self._folder is not None
-        self._members: Members = come_together(place, launch, timeouts or launch.timeouts, self._say)
+        reforms = launch.elastic and isinstance(self.strategy, AllReduce)
+        self._members: Members = come_together(place, launch, timeouts or launch.timeouts, self._say, elastic=reforms)
         self._left_before = self._find_checkpoint() if len(self._members.machines) > 1 else None
         import_compiler_late()
         if self._started_with > 1:

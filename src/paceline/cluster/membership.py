@@ -16,9 +16,9 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from paceline.cluster.roster import Roster, call_roll, exchange_ports, machine, open_store
 from paceline.config import Launch, Place, Timeouts
 from paceline.errors import JoinError, TeamTimeout
-from paceline.transport import Intent, Meeting, Memory, SpreadMeeting, Steps
+from paceline.transport import Intent, Meeting, Memory, SpreadMeeting, StarMeeting, Steps
 from paceline.transport.keys import key_of_run
-from paceline.transport.wires import Kind, Wires, connect, with_key
+from paceline.transport.wires import Kind, Wires, compare_clocks, connect, connect_to_first, with_key
 
 __all__ = ["Members", "Pulse", "come_together", "current", "machine"]
 
@@ -86,9 +86,9 @@ class Members:
         self.local = local or self
         """Those of this machine alone, numbered anew; the team itself where all are on one."""
         self.wires = wires
-        """Of the lead of a machine, to the leads of the others."""
+        """Of the lead of a machine, to the leads of the others; in an elastic team of everybody, to rank 0."""
         self.ahead = 0.0
-        """By how much the clock of rank 0's machine is ahead of this one's; a lead knows it."""
+        """By how much the clock of rank 0's machine is ahead of this one's, if there are wires."""
         self.farewell: Callable[[], None] | None = None
         """What is left to do over the wires once this lead has left."""
         self.numbers = itertools.count()
@@ -190,8 +190,13 @@ def current() -> Members | None:
     return _current
 
 
-def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callable[[str], None]) -> Members:
-    """Meet the other members of this team; a second time there is nothing left to do."""
+def come_together(
+    place: Place, launch: Launch, timeouts: Timeouts, say: Callable[[str], None], *, elastic: bool = False
+) -> Members:
+    """Meet the other members of this team; a second time there is nothing left to do.
+
+    elastic: they must be able to agree on who is left, wherever these are.
+    """
     global _current
     if _current is None:
         if launch.joins is not None:
@@ -205,7 +210,7 @@ def come_together(place: Place, launch: Launch, timeouts: Timeouts, say: Callabl
             roster, store = call_roll(place, store, machine(), timeouts)
             token = with_key(roster.token, key_of_run(launch.key))
             roster = msgspec.structs.replace(roster, token=token)
-            _current = _meet_everywhere(place, roster, store, timeouts, say)
+            _current = _meet_everywhere(place, roster, store, timeouts, say, elastic=elastic)
     return _current
 
 
@@ -244,7 +249,7 @@ def _on_its_own(place: Place, timeouts: Timeouts, say: Callable[[str], None]) ->
 
 
 def _meet_everywhere(
-    place: Place, roster: Roster, store: Store, timeouts: Timeouts, say: Callable[[str], None]
+    place: Place, roster: Roster, store: Store, timeouts: Timeouts, say: Callable[[str], None], *, elastic: bool
 ) -> Members:
     """First those of this machine; then, if there are several, all."""
     number = roster.machine_of(place.rank)
@@ -253,19 +258,31 @@ def _meet_everywhere(
     local = _meet_here(here.index(place.rank), len(here), memory, timeouts, say, store=store, ranks=here)
     if len(roster.machines) == 1:
         return local
-    wide = local.share(SpreadMeeting.memory_size(place.world_size))
     assert isinstance(local.meeting, Meeting)
     local.meeting.place = f" on {roster.hosts[number]}"
-    wires = None
-    if place.rank == here[0]:
-        ways = exchange_ports(store, timeouts)
-        wires = connect(number, roster.hosts, roster.token, *ways, (timeouts.join, timeouts.meeting))
-    meeting = SpreadMeeting(place.rank, roster.machines, roster.hosts, local.meeting, wide, wires, say)
+    meeting: SpreadMeeting
+    ways, patience = exchange_ports(store, timeouts), (timeouts.join, timeouts.meeting)
+    wires, at = None, place.rank if elastic else number
+    if elastic:
+        hosts = [roster.hosts[roster.machine_of(rank)] for rank in range(place.world_size)]
+        wires = connect_to_first(place.rank, hosts, roster.token, *ways, patience)
+        meeting = StarMeeting(place.rank, roster.machines, roster.hosts, local.meeting, wires, say)
+    else:
+        wide = local.share(SpreadMeeting.memory_size(place.world_size))
+        if place.rank == here[0]:
+            wires = connect(number, roster.hosts, roster.token, *ways, patience)
+        meeting = SpreadMeeting(place.rank, roster.machines, roster.hosts, local.meeting, wide, wires, say)
     # The leads may have to wait for each other as long as it takes to join.
     meeting.timeouts = msgspec.structs.replace(timeouts, meeting=timeouts.join)
     meeting.meet(Intent.BARRIER)
+    ahead = 0.0 if wires is None else compare_clocks(wires, at, timeouts.join)
+    meeting.meet(Intent.BARRIER)
     meeting.timeouts = timeouts
-    return Members(place.rank, place.world_size, meeting, local._pulse, store, roster=roster, local=local, wires=wires)
+    members = Members(
+        place.rank, place.world_size, meeting, local._pulse, store, roster=roster, local=local, wires=wires
+    )
+    members.ahead = ahead
+    return members
 
 
 def _control_memory(place: Place, number: int, here: list[int], store: Store, timeouts: Timeouts) -> Memory:

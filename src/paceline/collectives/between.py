@@ -62,10 +62,22 @@ def segments(flat: int, bounds: Sequence[Sequence[int]], machines: Sequence[Sequ
 class Between:
     """One worker's connections to those of other machines that own the same."""
 
-    def __init__(self, members: Members, topology: str) -> None:
+    def __init__(
+        self,
+        members: Members,
+        topology: str,
+        left: Sequence[Sequence[int]] | None = None,
+        order: list[int] | None = None,
+    ) -> None:
+        """left: by machine, who is left of an elastic team, where anybody may come to own anything.
+
+        order: of the machines around the ring, if it is known.
+        """
         self._members, self.topology = members, topology
-        machines = members.machines
-        if len({len(ranks) for ranks in machines}) == 1:
+        machines = members.machines if left is None else left
+        if left is not None:
+            name, ranks = "left", [rank for here in machines for rank in here]
+        elif len({len(ranks) for ranks in machines}) == 1:
             name = str(members.local.rank)
             ranks = [ranks[members.local.rank] for ranks in machines]
         else:
@@ -80,11 +92,11 @@ class Between:
         host = members.hosts[members.machine]
         self._gloo = open_gloo(store, self._index[members.rank], len(ranks), host, patience)
         self._gloo._set_default_timeout(self._limit)
-        self.order = list(range(len(machines)))
+        self.order = list(range(len(machines))) if order is None else order
         """Of the machines around the ring."""
         self.links: Links | None = None
         """What was measured, if it was."""
-        if topology in ("auto", "ring") and len(machines) > 2:
+        if topology in ("auto", "ring") and len(machines) > 2 and order is None:
             # Of two machines all orders are the same, and so is what any topology costs.
             self._measure()
         self._chosen: dict[int, str] = {}

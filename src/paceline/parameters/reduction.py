@@ -50,19 +50,29 @@ class SharedReduction(Reduction):
     def shard(self, weights: Weights, used: list[bytes] | None) -> int:
         read = 0
         for number, flat in enumerate(self._layout.flats):
-            parts = tuple(tensors[number] for tensors in self._gradients.flats)
-            start, stop = flat.shards[self._rank]
-            others = sum(rank != self._rank for rank, _ in weights)
-            read += others * (stop - start) * flat.dtype.itemsize
-            if used is None:
-                self._sum(parts, start, stop, weights)
-                continue
-            for slot in flat.slots:
-                first, last = max(start, slot.offset), min(stop, slot.offset + slot.count)
-                contributing = [(rank, weight) for rank, weight in weights if used[rank][slot.index]]
-                if first < last and contributing:
-                    self._sum(parts, first, last, contributing)
+            read += self.stretch(number, *flat.shards[self._rank], weights, used)
         return read
+
+    def stretch(self, number: int, start: int, stop: int, weights: Weights, used: list[bytes] | None) -> int:
+        """Sum a stretch of one of the flats; returns the bytes read from other workers."""
+        flat = self._layout.flats[number]
+        parts = tuple(tensors[number] for tensors in self._gradients.flats)
+        if used is None:
+            self._sum(parts, start, stop, weights)
+        for slot in flat.slots if used is not None else ():
+            first, last = max(start, slot.offset), min(stop, slot.offset + slot.count)
+            contributing = [(rank, weight) for rank, weight in weights if used is not None and used[rank][slot.index]]
+            if first < last and contributing:
+                self._sum(parts, first, last, contributing)
+        return sum(rank != self._rank for rank, _ in weights) * (stop - start) * flat.dtype.itemsize
+
+    def clear(self, number: int, start: int, stop: int, weights: Weights, used: list[bytes] | None) -> None:
+        """Let the sum be zero where nobody here has a gradient: somebody elsewhere may."""
+        for slot in self._layout.flats[number].slots:
+            first, last = max(start, slot.offset), min(stop, slot.offset + slot.count)
+            anybody = any(used is None or used[rank][slot.index] for rank, _ in weights)
+            if first < last and not anybody:
+                self._gradients.flats[self._rank][number][first:last].zero_()
 
     def _sum(self, parts: tuple[torch.Tensor, ...], start: int, stop: int, weights: Weights) -> None:
         step = CHUNK // parts[0].itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -37,8 +38,9 @@ class Places(Protocol):
 class Streams:
     """Of one machine, or at home of all."""
 
-    def __init__(self, charter: Places, home: bool) -> None:
-        self._home = home
+    def __init__(self, charter: Places, home: bool, only: Sequence[int] | None = None) -> None:
+        """only: the ranks whose streams are sent from here; by default those of all of this machine."""
+        self._home, self._only = home, only
         self._folder = None
         if charter.folder is not None:
             self._folder = folder_of(Path(charter.folder), charter.machine) / "streams"
@@ -51,6 +53,8 @@ class Streams:
         if self._folder is None:
             return
         self._names = [name for name, machine in self._machine_of.items() if machine == charter.machine]
+        if only is not None:
+            self._names = [str(rank) for rank in only]
 
     @property
     def complete(self) -> bool:
@@ -91,5 +95,13 @@ class Streams:
 
     def remove(self) -> None:
         """What has been sent home need not stay here."""
-        if self._folder is not None and not self._home:
+        if self._folder is None or self._home:
+            return
+        if self._only is None:
             shutil.rmtree(self._folder.parent, ignore_errors=True)
+            return
+        for name in self._names:
+            (self._folder / f"{name}.jsonl").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of others, there still is something
+            self._folder.rmdir()
+            self._folder.parent.rmdir()

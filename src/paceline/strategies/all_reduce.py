@@ -50,8 +50,8 @@ def on_host(parameters: Iterable[torch.nn.Parameter]) -> bool:
 class AllReduceTrainer(Trainer):
     """One worker's part in training a model by all-reduce."""
 
-    shards_each = 1
-    """Into how many shards per worker the parameters are cut."""
+    _sums = 0
+    """How many places there are for sums, beside the workers' own gradients."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
@@ -88,13 +88,13 @@ class AllReduceTrainer(Trainer):
 
         # Shards are divided among the workers of each machine.
         self._place, self._neighbours = members.local.rank, members.local.size
-        self._layout = layout = Layout(named, self._neighbours * self.shards_each)
+        self._layout = layout = Layout(named, self._shard_count())
         self._table = Table(members, optimizer, len(layout.slots))
         self._reduction: Reduction
         self._spread: SpreadReduction | None = None
         if shareable:
-            memory = members.share(Gradients.memory_size(layout, self._neighbours))
-            self._gradients = Gradients.shared(layout, memory, self._place, self._neighbours)
+            memory = members.share(Gradients.memory_size(layout, self._neighbours + self._sums))
+            self._gradients = Gradients.shared(layout, memory, self._place, self._neighbours + self._sums)
             self._reduction = self._shards = SharedReduction(layout, self._gradients, self._place)
             self._reach_out(around)
         else:
@@ -112,6 +112,10 @@ class AllReduceTrainer(Trainer):
         self._take_over()
 
     # -- setting up --------------------------------------------------------------------------------------------------
+
+    def _shard_count(self) -> int:
+        """Into how many the parameters are cut."""
+        return self._neighbours
 
     def _reach_out(self, around: Surroundings) -> None:
         """To the other machines, if there are any."""

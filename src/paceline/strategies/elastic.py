@@ -7,6 +7,9 @@ dealt out to the others.
 Whoever is lost inside an update leaves its shards half done. So the next version is written into a second buffer, and
 the optimizer's state of a shard is copied before it is changed: its new owner puts the copy back, and makes the shard
 again from the gradients, which all lie in shared memory still, those of the one who is lost, too.
+
+On several machines each has all of this. Whoever is lost in an update breaks an exchange between them, so all make it
+again, from the version before, with the gradients that are left: those of a machine that is gone are gone with it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.cluster.servers import Start, start_servers
-from paceline.errors import UsageError, names
+from paceline.config import AllReduce
+from paceline.errors import JoinError, TeamError, UsageError, names
 from paceline.events import Lost, Reduce, Roster
 from paceline.parameters.reduction import CHUNK, together, weighted_sum
 from paceline.parameters.sharding import ShardedOptimizer
@@ -28,18 +32,19 @@ from paceline.parameters.versions import Versions
 from paceline.strategies.agreement import Agreement
 from paceline.strategies.all_reduce import AllReduceTrainer
 from paceline.strategies.base import Options, Surroundings
+from paceline.strategies.ties import Ties, owner
 from paceline.transport import Intent
 from paceline.transport.futex import Words
 
 _VALUE = struct.Struct("=dd")
 _SHARDS_EACH = 4
 """Shards per worker at the start: what one leaves can then be divided among all others."""
+_TRIES = 8
+"""How often an update is made again though nobody was lost."""
 
 
 class ElasticAllReduceTrainer(AllReduceTrainer):
     """One worker's part in training a model by all-reduce with whoever is left."""
-
-    shards_each = _SHARDS_EACH
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
         self._gone: set[int] = set()
@@ -54,11 +59,13 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         self._active: list[int] = []
         """Who brought a gradient to the last update, and so still takes part in the epoch."""
         self._say = around.say
-        if len(around.members.machines) > 1:
-            raise UsageError(
-                "an elastic run by all-reduce must be on one machine; over several, use a parameter server whose "
-                "policy can spare workers, such as async"
-            )
+        self._ties: Ties | None = None
+        """To other machines."""
+        self._summed: set[int] | None = None
+        """Who was gone when the sums were made that a clipped gradient is in, if there is one."""
+        self._mended = 0
+        """How often connections were made anew for the running update."""
+        self._sums = int(len(around.members.machines) > 1)
         super().__init__(model, optimizer, options, around)
         if self._shard is None or self._visible:
             raise UsageError(
@@ -85,16 +92,30 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         return min(set(range(self._size)) - self._meeting.departed)
 
     def _owner(self, shard: int) -> int:
-        ranks = self.ranks
-        return ranks[shard * len(ranks) // self._cuts]
+        """Who has it on this machine."""
+        here = self._members.machines[self._members.machine]
+        return owner([rank for rank in here if rank not in self._gone], shard, self._cuts)
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
+    def _shard_count(self) -> int:
+        self._cuts = self._size * _SHARDS_EACH
+        return self._cuts
+
+    def _reach_out(self, around: Surroundings) -> None:
+        if len(self._members.machines) > 1:
+            topology = around.strategy.topology if isinstance(around.strategy, AllReduce) else "auto"
+            self._ties = Ties(self._layout, self._gradients, self._members, topology, self._cuts)
+            self._ties.form(())
+            if self._ties.broken:
+                raise JoinError(self._ties.trouble)
+
     def _share_versions(self) -> None:
         members, layout = self._members, self._layout
-        self._cuts = self._size * self.shards_each
         self._versions = versions = Versions(layout, members.share(Versions.memory_size(layout, 2)), 2)
-        if self._rank == 0:
+        if self._ties is not None:
+            members.mirror([slot.parameter for slot in layout.slots])
+        if self._place == 0:
             versions.fill()
         self._meeting.meet(Intent.ALLOCATE)
         versions.pull()
@@ -139,29 +160,63 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
     # -- meetings, at which it shows who is gone ---------------------------------------------------------------------
 
     def _meet(self, intent: Intent, length: int = 0) -> Intent:
-        topic = super()._meet(intent, length)
+        topic = super()._meet(intent, self._own_trouble() if intent is Intent.PUBLISH else length)
         if topic is Intent.UPDATE:
             self._active = [rank for rank, passive in enumerate(self._meeting.passive) if not passive]
-        while gone := set(self._meeting.departed) - self._gone:
-            new = self._lose(gone, counted=topic is Intent.PUBLISH)
-            if topic is not Intent.PUBLISH:
-                break
-            for shard in new:
-                self._update_again(shard)
-            super()._meet(Intent.PUBLISH)
+        if topic is Intent.PUBLISH:
+            self._make_sure()
+        elif gone := set(self._meeting.departed) - self._gone:
+            self._lose(gone)
         if topic is Intent.PUBLISH and self._versions is not None:
             self._buffer ^= 1
             self._versions.pull(self._buffer)
         return topic
 
-    def _lose(self, gone: set[int], counted: bool) -> list[int]:
-        """Go on without these; returns the shards that are this worker's from now on."""
+    def _make_sure(self) -> None:
+        """At the end of an update: make it again until nobody was lost in it."""
+        while True:
+            gone = set(self._meeting.departed) - self._gone
+            if not gone and not self._broken:
+                self._mended = 0
+                return
+            new = self._lose(gone, counted=True) if gone else self._mend()
+            if self._ties is None:
+                for shard in new:
+                    self._update_again(shard)
+            else:
+                self._update_all_again(self._ties)
+            super()._meet(Intent.PUBLISH, self._own_trouble())
+
+    @property
+    def _broken(self) -> bool:
+        """Whether somebody's exchange with another machine has failed in this update."""
+        return self._ties is not None and any(self._meeting.notes[rank][0] for rank in self.ranks)
+
+    def _mend(self) -> list[int]:
+        """A connection between machines has broken, and nobody is known to be lost: have others, and go on."""
+        assert self._ties is not None
+        self._mended += 1
+        if self._mended > _TRIES:
+            raise TeamError(f"an update failed {_TRIES} times though no worker was lost: {self._ties.trouble}")
+        self._ties.form(self._gone)
+        return []
+
+    def _own_trouble(self) -> int:
+        """Bring to a meeting whether this worker's exchange has failed; returns how long that note is."""
+        self._meeting.note[0] = self._ties is not None and self._ties.broken
+        return 1
+
+    def _lose(self, gone: set[int], counted: bool = False) -> list[int]:
+        """Go on without these; returns the shards that are this worker's from now on.
+
+        counted: the gradients that they brought to the update count, where they have not gone with their machine.
+        """
         before = self.present
         died = sorted(rank for rank in gone if not self._meeting.has_left(rank))
         self._gone |= gone
         if self._weight == 1.0 / before:
             self._weight = 1.0 / self.present
-        if self._rank == min(self.ranks):
+        if gone and self._rank == min(self.ranks):
             now = time.perf_counter()
             for rank in died:
                 self._recorder.add(Lost(rank, now))
@@ -171,18 +226,57 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
             self._say(f"{names(sorted(gone))} {word}; {rest} on from version {self.version}")
         self._rate = self._rate.of(self.present)
         new = self._take_shards()
-        self.lost(gone, counted, self._active)
+        if self._ties is not None:
+            self._ties.form(self._gone)
+        kept = {rank for rank in gone if counted and (self._ties is None or self._ties.alive(rank))}
+        for some, counts in ((kept, True), (gone - kept, False)):
+            if some:
+                self.lost(some, counts, self._active)
         return new
 
     def _update_again(self, shard: int) -> None:
         """Make a shard of the next version whose owner was lost while it did, or before."""
         assert self._agreed is not None
+        self._restore(shard)
+        self._update_one(shard, self._agreed)
+
+    def _restore(self, shard: int) -> None:
+        """Let the optimizer's state be what it was before the update that was begun."""
         own = self._owned[shard]
         if self._begun.values[shard * self._begun.step] == (self.version + 1) & 0xFFFFFFFF:
             for start, size in own.ranges():
                 self._state.bytes(start, size)[:] = self._kept.bytes(start, size)
         own.adopt_state()
-        self._update_one(shard, self._agreed)
+
+    def _update_all_again(self, ties: Ties) -> None:
+        """Make this worker's part of the next version from what is left of the gradients."""
+        assert self._agreed is not None
+        before, self._agreed = self._agreed.share, self._left_of(self._agreed)
+        if not self._agreed.weights:  # all are gone with their machines: the version stays what it is
+            self._keep_version()
+            return
+        self._scale *= before / self._agreed.share
+        ties.sum(self._agreed.weights, self._agreed.used)
+        for shard in [] if ties.broken else list(self._owned):
+            self._update_again(shard)
+
+    def _left_of(self, agreed: Agreement) -> Agreement:
+        """The same without the gradients that were lost with their machines."""
+        if self._ties is None:
+            return agreed
+        weights = [(rank, weight) for rank, weight in agreed.weights if self._ties.alive(rank)]
+        part = sum(weight for _, weight in weights) / sum(weight for _, weight in agreed.weights)
+        return agreed._replace(weights=weights, share=agreed.share * part)
+
+    def _keep_version(self) -> None:
+        """Let the next version be the last one, in this worker's shards."""
+        assert self._versions is not None
+        old, new = self._versions.buffers[self._buffer], self._versions.buffers[self._buffer ^ 1]
+        for shard in self._owned:
+            self._restore(shard)
+            for number, flat in enumerate(self._layout.flats):
+                start, stop = flat.shards[shard]
+                new[number][start:stop].copy_(old[number][start:stop])
 
     # -- updating ----------------------------------------------------------------------------------------------------
 
@@ -194,14 +288,24 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
             self._groups = groups
             for shard in self._owned.values():
                 shard.set_hyperparameters(groups)
-        return sum(self._update_one(shard, agreed) for shard in list(self._owned))
+        read = 0
+        if self._ties is not None and (self._clipped is None or self._summed != self._gone):
+            read = self._ties.sum(agreed.weights, agreed.used)
+            if self._ties.broken:
+                return read
+        return read + sum(self._update_one(shard, agreed) for shard in list(self._owned))
 
     def _update_one(self, shard: int, agreed: Agreement) -> int:
         own = self._owned[shard]
         for start, size in own.ranges():
             self._kept.bytes(start, size)[:] = self._state.bytes(start, size)
         self._begun.write(shard, (self.version + 1) & 0xFFFFFFFF)
-        return own.update(agreed.weights, agreed.used, self._scale, (self._buffer, self._buffer ^ 1))
+        move = self._buffer, self._buffer ^ 1
+        if self._ties is None:
+            return own.update(agreed.weights, agreed.used, self._scale, move)
+        anywhere, place = agreed.anywhere(), self._ties.place
+        own.update([(place, 1.0)], None if anywhere is None else [anywhere] * (place + 1), self._scale, move)
+        return 0
 
     def _whole(self, agreed: Agreement) -> float:
         """What makes a mean of the gradients, if one is missing whose samples were counted on."""
@@ -219,11 +323,22 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         while before != self._gone:  # whose part is missing is made by another
             before = set(self._gone)
             start = time.perf_counter()
-            part = self._norm(agreed, norm)
-            self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, 0))
-            _VALUE.pack_into(self._meeting.note, 0, part, 0.0)
+            read = 0
+            if self._ties is not None:
+                agreed = self._left_of(agreed)
+                read = self._ties.sum(agreed.weights, agreed.used)
+            broken = self._ties is not None and self._ties.broken
+            part = 0.0 if broken else self._norm(agreed, norm)
+            self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
+            _VALUE.pack_into(self._meeting.note, 0, part, broken)
             self._meet(Intent.CLIP, _VALUE.size)
-            parts = [_VALUE.unpack_from(self._meeting.notes[rank])[0] for rank in self.ranks]
+            said = {rank: _VALUE.unpack_from(self._meeting.notes[rank]) for rank in self.ranks}
+            if any(failed for _, failed in said.values()) and before == self._gone:
+                self._mend()
+                before = None
+            # Every machine has all parts: those of the first are taken.
+            parts = [said[rank][0] for rank in self._members.machines[0] if rank in said]
+        self._summed = set(self._gone)
         total = together(parts, norm) ** (1.0 if norm == float("inf") else 1.0 / norm)
         self._clipped = min(1.0, limit / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
         return torch.tensor(total, dtype=self._layout.flats[0].dtype)
@@ -231,6 +346,10 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
     def _norm(self, agreed: Agreement, kind: float) -> float:
         """The norm of the mean gradient of this worker's shards, raised to `kind` so that parts can be added."""
         values, scale = [0.0], self._whole(agreed)
+        weights, used = agreed.weights, agreed.used
+        if self._ties is not None:
+            anywhere, place = agreed.anywhere(), self._ties.place
+            weights, used = [(place, 1.0)], None if anywhere is None else [anywhere] * (place + 1)
         for number, flat in enumerate(self._layout.flats):
             step = max(1, CHUNK // flat.dtype.itemsize)
             parts: Sequence[torch.Tensor] = [tensors[number] for tensors in self._gradients.flats]
@@ -238,11 +357,11 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
                 start, stop = flat.shards[shard]
                 for slot in flat.slots:
                     first, last = max(start, slot.offset), min(stop, slot.offset + slot.count)
-                    weights = [(r, w) for r, w in agreed.weights if agreed.used is None or agreed.used[r][slot.index]]
-                    for begin in range(first, last, step) if weights else ():
+                    having = [(rank, weight) for rank, weight in weights if used is None or used[rank][slot.index]]
+                    for begin in range(first, last, step) if having else ():
                         end = min(begin + step, last)
                         total = torch.empty(end - begin, dtype=flat.dtype)
-                        weighted_sum(total, tuple(part[begin:end] for part in parts), weights, scale)
+                        weighted_sum(total, tuple(part[begin:end] for part in parts), having, scale)
                         value = float(torch.linalg.vector_norm(total, kind))
                         values.append(value if kind == float("inf") else value**kind)
         return together(values, kind)

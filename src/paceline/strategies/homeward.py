@@ -1,7 +1,8 @@
 """The events of a team on several machines, on their way to the run's folder where rank 0 is.
 
 Every worker records on its own machine. Now and then the machine's lead sends what was written home, over the wire on
-which it meets the other leads; what is left goes when its workers have ended.
+which it meets the other leads; what is left goes when its workers have ended. In an elastic team, where any of them may
+be lost, each worker sends its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 
 from paceline.cluster.membership import Members
 from paceline.server.streams import Streams
-from paceline.transport import SpreadMeeting
+from paceline.transport import SpreadMeeting, StarMeeting
 from paceline.transport.wires import Kind
 
 _INTERVAL = 0.5
@@ -36,12 +37,15 @@ class _Places(msgspec.Struct, frozen=True):
 
 
 class Homeward:
-    """A lead's part in it."""
+    """One's part in it who has wires."""
 
     def __init__(self, members: Members, folder: Path) -> None:
         self._members = members
         self._home = members.machine == HOME
-        self._streams = Streams(_Places(str(folder), members.machine, members.machines, members.hosts), self._home)
+        self._alone = isinstance(members.meeting, StarMeeting)
+        """Whether each worker sends its own events, on a wire of its own."""
+        places = _Places(str(folder), members.machine, members.machines, members.hosts)
+        self._streams = Streams(places, self._home, [members.rank] if self._alone else None)
         self._next = time.monotonic() + _INTERVAL
         assert members.wires is not None
         assert isinstance(members.meeting, SpreadMeeting)
@@ -51,7 +55,10 @@ class Homeward:
             members.meeting.idle = self._now_and_then
         members.farewell = self._finish
 
-    def _take(self, machine: int, payload: bytes) -> None:
+    def _take(self, number: int, payload: bytes) -> None:
+        machine = number
+        if self._alone:
+            machine = next(index for index, ranks in enumerate(self._members.machines) if number in ranks)
         lines = msgspec.msgpack.decode(payload, type=Lines)
         self._streams.take(machine, lines.name, lines.text)
 
@@ -67,10 +74,11 @@ class Homeward:
             wires.wires[HOME].send(Kind.STREAM, msgspec.msgpack.encode(Lines(name, text)))
 
     def _finish(self) -> None:
-        """This lead's script has ended: what its machine still has to say goes home, once all there have ended."""
+        """This script has ended: what a lead's machine still has to say goes home, once all there have ended."""
         if self._home:
             return
-        self._members.local.wait_until_left()
+        if not self._alone:
+            self._members.local.wait_until_left()
         self._send()
         if self._members.wires is not None:
             self._members.wires.settle(5.0)

@@ -34,21 +34,12 @@ class SpreadReduction(Reduction):
         own = [(self._here.index(rank), weight) for rank, weight in weights if rank in self._here]
         used_here = None if used is None else [used[rank] for rank in self._here]
         if not own or used_here is not None:
-            self._clear(own, used_here)
+            for number, whole in enumerate(self._layout.flats):
+                self.inside.clear(number, *whole.shards[self._rank], own, used_here)
         read = self.inside.shard(own, used_here) if own else 0
         for flat, start, stop, owners in self._segments:
             read += self.between.all_reduce(self._gradients.own[flat][start:stop], owners)
         return read
-
-    def _clear(self, weights: Weights, used: list[bytes] | None) -> None:
-        """Let this machine's sum be zero where nobody here has a gradient: somebody elsewhere may."""
-        for number, flat in enumerate(self._layout.flats):
-            start, stop = flat.shards[self._rank]
-            for slot in flat.slots:
-                first, last = max(start, slot.offset), min(stop, slot.offset + slot.count)
-                anybody = any(used is None or used[index][slot.index] for index, _ in weights)
-                if first < last and not anybody:
-                    self._gradients.own[number][first:last].zero_()
 
     def gather(self) -> int:
         return self.inside.gather()

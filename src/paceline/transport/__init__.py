@@ -3,6 +3,7 @@
 from paceline.transport.meeting import Intent, Meeting
 from paceline.transport.memory import Memory
 from paceline.transport.spread import SpreadMeeting
+from paceline.transport.star import StarMeeting
 from paceline.transport.steps import Steps
 
-__all__ = ["Intent", "Meeting", "Memory", "SpreadMeeting", "Steps"]
+__all__ = ["Intent", "Meeting", "Memory", "SpreadMeeting", "StarMeeting", "Steps"]

@@ -27,10 +27,10 @@ from paceline.transport.memory import Memory
 from paceline.transport.steps import Watch
 from paceline.transport.wires import Kind, Wires
 
-_SLOT = struct.Struct("=qqq")  # intent, length of the note, whether its writer has departed
+SLOT = struct.Struct("=qqq")  # intent, length of the note, whether its writer has departed
 _STATE = struct.Struct("=qqq")  # bytes of a failure, who came last, number of the meeting
-_RANK = struct.Struct("!qqqq")  # rank, intent, length, whether it has departed
-_FRAME = struct.Struct("!qqq")  # number of the meeting, who came last, how many ranks
+RANK = struct.Struct("!qqqq")  # rank, intent, length, whether it has departed
+FRAME = struct.Struct("!qqq")  # number of the meeting, who came last, how many ranks
 _TROUBLE = -1
 """The intent of a member that brings an error."""
 _PAGE = 4096
@@ -82,7 +82,7 @@ class SpreadMeeting:
             [memory.bytes(_PAGE + slot * (turn * self.size + peer), slot) for peer in range(self.size)]
             for turn in (0, 1)
         ]
-        self._payloads = [[slot[_SLOT.size :] for slot in slots] for slots in self._slots]
+        self._payloads = [[slot[SLOT.size :] for slot in slots] for slots in self._slots]
         self._count = 0
         self._carried: Intent | None = None
         self.departed: set[int] = set()
@@ -144,7 +144,7 @@ class SpreadMeeting:
         """The length of `rank`'s note at the last meeting; 0 of somebody who was not there."""
         if rank in self.departed:
             return 0
-        return int(_SLOT.unpack_from(self._slots[self._count & 1][rank])[1])
+        return int(SLOT.unpack_from(self._slots[self._count & 1][rank])[1])
 
     def carry(self, intent: Intent) -> None:
         """The last meeting, attended passively, counts as this member's own next one."""
@@ -197,22 +197,10 @@ class SpreadMeeting:
 
         trouble: something that this member found out on its way here, and that all should know: they all raise it.
         """
-        if self._carried is not None:
-            carried, self._carried = self._carried, None
-            if carried is not intent:
-                raise Mismatch(
-                    f"rank {self.rank} is at {intent.spoken} while the others are at {carried.spoken}: "
-                    "all workers must do the same"
-                )
+        if self._was_carried(intent):
             return intent
         self._refuse_departed(intent)
-        self._count += 1
-        slots = self._slots[self._count & 1]
-        if trouble is not None:
-            text = msgspec.msgpack.encode(Failure.of(trouble))
-            slots[self.rank][_SLOT.size : _SLOT.size + len(text)] = text
-            length = len(text)
-        _SLOT.pack_into(slots[self.rank], 0, int(intent) if trouble is None else _TROUBLE, length, 0)
+        slots = self._bring(intent, length, trouble)
         try:
             self._local.come(intent)
         except TeamError as error:
@@ -232,6 +220,29 @@ class SpreadMeeting:
             self.last = last
         self.notes = self._payloads[self._count & 1]
         return self._agree(intent, slots)
+
+    def _was_carried(self, intent: Intent) -> bool:
+        """Whether the last meeting counts as this one."""
+        if self._carried is None:
+            return False
+        carried, self._carried = self._carried, None
+        if carried is not intent:
+            raise Mismatch(
+                f"rank {self.rank} is at {intent.spoken} while the others are at {carried.spoken}: "
+                "all workers must do the same"
+            )
+        return True
+
+    def _bring(self, intent: Intent, length: int, trouble: TeamError | None) -> list[memoryview]:
+        """Begin the next meeting with what this member brings; returns everybody's places for it."""
+        self._count += 1
+        slots = self._slots[self._count & 1]
+        if trouble is not None:
+            text = msgspec.msgpack.encode(Failure.of(trouble))
+            slots[self.rank][SLOT.size : SLOT.size + len(text)] = text
+            length = len(text)
+        SLOT.pack_into(slots[self.rank], 0, int(intent) if trouble is None else _TROUBLE, length, 0)
+        return slots
 
     def _refuse_departed(self, intent: Intent) -> None:
         if self.departed and intent is not Intent.PASSIVE and not self._spare:
@@ -279,20 +290,20 @@ class SpreadMeeting:
 
     def _topic(self, slots: list[memoryview]) -> Intent:
         """What the members of this machine came for."""
-        found = [_SLOT.unpack_from(slots[rank])[0] for rank in self._here if rank not in self.departed]
+        found = [SLOT.unpack_from(slots[rank])[0] for rank in self._here if rank not in self.departed]
         return Intent(max([intent for intent in found if intent > 0], default=0))
 
     def _agree(self, intent: Intent, slots: list[memoryview]) -> Intent:
         topic = intent
         troubles = []
         for rank, slot in enumerate(slots):
-            other, length, departed = _SLOT.unpack_from(slot)
+            other, length, departed = SLOT.unpack_from(slot)
             if departed or rank in self.departed:
                 self.departed.add(rank)
                 other = 0
             self.passive[rank] = other == 0
             if other == _TROUBLE:
-                text = bytes(slot[_SLOT.size : _SLOT.size + length])
+                text = bytes(slot[SLOT.size : SLOT.size + length])
                 troubles.append(msgspec.msgpack.decode(text, type=Failure).error())
                 continue
             if other in (topic, 0):
@@ -332,12 +343,12 @@ class SpreadMeeting:
         _STATE.pack_into(self._state, 0, len(text), last, self._count)
 
     def _bundle(self) -> list[bytes | memoryview]:
-        parts: list[bytes | memoryview] = [_FRAME.pack(self._count, self.last, len(self._here))]
+        parts: list[bytes | memoryview] = [FRAME.pack(self._count, self.last, len(self._here))]
         for rank in self._here:
             departed = rank in self.departed
             slot = self._slots[self._count & 1][rank]
-            intent, length = (0, 0) if departed else _SLOT.unpack_from(slot)[:2]
-            parts += [_RANK.pack(rank, intent, length, departed), slot[_SLOT.size : _SLOT.size + length]]
+            intent, length = (0, 0) if departed else SLOT.unpack_from(slot)[:2]
+            parts += [RANK.pack(rank, intent, length, departed), slot[SLOT.size : SLOT.size + length]]
         return parts
 
     def _collect(self, topic: Intent) -> int:
@@ -396,24 +407,24 @@ class SpreadMeeting:
             if self._spare or (wire.left and topic is Intent.PASSIVE):
                 self.departed.update(self._machines[number])
                 for rank in self._machines[number]:
-                    _SLOT.pack_into(self._slots[self._count & 1][rank], 0, 0, 0, 1)
+                    SLOT.pack_into(self._slots[self._count & 1][rank], 0, 0, 0, 1)
                 return lead
             reason = "has left the team: its script has ended" if wire.left else "died, or its connection was closed"
             raise WorkerLost(f"{self.where(lead)} {reason}; rank {self.rank} needs it at {topic.spoken}", [lead])
         return None
 
     def _unpack(self, number: int, payload: bytes) -> int:
-        count, last, ranks = _FRAME.unpack_from(payload)
+        count, last, ranks = FRAME.unpack_from(payload)
         if count != self._count:
             raise TeamError(f"{self._hosts[number]} is at meeting {count}, this machine at {self._count}")
-        offset = _FRAME.size
+        offset = FRAME.size
         for _ in range(ranks):
-            rank, intent, length, departed = _RANK.unpack_from(payload, offset)
-            offset += _RANK.size
+            rank, intent, length, departed = RANK.unpack_from(payload, offset)
+            offset += RANK.size
             if rank not in self._machines[number] or not 0 <= length <= self.CAPACITY:
                 raise TeamError(f"what came from {self._hosts[number]} is not a frame of this team")
             slot = self._slots[self._count & 1][rank]
-            _SLOT.pack_into(slot, 0, intent, length, departed)
-            slot[_SLOT.size : _SLOT.size + length] = payload[offset : offset + length]
+            SLOT.pack_into(slot, 0, intent, length, departed)
+            slot[SLOT.size : SLOT.size + length] = payload[offset : offset + length]
             offset += length
         return int(last)

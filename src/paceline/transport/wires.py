@@ -47,6 +47,8 @@ class Kind(IntEnum):
     """Nothing comes any more."""
     CLOCK = 6
     """The time of its sender."""
+    TABLE = 7
+    """The notes of all, at one meeting."""
 
 
 class Wire:
@@ -228,28 +230,58 @@ def connect(
     """
     until = time.monotonic() + patience[0]
     wires: dict[int, Wire] = {}
-    family = socket.AF_INET6 if ":" in hosts[index] else socket.AF_INET
-    with socket.create_server((hosts[index], 0), family=family, backlog=len(hosts)) as server:
+    with _listening(hosts[index], len(hosts)) as server:
         publish(index, server.getsockname()[1])
         for other in range(index):
             connection = _call(hosts[other], find(other), index, token, until)
             wires[other] = Wire(connection, hosts[other], patience[1])
-        while len(wires) < len(hosts) - 1:
-            missing = [hosts[other] for other in range(index + 1, len(hosts)) if other not in wires]
-            server.settimeout(max(0.01, until - time.monotonic()))
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                raise JoinError(
-                    f"{', '.join(missing)} did not call {hosts[index]} in {patience[0]:g} s; "
-                    "are all ports open between the machines?"
-                ) from None
-            caller = _answer(connection, token, until)
-            if caller is None or not index < caller < len(hosts) or caller in wires:
-                connection.close()  # a stranger
-                continue
-            wires[caller] = Wire(connection, hosts[caller], patience[1])
+        _hear_callers(server, wires, {other: hosts[other] for other in range(index + 1, len(hosts))}, token, patience)
     return Wires(dict(sorted(wires.items())))
+
+
+def connect_to_first(
+    rank: int,
+    hosts: list[str],
+    token: bytes,
+    publish: Callable[[int, int], None],
+    find: Callable[[int], int],
+    patience: tuple[float, float],
+) -> Wires:
+    """Wires from every member to rank 0: `hosts` says by rank where each is. The rest is as of `connect`."""
+    until = time.monotonic() + patience[0]
+    if rank:
+        return Wires({0: Wire(_call(hosts[0], find(0), rank, token, until), hosts[0], patience[1])})
+    wires: dict[int, Wire] = {}
+    with _listening(hosts[0], len(hosts)) as server:
+        publish(0, server.getsockname()[1])
+        _hear_callers(server, wires, dict(list(enumerate(hosts))[1:]), token, patience)
+    return Wires(dict(sorted(wires.items())))
+
+
+def _listening(host: str, backlog: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=backlog)
+
+
+def _hear_callers(
+    server: socket.socket, wires: dict[int, Wire], callers: dict[int, str], token: bytes, patience: tuple[float, float]
+) -> None:
+    """Until all of them have called. callers: by their numbers, where they are."""
+    until = time.monotonic() + patience[0]
+    while missing := {number: host for number, host in callers.items() if number not in wires}:
+        server.settimeout(max(0.01, until - time.monotonic()))
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            raise JoinError(
+                f"{', '.join(dict.fromkeys(missing.values()))} did not call {server.getsockname()[0]} in "
+                f"{patience[0]:g} s; are all ports open between the machines?"
+            ) from None
+        caller = _answer(connection, token, until)
+        if caller is None or caller not in missing:
+            connection.close()  # a stranger
+            continue
+        wires[caller] = Wire(connection, callers[caller], patience[1])
 
 
 def with_key(token: bytes, key: str | None) -> bytes:
