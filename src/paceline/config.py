@@ -556,7 +556,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool = False
     """Whether the run goes on, under any strategy, when a worker is lost."""
     joins: str | None = None
-    """This worker joins a run that goes on already: the address of its server."""
+    """This worker joins a run that goes on already: the address of its server, or of its machine's office."""
+    machine: int = 0
+    """The number of the machine on which it joins."""
     profiling: Profiling | None = None
 
     def to_environment(self) -> dict[str, str]:

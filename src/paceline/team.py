@@ -147,7 +147,7 @@ class Team:
             return None
         if self._members.wires is not None and self._launch.record and type(self.strategy) not in POLICIES:
             Homeward(self._members, self._folder)
-        return folder_of(self._folder, self._members.machine)
+        return folder_of(self._folder, self._members.machine if self._launch.joins is None else self._launch.machine)
 
     @property
     def world_size(self) -> int:

@@ -16,7 +16,7 @@ import typer
 from paceline.cli.engines import Engine, prepare
 from paceline.cli.live import LivePage
 from paceline.cli.progress import Progress, shown
-from paceline.cluster.supervision import Ending, Interrupted
+from paceline.cluster.supervision import Ending, Interrupted, failures
 from paceline.cluster.torchrun import become, started_by_torchrun
 from paceline.config import (
     Launch,
@@ -235,7 +235,7 @@ def _carry_out(
     return code, summary
 
 
-_TORCHRUNS = ("workers", "on", "place", "each", "env", "elastic", "restarts", "live", "all_output", "quiet")
+_TORCHRUNS = ("workers", "on", "place", "each", "env", "restarts", "live", "all_output", "quiet")
 """Options of ours about what torchrun does, if it is there."""
 
 
@@ -289,10 +289,8 @@ def _tell(endings: list[Ending], progress: Progress) -> int:
     """Say once what went wrong, and decide the exit code."""
     # Who was started again, or came too late to join, is no loss.
     lost = [ending for ending in endings if ending.spared and not ending.replaced and ending.farewell is None]
-    failed = [ending for ending in endings if ending.failed]
-    if lost and len(lost) == sum(ending.rank >= 0 and not ending.replaced for ending in endings):
-        failed, lost = lost, []  # nobody was left to go on
-    for ending in lost:
+    failed = failures(endings)
+    for ending in lost if not any(ending in failed for ending in lost) else ():
         progress.note(f"warning: {ending.spoken}; the others went on without it")
     if not failed:
         return 0

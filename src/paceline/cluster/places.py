@@ -158,6 +158,11 @@ class Cluster:
                 f"{here}; they must be alike"
             )
 
+    def dismiss(self, agent: Any) -> None:
+        """End one agent, of whom nothing is asked."""
+        with contextlib.suppress(Exception):
+            self._ray.kill(agent)
+
     def release(self, agents: list[Any]) -> None:
         """End the agents and all that they started, give the places back, and take leave of the cluster."""
         ray = self._ray

@@ -21,7 +21,7 @@ from paceline.cluster.checkpoints import newest_checkpoint
 from paceline.cluster.crew import Gone
 from paceline.cluster.places import Cluster, first_line
 from paceline.cluster.servers import Start, arguments_of
-from paceline.cluster.supervision import Ending, Interrupted, Relay, Supervision, interruptible
+from paceline.cluster.supervision import Ending, Interrupted, Relay, Supervision, failures, interruptible
 from paceline.config import Launch
 from paceline.errors import JoinError
 
@@ -68,8 +68,8 @@ class RayEngine:
         self._environment = dict(environment or {})
         self._restarts = self._left = restarts
         """How often something may be started again, and how often it still may."""
-        self._joins: str | None = None
-        """The address of the server that workers can join, once there is one."""
+        self._doors: dict[str, str] = {}
+        """By machine, the address at which workers can join, once there is one."""
         self._hiring: dict[Any, Member] = {}
         """Places whose agent was lost and is being replaced, by the answer that is awaited."""
         self._folder = Path(launch.folder or ".")
@@ -148,7 +148,7 @@ class RayEngine:
 
     def _start(self, attempt: int) -> None:
         self._supervision = Supervision(self._launch.timeouts)
-        self._joins = None
+        self._doors = {}
         if attempt:
             self._send_checkpoint()
         lead = self._members[0]
@@ -178,15 +178,19 @@ class RayEngine:
             "GROUP_RANK": str(member.group),
         }
         member.running.add(member.rank)
-        launch = msgspec.json.encode(msgspec.structs.replace(self._launch, joins=self._joins)).decode()
+        joins = self._doors.get(member.machine)
+        launch = msgspec.structs.replace(self._launch, joins=joins, machine=member.group if joins else 0)
         environment = {**self._common, **self._shared, **own}
-        return member.agent.start.remote(member.rank, self._script, self._arguments, environment, launch)
+        told = msgspec.json.encode(launch).decode()
+        return member.agent.start.remote(member.rank, self._script, self._arguments, environment, told)
 
     def _start_servers(self, start: Start) -> None:
         """The lead has asked for servers: they share memory with the workers of its machine, so there they run."""
         lead = self._members[0]
         self._supervision.spare, self._supervision.joining = start.spare, bool(start.address)
-        self._joins = start.address or None  # without one there is nothing to join
+        if start.address:  # without one there is nothing to join
+            machines = list(dict.fromkeys(member.machine for member in self._members))
+            self._doors = dict(zip(machines, start.doors or [start.address] * len(machines), strict=True))
         for index in range(start.servers):
             lead.running.add(-1 - index)
             lead.agent.serve.remote(index, arguments_of(start, index), self._common)
@@ -296,7 +300,7 @@ class RayEngine:
 
     def _replace(self, member: Member, ending: Ending) -> None:
         """Start a worker again that was lost, if the others go on without it and it can join them."""
-        if not (ending.rank >= 0 and ending.spared and ending.died and self._left and self._joins):
+        if not (ending.rank >= 0 and ending.spared and ending.died and self._left and self._doors):
             return
         self._left -= 1
         ending.replaced = True
@@ -317,18 +321,26 @@ class RayEngine:
             self._note(f"rank {member.rank} could not be started again: {first_line(error)}")
             return None
         member.host, member.machine = facts["host"], facts["machine"]
+        if member.machine not in self._doors:
+            self._note(
+                f"rank {member.rank} could not be started again: there is room for it on {member.host} only, where "
+                "nothing of this run was"
+            )
+            self._cluster.dismiss(member.agent)
+            return None
+        member.group = list(self._doors).index(member.machine)
         self._members[member.rank] = member
         self._start_worker(member)
         return member
 
     def _worth_another(self) -> bool:
         """Whether somebody died, rather than a script being wrong, and the others could not go on without."""
-        failed = [ending for ending in self._supervision.endings if ending.failed]
+        failed = failures(self._supervision.endings)
         wrong = [e for e in failed if not e.died and not (e.farewell is not None and e.farewell.consequence)]
         return not wrong and any(ending.died for ending in failed)
 
     def _announce(self) -> None:
-        first = next(ending for ending in self._supervision.endings if ending.failed and ending.died)
+        first = next(ending for ending in failures(self._supervision.endings) if ending.died)
         checkpoint = newest_checkpoint(self._folder)
         origin = f"with checkpoint {checkpoint.name}" if checkpoint else "from the beginning, as it saved no checkpoint"
         self._note(f"{first.spoken}; the team is started again {origin} ({self._left} restarts left)")

@@ -30,6 +30,8 @@ class Start(msgspec.Struct, frozen=True):
     """Whether the run can go on when a worker is lost."""
     first: int = 0
     """The number of the first of them."""
+    doors: list[str] = []
+    """By machine, the address at which workers join that are started there, if there are several."""
 
 
 class Dismiss(msgspec.Struct, frozen=True, tag=True, array_like=True):

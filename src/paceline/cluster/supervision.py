@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import msgspec
 
@@ -63,6 +63,14 @@ class Ending:
             hint = _HINT if -self.code == signal.SIGILL else ""
             return f"{who} was killed by signal {-self.code} ({signal.Signals(-self.code).name}){hint}"
         return f"{who} ended with exit code {self.code}"
+
+
+def failures(endings: Iterable[Ending]) -> list[Ending]:
+    """Those that a run failed by: of workers that could be spared, all if nobody was left to go on."""
+    endings = list(endings)
+    workers = [ending for ending in endings if ending.rank >= 0 and not ending.replaced]
+    alone = bool(workers) and all(ending.code != 0 for ending in workers)
+    return [ending for ending in endings if ending.failed or (alone and ending in workers)]
 
 
 class Supervision:

@@ -80,7 +80,7 @@ class Door:
             self.dismiss(message.rank)
             wire.close()
         elif isinstance(message, Hello):
-            self._greet(Seat(message.rank, message.pid, wire, joined=True, fresh=True))
+            self._greet(Seat(message.rank, message.pid, wire, host=message.host, joined=True, fresh=True))
         else:
             wire.close()
 

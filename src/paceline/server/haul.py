@@ -24,6 +24,8 @@ from paceline.transport.links import Sender
 
 _encode = msgspec.msgpack.Encoder().encode
 Done = Callable[[], None]
+HOME = 0
+"""The machine of rank 0 and of the coordinator."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,10 +61,11 @@ class Haul:
     def __init__(
         self, charter: Charter, memories: list[Memory], control: dict[int, Sender], bulk: dict[int, Sender]
     ) -> None:
-        gradients, versions, *_, state = memories
+        gradients, versions, _, _, rest, state = memories
         self._charter, self._control, self._bulk = charter, control, bulk
         self._gradients, self._versions = gradients.bytes(0, gradients.size), versions.bytes(0, versions.size)
-        self._state = state.bytes(0, state.size)
+        self._state, self._rest = state.bytes(0, state.size), rest.bytes(0, rest.size)
+        self._whole_rest = cut([(0, rest.size)])
         me = charter.machine
         folder = None if charter.folder is None else folder_of(Path(charter.folder), me)
         self.recorder = Recorder(folder, f"office-{me}")
@@ -74,15 +77,8 @@ class Haul:
         """What of the others' gradients comes here."""
         self._written = {machine: cut(self._of(charter.versions, machine)) for machine in machines}
         self._kept = {machine: cut(self._of(charter.state, machine)) for machine in machines}
-        self._pushes = {
-            rank: _Push(
-                {
-                    machine: Shipment(grids[machine], self._gradients[rank * charter.slot : (rank + 1) * charter.slot])
-                    for machine in self._owners
-                }
-            )
-            for rank in charter.ranks[me]
-        }
+        self._grids = grids
+        self._pushes = {rank: self._push_of(rank) for rank in charter.ranks[me]}
         self._parcels: dict[int, deque[Iterator[tuple[bytes, Any]]]] = {machine: deque() for machine in bulk}
         """By machine, what else is being sent to it."""
         self._turns = dict.fromkeys(bulk, 0)
@@ -91,6 +87,19 @@ class Haul:
         self._fetches: dict[int, _Fetch] = {}
         self._fetched = 0
         self._loads: dict[int, tuple[set[int], Done]] = {}
+        self._shows: dict[int, Done] = {}
+
+    def _push_of(self, rank: int) -> _Push:
+        slot = self._charter.slot
+        memory = self._gradients[rank * slot : (rank + 1) * slot]
+        return _Push({machine: Shipment(self._grids[machine], memory) for machine in self._owners})
+
+    def adopt(self, rank: int) -> None:
+        """A worker joins on this machine."""
+        if rank in self._pushes:
+            self.restart(rank)
+        else:
+            self._pushes[rank] = self._push_of(rank)
 
     def _of(self, spans: list[list[Span]], machine: int) -> list[Span]:
         return [span for server, at in enumerate(self._charter.servers) if at == machine for span in spans[server]]
@@ -154,6 +163,21 @@ class Haul:
             return
         self._begin(_Fetch("state", 0, -1, 0, set(self._owners), [done]))
 
+    def fetch_rest(self, done: Done) -> None:
+        """Have here what the model has besides trained parameters, as it was last shown at home."""
+        if self._charter.machine == HOME:
+            done()
+            return
+        self._begin(_Fetch("rest", 0, -2, 0, {HOME}, [done]))
+
+    def show(self, rank: int, done: Done) -> None:
+        """A worker of this machine has written that; `done` when it is at home."""
+        if self._charter.machine == HOME:
+            done()
+            return
+        self._shows[rank] = done
+        self._parcels[HOME].append(_parcel("shown", rank, self._whole_rest, self._rest, 0, 0))
+
     def _begin(self, fetch: _Fetch) -> None:
         self._fetched += 1
         fetch.number = self._fetched
@@ -169,7 +193,9 @@ class Haul:
 
     def take_want(self, machine: int, want: Want) -> None:
         me, size = self._charter.machine, self._charter.buffer
-        if want.buffer < 0:
+        if want.buffer == -2:
+            spans, memory, what = self._whole_rest, self._rest, "rest"
+        elif want.buffer < 0:
             spans, memory, what = self._kept.get(me, []), self._state, "state"
         else:
             if not 0 <= want.buffer < self._charter.room + 2:
@@ -199,16 +225,24 @@ class Haul:
             raise ValueError("a chunk without bytes")
         place, me, charter = chunk.place, self._charter.machine, self._charter
         if chunk.what == "gradient":
-            if chunk.number not in charter.ranks[machine]:
+            # One who joins may be on another machine than whoever had its rank before.
+            known = range(charter.room) if charter.elastic else charter.ranks[machine]
+            if chunk.number not in known:
                 raise ValueError("a gradient of another machine's worker")
             _demand(self._mine.places.get(place), place, payload)
             start = chunk.number * charter.slot + place
             self._gradients[start : start + len(payload)] = payload
             return
-        if chunk.what in ("version", "state"):
+        if chunk.what == "shown":
+            self._take_rest(place, payload)
+            return
+        if chunk.what in ("version", "state", "rest"):
             fetch = self._fetches.get(chunk.number)
             if fetch is None or fetch.what != chunk.what or machine not in fetch.waits:
                 return  # of something that nobody waits for any more
+            if chunk.what == "rest":
+                self._take_rest(place, payload)
+                return
             buffer, owner = fetch.buffer, machine
         else:
             buffer, owner = chunk.buffer, me
@@ -224,8 +258,12 @@ class Haul:
         else:
             self._state[place : place + len(payload)] = payload
 
+    def _take_rest(self, place: int, payload: Any) -> None:
+        _demand(dict(self._whole_rest).get(place), place, payload)
+        self._rest[place : place + len(payload)] = payload
+
     def take_end(self, machine: int, end: End) -> None:
-        if end.what in ("version", "state"):
+        if end.what in ("version", "state", "rest"):
             fetch = self._fetches.get(end.number)
             if fetch is None:
                 return
@@ -236,7 +274,7 @@ class Haul:
                     self._labels[fetch.buffer] = fetch.version
                 for done in fetch.done:
                     done()
-        elif end.what in ("gradient", "placed"):
+        elif end.what in ("gradient", "placed", "shown"):
             self._control[machine].send(_encode(Have(end.what, end.number, end.turn)))
 
     def take_have(self, machine: int, have: Have) -> None:
@@ -245,6 +283,8 @@ class Haul:
             if push is not None and have.turn == push.turn:
                 push.waits.discard(machine)
                 self._settle(have.number)
+        elif have.what == "shown" and have.number in self._shows:
+            self._shows.pop(have.number)()
         elif have.what == "placed" and have.number in self._loads:
             waits, done = self._loads[have.number]
             waits.discard(machine)

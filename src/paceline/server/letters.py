@@ -67,6 +67,8 @@ class Charter(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a worker's hyperparameters in the table; flags of used parameters follow after all workers'."""
     flags: int
     """How many there are of those."""
+    elastic: bool = False
+    """Whether workers that were lost may come again."""
 
 
 class _Letter(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -101,7 +103,8 @@ class Gone(_Letter, frozen=True, gc=False):
 
 
 class Want(_Letter, frozen=True, gc=False):
-    """Send me what your servers have written of this version; or of the optimizer's state, if there is no buffer."""
+    """Send me what your servers have written of this version; or of the optimizer's state, if the buffer is -1; or if
+    it is -2, what the model has besides."""
 
     number: int
     buffer: int
@@ -149,7 +152,8 @@ class Chunk(_Letter, frozen=True, gc=False):
     """A part of something large; its bytes follow."""
 
     what: str
-    """`gradient`, `version`, `state`, or `loaded` and `placed`: a version and a state that a worker has changed."""
+    """`gradient`, `version`, `state`, or `loaded` and `placed`: a version and a state that a worker has changed; or
+    `rest`: what the model has besides, and `shown`: as a worker shows it to one who joins."""
     number: int
     """Of the worker, or of who asked for it."""
     place: int

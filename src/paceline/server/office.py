@@ -20,7 +20,7 @@ import zmq
 
 from paceline import events
 from paceline.errors import JoinError, TeamError
-from paceline.server.haul import Haul
+from paceline.server.haul import HOME, Haul
 from paceline.server.letters import (
     Beat,
     Beaten,
@@ -44,6 +44,7 @@ from paceline.server.messages import (
     Bye,
     Cancel,
     Cancelled,
+    Copied,
     Failed,
     FromWorker,
     Frozen,
@@ -54,6 +55,7 @@ from paceline.server.messages import (
     Over,
     Push,
     Ready,
+    Seated,
     ShardHello,
     Thaw,
     ToShard,
@@ -68,8 +70,6 @@ from paceline.transport.keys import Keys
 from paceline.transport.links import LINKS, Doorkeeper, Receiver, Refusals, Sender
 from paceline.transport.wire import Closed, Listener, Wire, connect
 
-HOME = 0
-"""The machine of rank 0 and of the coordinator."""
 _BEAT = 0.5
 """Seconds between signs of life."""
 _SILENT = 3 * _BEAT
@@ -139,6 +139,8 @@ class Office:
         """Machines from which nothing more comes."""
         self._told: dict[str, int] = {}
         self._came = False
+        self._until = 0.0
+        """Until when somebody may come for those who were lost, if nobody is left."""
         self._clocks: dict[int, tuple[float, float]] = {}
         """By machine: the shortest time that an answer took, and by how much its clock is ahead of this one's then."""
 
@@ -191,10 +193,14 @@ class Office:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until nobody of this machine is left, and at home nobody at all."""
-        until = time.monotonic() + self._patience
-        while self._near or self._far or self._early or (not self._came and time.monotonic() < until):
+        """Until nobody of this machine is left, and at home nobody at all; in an elastic run, nobody anywhere."""
+        self._until = time.monotonic() + self._patience
+        while self._needed():
             self._turn(_BEAT)
+        if self._me == HOME:
+            for machine, sender in self._control.items():
+                if machine not in self._over:
+                    sender.send(_encode(Finished()))
         self._count_refusals()
         self._haul.recorder.close()
         until = time.monotonic() + _FAREWELL
@@ -204,6 +210,13 @@ class Office:
             self._control[HOME].send(_encode(Finished()))
         self._farewell(until, self._all_said)
         self._streams.remove()
+
+    def _needed(self) -> bool:
+        if self._near or self._far or self._early:
+            return True
+        if self._came and self._charter.elastic and self._me != HOME:
+            return not {HOME} & (self._over | self._finished)
+        return time.monotonic() < self._until
 
     def _farewell(self, until: float, over: Callable[[], bool]) -> None:
         while time.monotonic() < until and not over():
@@ -282,6 +295,7 @@ class Office:
                 word = Unreachable(why) if who >= 0 else Failed("ServerLost", why, [])
                 with contextlib.suppress(Closed):
                     self._far[who].send(word)
+                self._expect_another()
                 self._rise(who)
         if machine == HOME or (machine in self._charter.servers and self._me != HOME):
             holds = "decides" if machine == HOME else "holds a shard of the parameters"
@@ -305,13 +319,22 @@ class Office:
             wire.close()
             return
         who = hello.rank if isinstance(hello, Hello) else -1 - hello.index
-        if who in self._near or self._where.get(who) != self._me:
+        joins = isinstance(hello, Hello) and hello.joins and self._may_join(who)
+        if who in self._near or not (joins or self._where.get(who) == self._me):
             wire.close()
             return
+        if joins:
+            self._where[who] = self._me
+            self._haul.adopt(who)
+            self._streams.move(who, self._me)
         self._near[who] = near = _Near(who, wire)
-        self._came = True
+        self._came, self._until = True, 0.0
         self._watch(wire.descriptor, lambda: self._hear(near))
         self._tell_coordinator(who, hello, descriptors)
+
+    def _may_join(self, who: int) -> bool:
+        """Whether this rank is free, as far as is known here: whoever had it before has gone."""
+        return self._charter.elastic and 0 <= who < self._charter.room and who not in self._far | self._early
 
     def _hear(self, near: _Near) -> None:
         for _ in range(_READS):
@@ -340,6 +363,9 @@ class Office:
                 self._haul.restart(who)
             case Bye():
                 near.bye = True
+            case Copied():
+                self._haul.show(who, lambda: self._tell_coordinator(who, message))
+                return
             case Thaw() if message.reload:
                 near.held = []  # the coordinator stands still until it hears this, and must hear nothing before it
                 self._haul.load(who, near.buffer, lambda: self._loaded(near, message))
@@ -364,13 +390,21 @@ class Office:
 
     def _left(self, near: _Near) -> None:
         """One of this machine has gone."""
-        if not near.bye:
+        if near.bye:
+            self._until = 0.0
+        else:
             self._streams.lost(near.who)
+            self._expect_another()
         self._part(near)
         if self._me == HOME:
             self._rise(near.who)
         else:
             self._control[HOME].send(_encode(Gone(near.who)))
+
+    def _expect_another(self) -> None:
+        """One was lost that may be started again."""
+        if self._charter.elastic:
+            self._until = time.monotonic() + self._patience
 
     def _part(self, near: _Near) -> None:
         if self._near.pop(near.who, None) is not None:
@@ -403,19 +437,22 @@ class Office:
         """Tell a worker what it is to be told, as far as the versions are here that it then goes on with."""
         while near.answers and not near.fetching and near.who in self._near:
             message = near.answers[0]
-            if isinstance(message, Go | Leased | Over | Frozen):
+            if isinstance(message, Go | Leased | Over | Frozen | Seated):
                 if not self._haul.holds(message.buffer, message.version):
                     self._fetch(near, lambda m=message: self._haul.fetch(m.buffer, m.version, lambda: self._on(near)))  # type: ignore[misc]
                     return
                 near.buffer = message.buffer
-                if isinstance(message, Frozen):
-                    # For this one the state must be here, too.
+                if isinstance(message, Frozen | Seated):
+                    # For this one the state must be here, too; for one who joins, the rest of the model.
                     near.answers[0] = _Whole(message)
-                    self._fetch(near, lambda: self._haul.fetch_state(lambda: self._on(near)))
+                    more = self._haul.fetch_state if isinstance(message, Frozen) else self._haul.fetch_rest
+                    self._fetch(near, lambda more=more: more(lambda: self._on(near)))  # type: ignore[misc]
                     continue
             near.answers.popleft()
             plain = message.message if isinstance(message, _Whole) else message
-            self._try(near, lambda m=plain: near.wire.send(m))  # type: ignore[misc]
+            # One who joins gets this machine's memory.
+            with_it = [memory.descriptor for memory in self._memories] if isinstance(plain, Seated) else []
+            self._try(near, lambda m=plain, d=with_it: near.wire.send(m, d))  # type: ignore[misc]
 
     def _fetch(self, near: _Near, begin: Callable[[], None]) -> None:
         near.fetching = True
@@ -453,7 +490,7 @@ class Office:
             if who in self._far or who in self._early:
                 raise ValueError("a worker that has come before")
             self._early[who] = []
-            self._came = True
+            self._came, self._until = True, 0.0
         if who in self._early:
             self._early[who].append((message, descriptors))
             self._knock()
@@ -469,6 +506,7 @@ class Office:
         except Closed:
             self._risen(who)
         if isinstance(message, Bye):
+            self._until = 0.0
             self._rise(who)
 
     def _knock(self) -> None:
@@ -554,9 +592,15 @@ class Office:
         self._clocks[machine] = min((best[0] * 1.01, best[1]), taken)
 
     def _take_say(self, machine: int, letter: Say) -> None:
-        if self._me != HOME or self._where.get(letter.who) != machine:
-            raise ValueError("words of another machine's worker")
+        if self._me != HOME:
+            raise ValueError("words for another machine")
         message = _from_worker.decode(letter.data)
+        if isinstance(message, Hello) and message.joins and self._may_join(letter.who):
+            self._where[letter.who] = machine
+            self._streams.move(letter.who, machine)
+            self._until = 0.0
+        if self._where.get(letter.who) != machine:
+            raise ValueError("words of another machine's worker")
         if letter.who >= 0:
             if letter.table is not None:
                 if len(letter.table) > self._charter.table:
@@ -575,6 +619,8 @@ class Office:
             if who in self._near:
                 self._part(self._near[who])
         elif self._me == HOME and self._where.get(who) == machine:
+            if who in self._far:
+                self._expect_another()
             self._rise(who)
         else:
             raise ValueError("the end of another machine's worker")
@@ -603,7 +649,7 @@ class Office:
 class _Whole:
     """An answer for which everything is on its way."""
 
-    message: Frozen
+    message: Frozen | Seated
 
 
 def keep_office(address: str, patience: float, say: Callable[[str], None]) -> None:

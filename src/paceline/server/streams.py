@@ -40,7 +40,7 @@ class Streams:
 
     def __init__(self, charter: Places, home: bool, only: Sequence[int] | None = None) -> None:
         """only: the ranks whose streams are sent from here; by default those of all of this machine."""
-        self._home, self._only = home, only
+        self._home, self._only, self._me = home, only, charter.machine
         self._folder = None
         if charter.folder is not None:
             self._folder = folder_of(Path(charter.folder), charter.machine) / "streams"
@@ -64,6 +64,18 @@ class Streams:
     def lost(self, rank: int) -> None:
         """This worker writes nothing more."""
         self._open.discard(str(rank))
+
+    def move(self, rank: int, machine: int) -> None:
+        """One who joins records on this machine from now on, whoever had its rank before."""
+        name = str(rank)
+        before = self._machine_of.get(name)
+        self._machine_of[name] = machine
+        if machine == self._me:
+            self._open.add(name)
+            if self._folder is not None and name not in self._names:
+                self._names.append(name)
+        elif before == self._me and name in self._names:
+            self._names.remove(name)
 
     def more(self, ahead: float) -> Iterator[tuple[str, bytes]]:
         """Whole lines that were written since; `ahead` is added to their times."""

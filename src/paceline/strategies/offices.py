@@ -42,8 +42,10 @@ def open_office(
     memories: list[Memory],
     folder: Path | None,
     timeouts: Timeouts,
-) -> tuple[str, subprocess.Popen[bytes] | None]:
-    """The address of this machine's office; and the office itself, if this worker has started it."""
+    *,
+    elastic: bool,
+) -> tuple[list[str], subprocess.Popen[bytes] | None]:
+    """The addresses of the machines' offices; and the office itself, if this worker has started its machine's."""
     key = key_of_run(launched)
     demand_key(key, members.hosts)
     here = members.machines[members.machine]
@@ -64,13 +66,13 @@ def open_office(
     offices = [msgspec.msgpack.decode(words[ranks[0]], type=tuple[str, int, int]) for ranks in members.machines]
     if wire is not None:
         peers = [Peer(host, *ports) for host, (_, *ports) in zip(members.hosts, offices, strict=True)]
-        charter = _charter(members, run, servers, freight, peers, folder, timeouts)
+        charter = _charter(members, run, servers, freight, peers, folder, timeouts, elastic=elastic)
         send_parts(wire, msgspec.msgpack.encode(charter))
         if not isinstance(wire.receive_within(timeouts.join), Ready):
             raise JoinError(f"the office of machine {members.machine} did not open within {timeouts.join:g} s")
         wire.close()
     members.gather(b"", Intent.ALLOCATE)  # nobody talks to an office that is not open
-    return offices[members.machine][0], process
+    return [address for address, *_ in offices], process
 
 
 def _charter(
@@ -81,6 +83,8 @@ def _charter(
     peers: list[Peer],
     folder: Path | None,
     timeouts: Timeouts,
+    *,
+    elastic: bool,
 ) -> Charter:
     layout = freight.layout
     parameters: list[Span] = [(0, 0)] * len(layout.slots)
@@ -113,6 +117,7 @@ def _charter(
         state=freight.state,
         table=SLOT,
         flags=len(layout.slots),
+        elastic=elastic,
     )
 
 

@@ -149,7 +149,8 @@ class ParameterServerTrainer(Trainer):
     def _set_up(self, named: list[tuple[str, torch.nn.Parameter]], options: Options, around: Surroundings) -> None:
         members = self._members
         self._servers = parse_servers(self._launch.servers or options.servers)
-        self._machine_of_server = place_servers(str(self._servers), members.machines)
+        joins = self._joins is not None
+        self._machine_of_server = [0] if joins else place_servers(str(self._servers), members.machines)
         plan = self._plan(named, options, around, len(self._machine_of_server))
         if self._joins is not None:
             self._join(plan, self._joins)
@@ -160,7 +161,10 @@ class ParameterServerTrainer(Trainer):
         self._fill(memories)
 
         coordinator = members.gather(new_address().encode(), Intent.ALLOCATE)[0].decode()
-        address = self._open_office(coordinator, memories, around) if self._spread else coordinator
+        self._doors: list[str] = []
+        if self._spread:
+            self._doors = self._open_office(coordinator, memories, around)
+        address = self._doors[members.machine] if self._spread else coordinator
         spare = plan.elastic or make_policy(around.strategy, range(self.size)).spare
         self._start(coordinator if members.machine == 0 else address, spare, around.say)
         self._sit_down(Desk(address, self._rank, self._timeouts), memories)
@@ -180,15 +184,16 @@ class ParameterServerTrainer(Trainer):
         if members.machine == 0 and self._rank != 0 and (how := members.local.meeting.gone(0)) is not None:
             raise ServerLost(f"rank 0 {how} before it had told the server what to train", [0])
 
-    def _open_office(self, coordinator: str, memories: list[Memory], around: Surroundings) -> str:
-        """The address at which this machine's workers talk to the server, wherever that is."""
+    def _open_office(self, coordinator: str, memories: list[Memory], around: Surroundings) -> list[str]:
+        """By machine, the address at which its workers talk to the server, wherever that is."""
         freight = Freight(self._layout, self._bytes, self._feedback is not None, [s.owned() for s in self._shards])
         folder = around.folder if around.recorder.on else None
         servers, key = self._machine_of_server, self._launch.key
-        address, self._office = open_office(
-            self._members, coordinator, key, servers, freight, memories, folder, self._timeouts
+        elastic = self._launch.elastic
+        doors, self._office = open_office(
+            self._members, coordinator, key, servers, freight, memories, folder, self._timeouts, elastic=elastic
         )
-        return address
+        return doors
 
     def _made(self, parameter: int) -> None:
         """While the backward pass goes on, what it has made can travel."""
@@ -329,7 +334,7 @@ class ParameterServerTrainer(Trainer):
             if self._rank == 0 or where == "all":
                 self._thread = serve_in_thread(address, self._rank, patience, say)
             if self._rank == 0:
-                start_servers(self._launch, Start(0, address, patience, [], False))
+                start_servers(self._launch, Start(0, address, patience, [], False, doors=self._doors))
             return
         kind = type(self._optimizer)
         if kind.__module__ == "__main__":
@@ -341,7 +346,8 @@ class ParameterServerTrainer(Trainer):
         if self._members.local.rank == 0 and count:
             paths = [path for path in sys.path if path]
             first = self._machine_of_server.index(machine)
-            self._processes = start_servers(self._launch, Start(count, address, patience, paths, spare, first))
+            start = Start(count, address, patience, paths, spare, first, self._doors)
+            self._processes = start_servers(self._launch, start)
 
     def _import_state(self) -> None:
         state = dict(self._optimizer.state)
