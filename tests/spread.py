@@ -72,7 +72,7 @@ class Spread:
                 **({} if self.key is None else {VARIABLE: self.key}),
             }
             host = hosts[rank // per_host]
-            process = context.Process(target=_member, args=(work, arguments, host, environment, theirs), daemon=False)
+            process = context.Process(target=member, args=(work, arguments, host, environment, theirs), daemon=False)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -129,7 +129,7 @@ class Spread:
         self.close()
 
 
-def _member(
+def member(
     work: Callable[..., Any], arguments: tuple[Any, ...], host: Host, environment: dict[str, str], end: Any
 ) -> None:
     host.enter()

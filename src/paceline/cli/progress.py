@@ -87,8 +87,8 @@ class Progress:
 
     def _ranks(self) -> list[int]:
         """Of all who have come so far."""
-        known = {int(path.stem) for path in (self.folder / "streams").glob("*.jsonl")}
-        return sorted({*range(self._workers), *(rank for rank in known if rank >= 0)})
+        known = [path.stem for path in (self.folder / "streams").glob("*.jsonl")]
+        return sorted({*range(self._workers), *(int(name) for name in known if name.isdecimal())})
 
     # -- the line ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,138 @@
+"""Ray over real separate hosts: who is killed there comes back, or the others go on without it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Host, hosts
+from rays import RAY
+from support import PACELINE, PREAMBLE, environment, started, write_script
+
+PORT = 6379
+SCRIPT = (
+    PREAMBLE
+    + """
+import torch, paceline
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+team = paceline.join()
+torch.manual_seed(3)
+inputs = torch.randn(600, 6)
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=5)
+model, optimizer, loader = team.setup(model, optimizer, loader)
+note(f"here-{team.rank}-{os.getpid()}", machine=team._members.machine)
+for epoch in range(3):
+    for x, y in loader:
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+    note(f"epoch-{epoch}-{team.rank}", size=team.world_size, machine=team._members.machine)
+if team.rank == 0 and "WAIT" in os.environ:  # until the one that was killed is there again
+    while len(list(pathlib.Path(os.environ["RUN_NOTES"]).glob(f"here-{os.environ['WAIT']}-*.json"))) < 2:
+        time.sleep(0.1)
+note(f"end-{team.rank}", sum=float(sum(parameter.detach().double().sum() for parameter in model.parameters())))
+"""
+)
+
+
+def variables(scratch: str, head: Host) -> dict[str, str]:
+    address = f"{head.address}:{PORT}"
+    own = {"RAY_ADDRESS": address, "RAY_TMPDIR": scratch, "TMPDIR": scratch, "RAY_USAGE_STATS_ENABLED": "0"}
+    return environment(**own)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[tuple[list[Host], dict[str, str]]]:
+    """Two hosts, each a node."""
+    scratch = tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True)  # sockets need short names
+    with hosts(2) as made:
+        own = variables(scratch.name, made[0])
+        common = ["--num-cpus", "3", "--object-store-memory", "80000000", "--disable-usage-stats"]
+        head = ["--head", "--port", str(PORT), "--include-dashboard=false", "--temp-dir", scratch.name]
+        try:
+            for host, words in zip(made, (head, ["--address", own["RAY_ADDRESS"]]), strict=True):
+                place = ["--node-ip-address", host.address]
+                done = host.run([RAY, "start", *words, *place, *common], 180, env={**own, "RAY_ADDRESS": ""})
+                assert done.returncode == 0, done.stdout + done.stderr
+            yield made, own
+        finally:
+            for host in made:
+                _clear(host)
+    scratch.cleanup()
+
+
+def _clear(host: Host) -> None:
+    """End by their ids whichever processes are on a host."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        listed = subprocess.run(["ip", "netns", "pids", host.name], check=True, capture_output=True, text=True)
+        if not listed.stdout.split():
+            return
+        for pid in listed.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def running(cluster: tuple[list[Host], dict[str, str]], folder: Path, *words: str) -> Iterator[Any]:
+    made, own = cluster
+    write_script(folder, SCRIPT)
+    fixed = [PACELINE, "run", "train.py", "--on", "ray", "--workers", "4", "--place", "spread", "--name", "run"]
+    with started(made[0].command([*map(str, fixed), "--env", "RUN_NOTES", *words]), folder, **own) as run:
+        yield run
+
+
+def _first(run: Any, pattern: str, seconds: float = 180.0) -> dict[str, Any]:
+    until = time.monotonic() + seconds
+    while not (found := sorted(run.notes.glob(f"{pattern}.json"))):
+        assert time.monotonic() < until and not run.ended, f"no note {pattern}"
+        time.sleep(0.05)
+    return dict(run.note(found[0].stem))
+
+
+def test_a_killed_worker_of_another_host_joins_again(
+    cluster: tuple[list[Host], dict[str, str]], tmp_path: Path
+) -> None:
+    with running(cluster, tmp_path, "--strategy", "async", "--env", "WAIT=3") as run:
+        _first(run, "epoch-0-3")
+        note = _first(run, "here-3-*")
+        assert note["machine"] == 1
+        os.kill(note["pid"], signal.SIGKILL)
+        outcome = run.finish(100)
+    assert outcome.code == 0, outcome.err
+    assert "rank 3 was killed by signal 9 (SIGKILL); it is started again" in outcome.err
+    assert "rank 3 has joined; there are" in outcome.err
+    assert run.summary("run")["updates"] == 360
+    joined = [event["pid"] for event in run.events("run") if event["event"] == "join" and event["rank"] == 3]
+    assert len(set(joined)) == 2
+    left = {event["rank"] for event in run.events("run") if event["event"] == "leave"}
+    assert left == {0, 1, 2, 3}
+
+
+def test_an_elastic_all_reduce_goes_on_over_hosts(cluster: tuple[list[Host], dict[str, str]], tmp_path: Path) -> None:
+    with running(cluster, tmp_path, "--strategy", "all-reduce", "--elastic") as run:
+        _first(run, "epoch-0-2")
+        note = _first(run, "here-2-*")  # whom the other worker of its host knows as the first there
+        assert note["machine"] == 1
+        os.kill(note["pid"], signal.SIGKILL)
+        outcome = run.finish(100)
+    assert outcome.code == 0, outcome.err
+    assert "rank 2 was killed by signal 9 (SIGKILL); the others went on without it" in outcome.err
+    assert len({run.note(f"end-{rank}")["sum"] for rank in (0, 1, 3)}) == 1
+    assert run.note("epoch-2-3")["size"] == 3
+    roster = [event["workers"] for event in run.events("run") if event["event"] == "roster"]
+    assert roster[-1] == [0, 1, 3]
