@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader
 from training import BATCH, adafactor, adamw, apart, build, data, divided, in_team, loop, plain, same_bits, sgd, values
 
 from paceline import Team, TeamError
+from paceline.cluster import membership
 from paceline.config import Launch, Timeouts
 from paceline.errors import Mismatch, TeamTimeout, WorkerLost
-from paceline.transport import Intent
+from paceline.transport import Intent, wires
 
 torch.set_num_threads(1)
 SOON = 6.0
@@ -245,3 +246,21 @@ def quick(team: Team) -> float:
 def test_meetings_are_quick() -> None:
     # At the time of those that nothing else on this machine held up.
     assert min(run_spread(quick, "ab")) < 0.001
+
+
+# -- clocks ----------------------------------------------------------------------------------------------------------
+
+
+def ahead(team: Team) -> float:
+    return team._members.ahead
+
+
+def test_the_first_of_each_machine_knows_rank_0s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.getpid()
+    real = time.perf_counter
+    born = {"b": 1000.0, "c": -50.0}
+    """What the clocks of other machines show when that of rank 0's shows 0."""
+    monkeypatch.setattr(
+        wires.time, "perf_counter", lambda: real() + born.get(where() if os.getpid() != here else "a", 0)
+    )
+    assert run_spread(ahead, "aabbc") == pytest.approx([0.0, 0.0, -1000.0, 0.0, 50.0], abs=0.05)
