@@ -260,7 +260,9 @@ def test_the_first_of_each_machine_knows_rank_0s_clock(monkeypatch: pytest.Monke
     real = time.perf_counter
     born = {"b": 1000.0, "c": -50.0}
     """What the clocks of other machines show when that of rank 0's shows 0."""
-    monkeypatch.setattr(
-        wires.time, "perf_counter", lambda: real() + born.get(where() if os.getpid() != here else "a", 0)
-    )
+
+    def shifted() -> float:
+        return real() + (0.0 if os.getpid() == here else born.get(str(membership.machine()), 0.0))
+
+    monkeypatch.setattr(wires.time, "perf_counter", shifted)
     assert run_spread(ahead, "aabbc") == pytest.approx([0.0, 0.0, -1000.0, 0.0, 50.0], abs=0.05)
