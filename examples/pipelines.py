@@ -23,7 +23,7 @@ FIGURES = {
     "1f1b": "1F1B: backward as soon as possible, so that few activations are kept",
     "interleaved": "interleaved: every worker has two chunks of the model, so it is sooner its turn",
     "zero-bubble": "zero bubble: the gradients of weights fill the gaps",
-    "shared": "1F1B with two stages: the second has three workers, which take its microbatches in turn",
+    "shared": "1F1B in two stages: three workers take turns at the second",
 }
 
 
