@@ -23,6 +23,7 @@ FIGURES = {
     "1f1b": "1F1B: backward as soon as possible, so that few activations are kept",
     "interleaved": "interleaved: every worker has two chunks of the model, so it is sooner its turn",
     "zero-bubble": "zero bubble: the gradients of weights fill the gaps",
+    "shared": "1F1B in two stages: three workers take turns at the second",
 }
 
 
@@ -57,7 +58,7 @@ class Layer(nn.Module):
 def work() -> None:
     import paceline
 
-    layers = 4  # in every stage
+    layers = 4  # for every worker
     model: Any = nn.Sequential(*(Layer(SECONDS / layers) for _ in range(layers * STAGES)))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
     team = paceline.join()
@@ -78,7 +79,8 @@ def main(folder: Path, names: list[str]) -> int:
         if names and name not in names:
             continue
         with tempfile.TemporaryDirectory() as place:
-            spec = f"pipeline:stages={STAGES},microbatches={MICROBATCHES},schedule={name}"
+            options = "stages=2,replicas=1+3" if name == "shared" else f"stages={STAGES},schedule={name}"
+            spec = f"pipeline:{options},microbatches={MICROBATCHES}"
             command = [sys.executable, "-m", "paceline", "run", str(Path(__file__).resolve()), "--quiet"]
             command += ["--workers", str(STAGES), "--strategy", spec, "--name", "figure"]
             code = subprocess.run(command, check=False, cwd=place).returncode
@@ -87,7 +89,8 @@ def main(folder: Path, names: list[str]) -> int:
             run = Path(place) / "runs" / "figure"
             events = list(read(run / "events.jsonl"))
             bubble = json.loads((run / "summary.json").read_bytes())["bubble"]
-        words = f"bubble {bubble['measured']:.1%}, by the formula {bubble['formula']:.1%}"
+        formula = "" if bubble["formula"] is None else f", by the formula {bubble['formula']:.1%}"
+        words = f"bubble {bubble['measured']:.1%}{formula}"
         (folder / f"pipeline-{name}.svg").write_text(timeline(events, f"{title} ({words})", 2))
         print(f"{name}: {words}", flush=True)
     return 0

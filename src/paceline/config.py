@@ -131,6 +131,8 @@ class Auto(Strategy, frozen=True, kw_only=True):
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-2p")
+SHARED_SCHEDULES = ("gpipe", "1f1b")
+"""Those under which several workers may share a stage."""
 NORMS = ("batch", "microbatch")
 
 
@@ -145,10 +147,23 @@ class Pipeline(Strategy, frozen=True, kw_only=True):
     """Of the model on each device, where the schedule is interleaved."""
     norm: str = "batch"
     """What batch norm layers take their statistics of; a `batch` is then not cut into microbatches."""
+    replicas: str = ""
+    """Workers of each stage, as in `1+2`: those of one stage share its microbatches. One each if not given."""
 
     def __post_init__(self) -> None:
         _split_checked(self, "stages", "microbatches", "chunks")
         _pipeline_checked(self, self.stages)
+        _replicas_checked(self)
+
+    @property
+    def by_stage(self) -> tuple[int, ...]:
+        """How many workers each stage has."""
+        return tuple(map(int, self.replicas.split("+"))) if self.replicas else (1,) * self.stages
+
+    @property
+    def shared(self) -> bool:
+        """Whether some stage has several workers."""
+        return max(self.by_stage) > 1
 
 
 class Tensor(Strategy, frozen=True, kw_only=True):
@@ -210,11 +225,34 @@ def _pipeline_checked(strategy: Pipeline | Mesh, stages: int) -> None:
         )
 
 
+def _replicas_checked(pipeline: Pipeline) -> None:
+    if not pipeline.replicas:
+        return
+    said = f"option 'replicas' of strategy 'pipeline' is {pipeline.replicas!r}"
+    counts = str(pipeline.replicas).split("+")
+    if len(counts) != pipeline.stages or not all(re.fullmatch("[1-9][0-9]{0,5}", count) for count in counts):
+        example = "+".join(["1"] * (pipeline.stages - 1) + ["2"])
+        raise UsageError(
+            f"{said}; it must be how many workers each of the {pipeline.stages} stages has, at least 1, as in {example}"
+        )
+    most = max(pipeline.by_stage)
+    if most > 1 and pipeline.schedule not in SHARED_SCHEDULES:
+        raise UsageError(
+            f"{said}, but under the schedule '{pipeline.schedule}' a stage has one worker; several share one under "
+            f"{_listed(SHARED_SCHEDULES)}"
+        )
+    if most > pipeline.microbatches:
+        raise UsageError(
+            f"{said}, but {most} workers cannot share {pipeline.microbatches} microbatch"
+            f"{'es' * (pipeline.microbatches > 1)}; write microbatches={most} or more"
+        )
+
+
 def workers_of(strategy: Strategy) -> int | None:
     """How many workers a strategy that splits the model needs; None where any number will do."""
     match strategy:
         case Pipeline():
-            return strategy.stages
+            return sum(strategy.by_stage)
         case Tensor():
             return strategy.degree
         case Mesh():
@@ -234,6 +272,11 @@ def check_workers(strategy: Strategy, workers: int) -> None:
     needed = workers_of(strategy)
     if needed is None or needed == workers:
         return
+    if isinstance(strategy, Pipeline) and strategy.shared:
+        raise UsageError(
+            f"'{strategy}' needs {needed} workers, as its replicas add up to that; this team has {workers}: start "
+            f"{needed} workers, or write other replicas"
+        )
     what = {"pipeline": "stages", "tensor": "degree"}.get(strategy.spec)
     advice = f"start {needed} workers"
     if what is not None and workers > 1:

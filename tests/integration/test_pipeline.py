@@ -99,9 +99,14 @@ def habits(team: Team | None) -> dict[str, Any]:
     return told
 
 
-def test_a_loop_may_do_what_loops_do() -> None:
+SHARED = [(2, ""), (3, ",replicas=1+2"), (3, ",replicas=2+1")]
+"""Workers of two stages, each with one of them or shared by several."""
+
+
+@pytest.mark.parametrize(("workers", "shared"), SHARED)
+def test_a_loop_may_do_what_loops_do(workers: int, shared: str) -> None:
     plain = habits(None)
-    for found in run_team(habits, 2, launch=launched("pipeline:stages=2,microbatches=4")):
+    for found in run_team(habits, workers, launch=launched(f"pipeline:stages=2,microbatches=4{shared}")):
         for name in ("losses", "norms"):
             assert apart(found[name], plain[name]) < 1e-5, name
         assert found["right"] == plain["right"]
@@ -150,10 +155,10 @@ def odd(team: Team | None) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_models_of_any_shape_are_cut(workers: int) -> None:
+@pytest.mark.parametrize(("workers", "stages"), [(2, "2"), (3, "3"), (4, "3,replicas=1+2+1"), (3, "2,replicas=2+1")])
+def test_models_of_any_shape_are_cut(workers: int, stages: str) -> None:
     plain = odd(None)
-    found = run_team(odd, workers, launch=launched(f"pipeline:stages={workers},microbatches=3"))[0]
+    found = run_team(odd, workers, launch=launched(f"pipeline:stages={stages},microbatches=3"))[0]
     assert apart(found[:4], plain[:4]) < 1e-5
     assert apart(found[4:], plain[4:]) < 2e-2  # bfloat16 rounds each microbatch by itself
 
@@ -312,8 +317,9 @@ def test_a_batch_that_microbatches_would_not_add_up_to_is_not_cut(kind: type[nn.
         assert apart(found, few_steps(None, kind)) < 1e-5
 
 
-def test_no_gradient_goes_where_the_model_lets_none_through() -> None:
-    for found in run_team(few_steps, 2, Quiet, launch=launched("pipeline:stages=2,microbatches=4")):
+@pytest.mark.parametrize(("workers", "shared"), SHARED)
+def test_no_gradient_goes_where_the_model_lets_none_through(workers: int, shared: str) -> None:
+    for found in run_team(few_steps, workers, Quiet, launch=launched(f"pipeline:stages=2,microbatches=4{shared}")):
         assert apart(found, few_steps(None, Quiet)) < 1e-5
 
 
@@ -340,6 +346,10 @@ def test_dropout_draws_the_same_bits_from_the_same_seed_and_others_from_another(
     )
     assert one[0] == one[1] == two[0]
     assert one[0][:3] != other[0][:3]
+    # Nor does it matter who runs a microbatch; but gradients are summed in another order.
+    shared = run_team(dropped_out, 3, 1, launch=launched("pipeline:stages=2,microbatches=2,replicas=1+2"))
+    assert shared[0] == shared[1] == shared[2]
+    assert apart(shared[0], one[0]) < 1e-5
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
@@ -384,6 +394,10 @@ def test_a_checkpoint_goes_from_any_split_to_any_other(tmp_path: Path) -> None:
         saved, 2, str(tmp_path / "last"), 2, str(tmp_path / "one"), launch=launched("pipeline:stages=2,microbatches=4")
     )[0]
     assert apart([*first, *second, *third, *fourth], whole) < 1e-5
+    shared = launched("pipeline:stages=2,microbatches=4,replicas=1+2")
+    again = run_team(saved, 3, str(tmp_path / "shared"), 2, str(tmp_path / "two"), launch=shared)[0]
+    after = saved(None, str(tmp_path / "plain again"), 2, str(tmp_path / "shared"))
+    assert apart([*first, *again, *after], whole[:7]) < 1e-5
     content = torch.load(tmp_path / "last", weights_only=True)
     reference = torch.load(tmp_path / "plain", weights_only=True)
     assert content["model"].keys() == reference["model"].keys()
@@ -411,8 +425,10 @@ def given_back(team: Team) -> tuple[float, float]:
     return before, float(model(x).sum())
 
 
-def test_after_closing_model_and_optimizer_are_plain_and_whole() -> None:
-    for before, after in run_team(given_back, 2, launch=launched("pipeline:stages=2,microbatches=2")):
+@pytest.mark.parametrize(("workers", "shared"), SHARED)
+def test_after_closing_model_and_optimizer_are_plain_and_whole(workers: int, shared: str) -> None:
+    launch = launched(f"pipeline:stages=2,microbatches=2{shared}")
+    for before, after in run_team(given_back, workers, launch=launch):
         assert abs(before - after) < 1e-5
 
 
@@ -524,9 +540,10 @@ def abandoned(team: Team, fault: str, path: str) -> str:
     return "went on"
 
 
+@pytest.mark.parametrize("stages", ["3", "2,replicas=1+2", "2,replicas=2+1"])
 @pytest.mark.parametrize(("fault", "heard"), [("dies", "WorkerLost"), ("hangs", "TeamTimeout")])
-def test_a_stage_that_is_gone_or_stuck_is_named_in_time(fault: str, heard: str, tmp_path: Path) -> None:
-    launch = Launch(strategy="pipeline:stages=3,microbatches=2", timeouts=Timeouts(meeting=2.0, join=20.0))
+def test_a_stage_that_is_gone_or_stuck_is_named_in_time(fault: str, heard: str, stages: str, tmp_path: Path) -> None:
+    launch = Launch(strategy=f"pipeline:stages={stages},microbatches=2", timeouts=Timeouts(meeting=2.0, join=20.0))
     found: list[Any] = []
     if fault == "dies":
         with pytest.raises(AssertionError, match="rank 2 ended without a word"):

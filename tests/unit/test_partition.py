@@ -166,3 +166,36 @@ def test_replicated_stages_are_the_optimum_by_brute_force(
                     worst = max(worst, 2 * crossing / bandwidth if crossing else 0.0)
                 best = min(best, worst)
     assert replicated(chain(known), devices, bandwidth=bandwidth).slowest == pytest.approx(best)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    costs=st.lists(st.tuples(lengths, st.integers(0, 30), st.integers(0, 40)), min_size=2, max_size=6),
+    devices=st.integers(1, 4),
+    bandwidth=st.sampled_from([math.inf, 20.0]),
+)
+def test_a_run_finds_the_cut_again_that_was_planned(
+    costs: list[tuple[float, int, int]], devices: int, bandwidth: float
+) -> None:
+    known = [Cost(seconds, 0.0, size, held) for seconds, size, held in costs]
+    planned = replicated(chain(known), devices, bandwidth=bandwidth)
+    counts = [Device(count=stage.devices) for stage in planned.stages]
+    again = partition(chain(known), counts, bandwidth=bandwidth)
+    assert again.slowest == pytest.approx(planned.slowest)
+    assert [stage.devices for stage in again.stages] == [stage.devices for stage in planned.stages]
+
+
+def test_nobody_shares_a_stage_without_a_microbatch_for_it() -> None:
+    known = [Cost(1.0, 1.0, 1, 0), Cost(20.0, 20.0, 1, 0)]
+    assert max(stage.devices for stage in replicated(chain(known), 6, microbatches=3).stages) == 3
+
+
+def test_a_stage_with_two_devices_gets_twice_as_much() -> None:
+    known = [Cost(1.0, 2.0, 10, 10)] * 12
+    found = partition(chain(known), [Device(), Device(count=2)])
+    assert found.bounds == [4, 12]
+    assert found.slowest == pytest.approx(12.0)
+    slow = partition(chain(known), [Device(), Device(count=2, pace=0.5)])
+    assert slow.bounds == [6, 12]
+    assert kept_in_flight("1f1b", 2, 8, [1, 2]) == [3, 1]
+    assert kept_in_flight("gpipe", 2, 8, [1, 2]) == [8, 4]

@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.simulate import pipelines
@@ -11,7 +13,7 @@ from paceline.simulate.cluster import Cluster, Link
 from paceline.simulate.distributions import Constant, Exponential
 from paceline.simulate.predict import predict, simulate
 from paceline.simulate.replica import Model
-from paceline.simulate.schedules import SCHEDULES, Evaluated, evaluate
+from paceline.simulate.schedules import SCHEDULES, Evaluated, evaluate, shared
 
 
 def run(
@@ -95,6 +97,57 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     told = evaluate("1f1b", 50, forward, forward)
     assert told.makespan[0] == pytest.approx(50 * 4.0 + 2.0)
     assert told.busy[0].tolist() == [100.0, 200.0, 100.0]
+
+
+# -- stages that several devices share -------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    replicas=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    microbatches=st.integers(1, 24),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+)
+def test_no_sharing_comes_to_a_standstill(replicas: list[int], microbatches: int, schedule: str) -> None:
+    orders = shared(schedule, replicas, microbatches)
+    stages = [stage for stage, count in enumerate(replicas) for _ in range(count)]
+    for stage in range(len(replicas)):
+        done = [one for device, order in enumerate(orders) if stages[device] == stage for one in order]
+        assert sorted(done) == sorted((kind, number, 0) for kind in "FB" for number in range(microbatches))
+    times = np.ones((1, len(stages)))
+    told = evaluate(schedule, microbatches, times, times, replicas=replicas)
+    assert told.makespan[0] >= 2 * microbatches / min(replicas)
+    assert len(told.stretches) == 2 * microbatches * len(replicas)
+
+
+def test_one_device_for_each_stage_is_the_schedule_itself() -> None:
+    for schedule in ("gpipe", "1f1b"):
+        assert shared(schedule, [1, 1, 1], 5) == SCHEDULES[schedule](3, 5, 1)
+
+
+def test_a_stage_that_takes_twice_as_long_keeps_two_devices_busy() -> None:
+    alone = evaluate("1f1b", 64, np.array([[1.0, 2.0]]), np.array([[1.0, 2.0]]))
+    both = evaluate("1f1b", 64, np.array([[1.0, 2.0, 2.0]]), np.array([[1.0, 2.0, 2.0]]), replicas=[1, 2])
+    assert alone.makespan[0] == pytest.approx(2 * both.makespan[0], rel=0.05)
+    assert both.busy[0].tolist() == [128.0, 128.0, 128.0]
+    assert both.bubble < 0.06
+    assert both.in_flight == [3, 1, 1]  # not more than there are devices
+
+
+def test_a_device_that_is_slow_holds_up_those_who_share_with_it() -> None:
+    times = np.array([[1.0, 2.0, 4.0]])
+    told = evaluate("1f1b", 64, times, times, replicas=[1, 2])
+    assert told.makespan[0] == pytest.approx(32 * 8.0, rel=0.05)
+
+
+def test_a_shared_stage_is_simulated_with_its_share_of_the_model() -> None:
+    on = Cluster(workers=3, compute=Constant(12.0))
+    told, traced = simulate("pipeline:stages=2,microbatches=64,replicas=1+2", on, updates=3, trace=True)
+    assert told.seconds_per_update == pytest.approx(4.0, rel=0.05)
+    assert traced is not None and {event.rank for event in traced.events} == {0, 1, 2}
+    assert predict("pipeline:stages=2,replicas=1+2", on).seconds_per_update is None
+    with pytest.raises(UsageError, match="one each, or what replicas add up to"):
+        simulate("pipeline:stages=2,replicas=1+1", on, updates=3)
 
 
 # -- as strategies ---------------------------------------------------------------------------------------------------

@@ -55,6 +55,39 @@ def test_a_layer_that_changes_its_input_stays_with_the_one_before() -> None:
     assert traced.cuts() == [2, 3]
 
 
+class Counted(nn.Module):
+    """Has buffers: it changes one in training, and only reads the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) * self.scale
+        if self.training:
+            self.calls += 1
+        return self.last(x)
+
+
+@pytest.mark.parametrize("kind", ["batch norm", "instance norm", "counted"])
+def test_it_is_known_which_part_changes_buffers(kind: str) -> None:
+    norm = nn.BatchNorm1d(4) if kind == "batch norm" else nn.InstanceNorm1d(4, track_running_stats=True)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), norm, nn.Tanh(), nn.Linear(4, 4))
+    model = Counted() if kind == "counted" else layers
+    x = torch.randn(6, 4) if kind != "instance norm" else torch.randn(6, 4, 4)
+    traces: list[Trace] = [GraphTrace(model, (x,), {})] + [ChainTrace(layers)] * (kind != "counted")
+    for traced in traces:
+        whole = len(traced.operations)
+        assert traced.changes_buffers(0, whole)
+        assert not traced.changes_buffers(0, 1)
+        assert not traced.changes_buffers(whole - 1, whole) or kind == "counted"  # there that is the last thing done
+    model.eval()
+    assert not GraphTrace(model, (x,), {}).changes_buffers(0, whole)
+    assert not ChainTrace(layers).changes_buffers(0, 5) or kind == "counted"
+
+
 def test_only_what_draws_is_random() -> None:
     calm, drawing = Transformer(dropout=0.0), Transformer(dropout=0.5)
     x = words(4).tensors[0]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import quantities
-from paceline.config import Pipeline
+from paceline.config import SHARED_SCHEDULES, Pipeline, one_of
 from paceline.errors import UsageError
 from paceline.events.bubbles import bubble
 from paceline.plan.partition import Device, Partition, partition, replicated
@@ -37,8 +37,10 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
-    spec = Pipeline(stages=wish.stages, microbatches=wish.microbatches, schedule=wish.schedule)
+    asked = Pipeline(stages=wish.stages, microbatches=wish.microbatches, schedule=wish.schedule)
     devices = _devices(wish)
+    if wish.replicate:
+        one_of("with --replicate, --schedule", wish.schedule, SHARED_SCHEDULES)
     console = Console(stderr=True)
     with console.status("tracing the model and measuring its operations"):
         sheet = sheet_of(script, arguments, wish.microbatches)
@@ -47,18 +49,22 @@ def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
     microbatches = max(1, min(wish.microbatches, sheet.batch // sheet.microbatch))
     if wish.replicate:
         same = {"bandwidth": devices[0].bandwidth, "memory": devices[0].memory}
-        cut = replicated(sheet.problem(), wish.stages, microbatches=microbatches, latency=latency, **same)
-    else:
-        cut = partition(
-            sheet.problem(),
-            devices,
-            latency=latency,
-            schedule=wish.schedule,
-            microbatches=microbatches,
-            slack=0.02,
-        )
+        found = replicated(sheet.problem(), wish.stages, microbatches=microbatches, latency=latency, **same)
+        devices = [msgspec.structs.replace(devices[0], count=stage.devices) for stage in found.stages]
+    # The same that a run does, so that it comes to the same cut.
+    cut = partition(
+        sheet.problem(len(devices)),
+        devices,
+        latency=latency,
+        schedule=wish.schedule,
+        microbatches=microbatches,
+        slack=0.02,
+    )
+    counts = [device.count for device in devices]
+    replicas = "+".join(map(str, counts)) if max(counts) > 1 else ""
+    spec = msgspec.structs.replace(asked, stages=len(counts), replicas=replicas)
     schedule = predicted(sheet, cut, devices, spec.schedule, microbatches, latency)
-    formula = bubble(wish.schedule, len(cut.stages), microbatches)
+    formula = None if spec.shared else bubble(wish.schedule, len(cut.stages), microbatches)
     title = f"{script.name} in {len(cut.stages)} stages, {microbatches} microbatches, {wish.schedule}"
     if wish.figure is not None:
         wish.figure.write_text(partition_figure(sheet, cut, schedule, title), encoding="utf-8")
@@ -69,6 +75,8 @@ def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
             "seconds_per_step": float(schedule.makespan.mean()),
             "bubble": schedule.bubble,
             "formula": formula,
+            "strategy": str(spec),
+            "workers": sum(spec.by_stage),
             "operations": [
                 {"name": name, "kind": kind, **msgspec.to_builtins(cost)}
                 for name, kind, cost in zip(sheet.names, sheet.shown, sheet.costs, strict=True)
@@ -79,9 +87,9 @@ def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
     _print(sheet, cut, schedule, formula, title)
     if wish.figure is not None:
         print(f"figure: {wish.figure}")
-    if not wish.replicate:
-        spec_text = f"pipeline:stages={wish.stages},microbatches={wish.microbatches},schedule={wish.schedule}"
-        print(f"\npaceline run {script} --workers {wish.stages} --strategy {spec_text}")
+    text = f"pipeline:stages={spec.stages},microbatches={spec.microbatches},schedule={spec.schedule}"
+    text += f",replicas={spec.replicas}" if spec.shared else ""
+    print(f"\npaceline run {script} --workers {sum(spec.by_stage)} --strategy {text}")
 
 
 def _devices(wish: Wish) -> list[Device]:
@@ -136,15 +144,13 @@ def predicted(
 ) -> Evaluated:
     """One step of it, by the simulator."""
     forward, backward = [], []
-    for number, stage in enumerate(cut.stages):
-        pace = stage.devices if stage.devices > 1 else devices[min(number, len(devices) - 1)].pace
+    for stage, device in zip(cut.stages, devices, strict=True):
         costs = sheet.costs[stage.first : stage.last]
-        forward.append(sum(cost.forward for cost in costs) / pace)
-        backward.append(sum(cost.backward for cost in costs) / pace)
+        forward += [sum(cost.forward for cost in costs) / device.pace] * device.count
+        backward += [sum(cost.backward for cost in costs) / device.pace] * device.count
     weights = np.array([backward]) / 2 if schedule.startswith("zero-bubble") else None
     rest = np.array([backward]) / 2 if weights is not None else np.array([backward])
-    links = [devices[min(number, len(devices) - 1)].bandwidth for number in range(len(cut.stages))]
-    over = max(stage.bytes / link for stage, link in zip(cut.stages, links, strict=True))
+    over = max(stage.bytes / device.bandwidth for stage, device in zip(cut.stages, devices, strict=True))
     return evaluate(
         "1f1b" if schedule == "interleaved" else schedule,
         microbatches,
@@ -152,10 +158,11 @@ def predicted(
         rest,
         weights,
         transfer=latency + over,
+        replicas=[device.count for device in devices],
     )
 
 
-def _print(sheet: Sheet, cut: Partition, schedule: Evaluated, formula: float, title: str) -> None:
+def _print(sheet: Sheet, cut: Partition, schedule: Evaluated, formula: float | None, title: str) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, 120)
     cuts = len(sheet.cuts)
@@ -181,7 +188,8 @@ def _print(sheet: Sheet, cut: Partition, schedule: Evaluated, formula: float, ti
         )
     console.print(table)
     step = float(schedule.makespan.mean())
+    usual = "" if formula is None else f", with stages of equal length {formula:.1%}"
     console.print(
         f"slowest stage {cut.slowest * 1e3:.3g} ms per microbatch; a step {step * 1e3:.3g} ms; "
-        f"bubble {schedule.bubble:.1%}, with stages of equal length {formula:.1%}"
+        f"bubble {schedule.bubble:.1%}{usual}"
     )

@@ -58,6 +58,8 @@ class Bubbles:
             return None
         if not isinstance(strategy, Pipeline | Mesh) or not self._microbatches:
             return None
+        if isinstance(strategy, Pipeline) and strategy.shared:
+            return None  # there is none
         stages = strategy.stages if isinstance(strategy, Pipeline) else strategy.pipeline
         return bubble(strategy.schedule, stages, self._microbatches, max(1, self._stages // stages), self._means())
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 from paceline.plan.costs import Cost
+from paceline.simulate.schedules import in_flight, shared
 
 Numbers = NDArray[np.float64]
 
@@ -33,6 +34,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that it has."""
     bandwidth: float = math.inf
     """Bytes per second of its link to the stage before."""
+    count: int = 1
+    """How many such share the stage's microbatches."""
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,8 +66,12 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True):
         return [stage.last for stage in self.stages]
 
 
-def kept_in_flight(schedule: str, stages: int, microbatches: int) -> list[int]:
-    """Microbatches whose activations each stage keeps at most."""
+def kept_in_flight(schedule: str, stages: int, microbatches: int, replicas: Sequence[int] = ()) -> list[int]:
+    """Microbatches whose activations each stage keeps at most; one of its devices, where several share it."""
+    if max(replicas, default=1) > 1:
+        orders = shared(schedule, replicas, microbatches)
+        firsts = [sum(replicas[:stage]) for stage in range(stages)]
+        return [in_flight(orders[first]) for first in firsts]
     if schedule in ("gpipe", "interleaved"):
         return [microbatches] * stages
     if schedule == "zero-bubble-2p":
@@ -92,8 +99,13 @@ class Problem:
         spent: Numbers = self._seconds[last] - self._seconds[:last]
         return spent
 
+    def parameters(self, last: int) -> Numbers:
+        """Bytes of those stretches' parameters."""
+        held: Numbers = (self._parameters[last] - self._parameters[:last]).astype(np.float64)
+        return held
+
     def memory(self, last: int, kept: int) -> Numbers:
-        held: Numbers = _STATE * (self._parameters[last] - self._parameters[:last])
+        held: Numbers = _STATE * self.parameters(last)
         flying: Numbers = kept * (self._kept[last] - self._kept[:last])
         total: Numbers = held + flying
         return total
@@ -120,7 +132,7 @@ def partition(
     microbatches: int = 8,
     slack: float = 0.0,
 ) -> Partition:
-    """One stage per device, in their order.
+    """One stage per device, or per group of equal devices that share it, in their order.
 
     bandwidth: of all links; one that a device knows to be slower counts as that.
     slack: how much slower than the best the slowest stage may be, as a share, for fewer bytes over the cuts.
@@ -131,13 +143,15 @@ def partition(
             f"the model can be cut into {points - 1} part{'s' * (points > 2)} at most, as it has no more layers; "
             f"{count} stages are too many: ask for {points - 1} or fewer"
         )
-    kept = kept_in_flight(schedule, count, microbatches)
+    kept = kept_in_flight(schedule, count, microbatches, [device.count for device in devices])
     transfers = [_transfer(problem, min(bandwidth, device.bandwidth), latency) for device in devices]
 
     def worst(stage: int, last: int) -> Numbers:
         """What a stage that ends at this point takes, by where it begins; infinite where it has no room."""
         device = devices[stage]
-        taken = np.maximum(problem.before(last) / device.pace, transfers[stage][:last] if stage else 0.0)
+        own = problem.before(last) / (device.pace * device.count)
+        own = own + _agreement(problem, last, device.count, min(bandwidth, device.bandwidth), microbatches)
+        taken = np.maximum(own, transfers[stage][:last] if stage else 0.0)
         return np.where(problem.memory(last, kept[stage]) <= device.memory, taken, np.inf)
 
     best = _programme(count, points, worst, np.maximum)
@@ -155,17 +169,24 @@ def partition(
     _, ends = _programme(count, points, fewest, np.add)
     starts = [0, *ends[:-1]]
     stages = [
-        problem.stage(first, last, device.pace, keep)
+        problem.stage(first, last, device.pace, keep, device.count)
         for first, last, device, keep in zip(starts, ends, devices, kept, strict=True)
     ]
-    moved = [float(transfer[start]) for transfer, start in zip(transfers, starts, strict=True)]
-    return Partition(stages=stages, slowest=max(*(stage.seconds for stage in stages), *moved))
+    slowest = max(float(worst(stage, last)[starts[stage]]) for stage, last in enumerate(ends))
+    return Partition(stages=stages, slowest=slowest)
 
 
 def _transfer(problem: Problem, bandwidth: float, latency: float) -> Numbers:
     """Seconds that a microbatch takes over a cut at each point, there and back."""
     taken: Numbers = np.where(problem.over > 0, 2 * (problem.over / bandwidth + latency), 0.0)
     return taken
+
+
+def _agreement(problem: Problem, last: int, share: int, bandwidth: float, microbatches: int) -> Numbers:
+    """Seconds per microbatch in which devices that share a stage agree on its gradient, by where the stage begins."""
+    # All but one of them send and receive it.
+    agree: Numbers = 2 * (share - 1) / share * problem.parameters(last) / bandwidth / microbatches
+    return agree
 
 
 def _programme(
@@ -209,12 +230,8 @@ def replicated(
     table[0, 0] = 0.0
     for used in range(1, devices + 1):
         for last in range(1, points):
-            for share in range(1, used + 1):
-                # Devices that share a stage must agree on its gradient; all but one of them send and receive it.
-                agree: Numbers = np.zeros(last)
-                if share > 1:
-                    parameters = np.array([problem.stage(first, last, 1.0, 0).parameters for first in range(last)])
-                    agree = 2 * (share - 1) / share * parameters / bandwidth / microbatches
+            for share in range(1, min(used, microbatches) + 1):
+                agree = _agreement(problem, last, share, bandwidth, microbatches)
                 # As many microbatches are on their way as there are devices from here on, shared by those of the stage.
                 flying = min(microbatches, -(-(devices - used + share) // share))
                 room = problem.memory(last, flying) <= memory
@@ -237,7 +254,7 @@ def replicated(
         found.append((first, last, share))
         used, last = used - share, first
     found.reverse()
-    kept = kept_in_flight("1f1b", len(found), microbatches)
+    kept = kept_in_flight("1f1b", len(found), microbatches, [share for _, _, share in found])
     stages = [
         problem.stage(first, last, 1.0, keep, share) for (first, last, share), keep in zip(found, kept, strict=True)
     ]

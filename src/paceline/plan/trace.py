@@ -104,6 +104,10 @@ class Trace(ABC):
         """Whether an operation may change what it is given in place."""
         return True
 
+    def changes_buffers(self, first: int, last: int) -> bool:
+        """Whether a stretch may change what the model keeps from one call to the next."""
+        return True
+
     def _inseparable(self, source: int, target: int) -> bool:
         """Whether two operations must be in one part."""
         return False
@@ -183,6 +187,10 @@ class ChainTrace(Trace):
         takes, gives = self.ends(first, last)
         return Part(takes, gives, run, tuple(own.parameters()), tuple(own.buffers()), any(draws))
 
+    def changes_buffers(self, first: int, last: int) -> bool:
+        inside = (module for _, layer in self._layers[first:last] for module in layer.modules())
+        return any(module.training and any(True for _ in module.buffers(recurse=False)) for module in inside)
+
     def _inseparable(self, source: int, target: int) -> bool:
         return bool(getattr(self._layers[target][1], "inplace", False))
 
@@ -257,7 +265,13 @@ class GraphTrace(Trace):
         batched = pytree.tree_leaves(_batched(args, kwargs))
         self.counts = any(one and not _has_free_rows(node) for node, one in zip(self._inputs, batched, strict=True))
         self.summarises = not self.counts and not all(_has_free_rows(node) for node in flat)
-        self.remembers = any(self._buffer(changed) for node in self._nodes for changed in _changed(node))
+        self.remembers = any(map(self._remembers, self._nodes))
+
+    def _remembers(self, node: fx.Node) -> bool:
+        return any(map(self._buffer, _changed(node)))
+
+    def changes_buffers(self, first: int, last: int) -> bool:
+        return any(self._remembers(node) or _has_statistics(node) for node in self._nodes[first:last])
 
     def _buffer(self, node: fx.Node) -> bool:
         """Whether it is a buffer, or a view of one."""
@@ -447,6 +461,19 @@ def _changed(node: fx.Node) -> list[fx.Node]:
     ]
 
 
+def _given(node: fx.Node) -> dict[str, Any]:
+    """What an operation is called with, by name."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _has_statistics(node: fx.Node) -> bool:
+    """Whether it is a norm that keeps a running mean of what it sees; its schema does not tell that it does."""
+    given = _given(node)
+    return given.get("running_mean") is not None and bool(given.get("training", given.get("use_input_stats")))
+
+
 def _is_quiet(node: fx.Node) -> bool:
     """Whether no gradient goes through an operation."""
     return not node.meta.get(_GRADIENTS, True) and isinstance(node.target, torch._ops.OpOverload)
@@ -472,7 +499,7 @@ def _is_random(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return False
-    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    given = _given(node)
     if "scaled_dot_product" in schema.name:
         return bool(given.get("dropout_p", 0.0))
     if "dropout" in schema.name or "train" in given:

@@ -42,8 +42,9 @@ def partition_figure(sheet: Sheet, cut: Partition, schedule: Evaluated, title: s
                 f"<text x='{x:.1f}' y='{_TOP - 20}' text-anchor='middle' class='small'>{_size(stage.bytes)}</text>"
             )
     bottom = _TOP + _BAR + 60
-    shapes += _schedule(schedule, len({stretch.stage for stretch in schedule.stretches}), bottom)
-    height = bottom + 40 + _ROW * len({stretch.stage for stretch in schedule.stretches})
+    workers = schedule.busy.shape[1]
+    shapes += _schedule(schedule, workers, bottom)
+    height = bottom + 40 + _ROW * workers
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' height='{height}'>"
         "<style>text{font:13px system-ui,sans-serif;fill:#222}.small{font-size:11px;fill:#555}</style>"
@@ -100,23 +101,23 @@ def _arcs(sheet: Sheet, cut: Partition, place: Sequence[float]) -> list[str]:
     return shapes
 
 
-def _schedule(schedule: Evaluated, stages: int, top: float) -> list[str]:
+def _schedule(schedule: Evaluated, workers: int, top: float) -> list[str]:
     inner = _WIDTH - _LEFT - _RIGHT
     whole = max(stretch.end for stretch in schedule.stretches)
     shapes = [
         f"<text x='{_LEFT}' y='{top}' class='small'>one step as predicted: {whole * 1e3:.3g} ms, bubble "
         f"{schedule.bubble:.1%}</text>"
     ]
-    for stage in range(stages):
-        y = top + 10 + stage * _ROW
+    for worker in range(workers):
+        y = top + 10 + worker * _ROW
         shapes.append(
-            f"<text x='{_LEFT - 8}' y='{y + 16}' text-anchor='end' class='small'>worker {stage}</text>"
+            f"<text x='{_LEFT - 8}' y='{y + 16}' text-anchor='end' class='small'>worker {worker}</text>"
             f"<rect x='{_LEFT}' y='{y}' width='{inner}' height='{_ROW - 6}' fill='#f0f0f0' stroke='#ddd'/>"
         )
     for stretch in schedule.stretches:
         x = _LEFT + inner * stretch.start / whole
         width = inner * (stretch.end - stretch.start) / whole
-        y = top + 10 + stretch.stage * _ROW
+        y = top + 10 + stretch.device * _ROW
         kind = stretch.operation
         shapes.append(
             f"<rect x='{x:.2f}' y='{y}' width='{max(0.3, width):.2f}' height='{_ROW - 6}' fill='{_KINDS[kind.kind]}' "

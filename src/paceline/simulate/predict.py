@@ -119,10 +119,10 @@ class _Question:
         return engine.run(self.updates, str(strategy))
 
     def pipeline(self, split: Pipeline) -> Result:
-        if split.stages != self.cluster.workers:
+        if sum(split.by_stage) != self.cluster.workers:
             raise UsageError(
                 f"strategy '{split}': it has {split.stages} stages for {self.cluster.workers} workers; it must be one "
-                "each (for several pipelines side by side, mesh:data=…,pipeline=…)"
+                "each, or what replicas add up to (for several pipelines side by side, mesh:data=…,pipeline=…)"
             )
         return self._alone(str(split), split, split.stages, 1)
 
@@ -216,8 +216,8 @@ class _Question:
         over = begin + float(steps.makespan[0])
         for device in range(self.cluster.workers):
             clock = begin
-            for stage, operation, start, end in steps.stretches:
-                if stage != device // degree:
+            for _, operation, start, end, place in steps.stretches:
+                if place != device // degree:
                     continue
                 if begin + start > clock + 1e-12:
                     trace.events.append(Wait(device, clock, begin + start - clock, -1))
@@ -306,7 +306,7 @@ def _exchange(strategy: Strategy, cluster: Cluster) -> float | None:
 
 def _pipeline(split: Pipeline, cluster: Cluster, model: Model) -> float | None:
     stages, count = split.stages, split.microbatches
-    if cluster.link.latency or model.activations:
+    if cluster.link.latency or model.activations or split.shared:
         return None
     each = cluster.compute.mean() / (stages * count)
     forward, weights = each * model.forward, each * model.weights

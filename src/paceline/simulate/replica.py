@@ -82,14 +82,19 @@ def pipeline_steps(
     count: int,
     source: np.random.Generator,
 ) -> Evaluated:
-    """So many drawn steps of one replica. A stage of several devices is as slow as the slowest of them."""
+    """So many drawn steps of one replica. A stage that is cut inside is as slow as the slowest of its devices.
+
+    Where several devices share the microbatches of a stage, it has as much more of the model.
+    """
     one_of("schedule", split.schedule, SCHEDULES)
-    devices = stages * degree
+    shares = split.by_stage if isinstance(split, Pipeline) and split.shared else (1,) * stages
+    devices = sum(shares) * degree
     columns = [(of.draw(source, count) * factor) for of, factor in map(cluster.steps_of, range(devices))]
     draws = np.stack(columns, axis=1)
-    per_stage: Draws = draws.reshape(count, stages, degree).max(axis=2) * np.array(model.stages.get(stages, 1.0))
+    lengths = np.repeat(shares, shares) if max(shares) > 1 else np.array(model.stages.get(stages, 1.0))
+    per_stage: Draws = draws.reshape(count, -1, degree).max(axis=2) * lengths
     agree = tensor_seconds(cluster, model, degree) if degree > 1 else 0.0
-    share = (per_stage / degree + agree) / (stages * max(1, split.microbatches))
+    share = (per_stage / degree + agree) / (sum(shares) * max(1, split.microbatches))
     link = cluster.narrowest()
     transfer = link.latency + model.activations / max(1, split.microbatches) / link.bandwidth
     return evaluate(
@@ -100,4 +105,5 @@ def pipeline_steps(
         share * model.weights,
         chunks=split.chunks,
         transfer=transfer if stages > 1 else 0.0,
+        replicas=shares,
     )

@@ -103,6 +103,21 @@ SCHEDULES: dict[str, Callable[[int, int, int], list[Order]]] = {
 }
 
 
+def shared(schedule: str, replicas: Sequence[int], microbatches: int) -> list[Order]:
+    """Where so many devices share each stage, and take its microbatches in turn: the order of each of them, by stage.
+
+    A stage begins as many microbatches as there are devices from there on, so that all of them have something to do.
+    """
+    orders = []
+    for stage, count in enumerate(replicas):
+        ahead = microbatches if schedule == "gpipe" else -(-sum(replicas[stage:]) // count)
+        for turn in range(count):
+            own = range(turn, microbatches, count)
+            order = _merge(min(len(own), ahead), len(own))
+            orders.append([Operation(one.kind, own[one.microbatch]) for one in order])
+    return orders
+
+
 class Stretch(NamedTuple):
     """When an operation was done, in the first of the drawn steps."""
 
@@ -110,6 +125,7 @@ class Stretch(NamedTuple):
     operation: Operation
     start: float
     end: float
+    device: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +135,7 @@ class Evaluated:
     makespan: Times
     """From the first operation of any device to the last."""
     spans: Times
-    """From each device's own first operation to its last, by stage."""
+    """From each device's own first operation to its last, by device."""
     busy: Times
     """What each device computes."""
     in_flight: list[int]
@@ -141,12 +157,15 @@ def evaluate(
     *,
     chunks: int = 1,
     transfer: float = 0.0,
+    replicas: Sequence[int] = (),
 ) -> Evaluated:
-    """Times by drawn step and stage, per microbatch, all chunks together; transfer: from a stage to the next.
+    """Times by drawn step and device, per microbatch, all chunks together; transfer: from a stage to the next.
 
-    Where the schedule has the gradients of weights apart, `backward` is without them.
+    Where the schedule has the gradients of weights apart, `backward` is without them. There is a device for each stage,
+    unless `replicas` says how many share it.
     """
-    draws, stages = forward.shape
+    draws, devices = forward.shape
+    stages = len(replicas) or devices
     if stages < 1 or microbatches < 1 or chunks < 1:
         raise UsageError(
             f"a pipeline has {stages} stages, {microbatches} microbatches and {chunks} chunks; it must be 1 of each "
@@ -154,7 +173,9 @@ def evaluate(
         )
     if schedule != "interleaved":
         chunks = 1
-    orders = SCHEDULES[schedule](stages, microbatches, chunks)
+    several = max(replicas, default=1) > 1
+    orders = shared(schedule, replicas, microbatches) if several else SCHEDULES[schedule](stages, microbatches, chunks)
+    stage_of = [stage for stage, count in enumerate(replicas or [1] * stages) for _ in range(count)]
     apart = schedule.startswith("zero-bubble")
     rest = np.zeros_like(backward) if weights is None else weights
     lengths = {
@@ -162,35 +183,39 @@ def evaluate(
         "B": (backward if apart else backward + rest) / chunks,
         "W": rest / chunks if apart else np.zeros_like(rest),
     }
-    clock = np.zeros((draws, stages))
-    first = np.zeros((draws, stages))
+    clock = np.zeros((draws, devices))
+    first = np.zeros((draws, devices))
+    busy = np.zeros((draws, devices))
     done: dict[tuple[int, Operation], Times] = {}
     stretches: list[Stretch] = []
-    places = [0] * stages
+    places = [0] * devices
     left = sum(map(len, orders))
     while left:
         before = left
-        for stage, order in enumerate(orders):
-            while places[stage] < len(order):
-                operation = order[places[stage]]
+        for device, order in enumerate(orders):
+            stage = stage_of[device]
+            while places[device] < len(order):
+                operation = order[places[device]]
                 ready = _ready(done, stage, operation, stages, chunks, transfer)
                 if ready is None:
                     break
-                start = np.maximum(clock[:, stage], ready)
-                if places[stage] == 0:
-                    first[:, stage] = start
-                clock[:, stage] = end = start + lengths[operation.kind][:, stage]
+                start = np.maximum(clock[:, device], ready)
+                if places[device] == 0:
+                    first[:, device] = start
+                taken = lengths[operation.kind][:, device]
+                clock[:, device] = end = start + taken
+                busy[:, device] += taken
                 done[stage, operation] = end
-                stretches.append(Stretch(stage, operation, float(start[0]), float(end[0])))
-                places[stage] += 1
+                stretches.append(Stretch(stage, operation, float(start[0]), float(end[0]), device))
+                places[device] += 1
                 left -= 1
         if left == before:
             raise UsageError(f"the schedule '{schedule}' deadlocks with {stages} stages, {microbatches} microbatches")
     return Evaluated(
         makespan=clock.max(axis=1),
         spans=clock - first,
-        busy=sum(microbatches * chunks * length for length in lengths.values()),  # type: ignore[arg-type]
-        in_flight=[_in_flight(order, apart) for order in orders],
+        busy=busy,
+        in_flight=[in_flight(order, apart) for order in orders],
         stretches=stretches,
     )
 
@@ -214,7 +239,8 @@ def _ready(
     return None if came is None else came + (transfer if stages > 1 else 0.0)
 
 
-def _in_flight(order: Sequence[Operation], apart: bool) -> int:
+def in_flight(order: Sequence[Operation], apart: bool = False) -> int:
+    """Microbatches whose activations are kept at most; apart: until the gradients of weights are made."""
     kept = most = 0
     for operation in order:
         kept += (operation.kind == "F") - (operation.kind == ("W" if apart else "B"))

@@ -30,6 +30,7 @@ from paceline.strategies.split.deferred import Deferred
 from paceline.strategies.split.home import Home
 from paceline.strategies.split.line import Line, Place
 from paceline.strategies.split.passage import Call, Passage
+from paceline.strategies.split.rota import Rota
 from paceline.strategies.takeover import Takeover
 from paceline.transport import Intent
 
@@ -70,7 +71,7 @@ class PipelineTrainer(Trainer):
         _refuse(model, optimizer)
         # Only to refuse what a larger team would: a pipeline is one replica, and scales its rate by 1.
         RateScaling(options.scale_lr, 1, options.warmup)
-        self._parts = spec.stages * (spec.chunks if spec.schedule == "interleaved" else 1)
+        self._rota = _rota(spec)
         self.version = 0
         self.paces = [(0.0, 0)]
         self.replica = (0, 1)
@@ -148,7 +149,7 @@ class PipelineTrainer(Trainer):
     def _sizes(self, traced: Trace, batch: int, first: bool) -> tuple[int, ...]:
         """Samples of each microbatch."""
         wanted = self._spec.microbatches
-        why = undivided(self._model, traced, self._spec.norm) if wanted > 1 else ""
+        why = self._undivided(traced)
         if why:
             self._say_once(why)
             wanted = 1
@@ -160,6 +161,13 @@ class PipelineTrainer(Trainer):
         wanted = min(wanted, batch)
         each, more = divmod(batch, wanted)
         return (each + 1,) * more + (each,) * (wanted - more)
+
+    def _undivided(self, traced: Trace) -> str:
+        """Why batches are not cut; empty if they are."""
+        why = undivided(self._model, traced, self._spec.norm) if self._spec.microbatches > 1 else ""
+        if why and self._rota.shared:
+            raise UsageError(f"the workers of a stage share its microbatches, but {why}")
+        return why
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._accumulating:
@@ -177,6 +185,7 @@ class PipelineTrainer(Trainer):
         self._takeover.plain_step()
         if self._line is not None:
             self._line.home.settle()
+            self._line.updated()
         self._steps += 1
         self.version += 1
         if self._line is not None:
@@ -282,12 +291,13 @@ class PipelineTrainer(Trainer):
         error, traced = None, None
         with self._traceable():
             try:
-                traced = trace(self._model, args, kwargs, self._parts)
+                traced = trace(self._model, args, kwargs, len(self._rota.workers))
             except UsageError as caught:
                 error = str(caught)
         answer = {"error": error, "names": len(traced.operations) if traced else 0}
         self._agree(answer)
         assert traced is not None
+        self._undivided(traced)
         with self._plain():
             bounds = self._cut(traced, args, kwargs)
         ranks = self._line_ranks()
@@ -299,10 +309,12 @@ class PipelineTrainer(Trainer):
         group = Group(self._rank, self._size, exchange, members.meeting.timeouts, self._around.say)
         place = Place(
             ranks=ranks,
+            rota=self._rota,
             schedule=self._spec.schedule,
             recorder=self._recorder,
             slow=self._stopwatch.slow_pass,
             traceable=self._traceable,
+            meet=lambda: members.meeting.meet(Intent.BARRIER),
         )
         return Line(self._model, home, group, place, traced, bounds, (args, kwargs))
 
@@ -336,11 +348,11 @@ class PipelineTrainer(Trainer):
         answer: dict[str, Any] = {}
         if self._rank == 0:
             try:
-                spec = self._spec
+                spec, parts = self._spec, self._rota.workers
                 known = sheet(traced, self._model, args, kwargs, spec.microbatches, spec.norm)
                 found = partition(
-                    known.problem(self._parts),
-                    [Device(pace=self._pace(part % self._size)) for part in range(self._parts)],
+                    known.problem(len(parts)),
+                    [Device(pace=min(map(self._pace, workers)), count=len(workers)) for workers in parts],
                     schedule=spec.schedule,
                     microbatches=spec.microbatches,
                     slack=_SLACK,
@@ -353,6 +365,10 @@ class PipelineTrainer(Trainer):
         if "error" in told:
             raise UsageError(told["error"])
         return list(told["bounds"])
+
+
+def _rota(spec: Pipeline) -> Rota:
+    return Rota.of(spec.by_stage, spec.chunks if spec.schedule == "interleaved" else 1)
 
 
 def _like(old: Any, values: dict[Any, Any]) -> Any:

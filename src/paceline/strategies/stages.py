@@ -15,7 +15,7 @@ from paceline.cluster.membership import Members
 from paceline.config import Mesh, Pipeline
 from paceline.events import Pass, Wait
 from paceline.strategies.base import Surroundings
-from paceline.strategies.pipeline import PipelineTrainer, _Split
+from paceline.strategies.pipeline import PipelineTrainer, _rota, _Split
 from paceline.strategies.replicas import Seat
 from paceline.strategies.splitting import Inside
 from paceline.strategies.stopwatch import Stopwatch
@@ -120,7 +120,7 @@ class Stages(PipelineTrainer):
         self._members, self._rank, self._size = replica, seat.stage, seat.shape.pipeline
         self._recorder, self._stopwatch = events, around.stopwatch
         self._model, self._optimizer = model, optimizer
-        self._parts = spec.stages * (spec.chunks if spec.schedule == "interleaved" else 1)
+        self._rota = _rota(spec)
         self._version = version
         self._steps = self._calls = self._samples = self._seed = 0
         self._line = None

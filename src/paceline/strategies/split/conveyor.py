@@ -2,8 +2,9 @@
 
 The order is the one that the simulator evaluates, but that the first stage does not wait for a gradient that is late as
 long as it can begin its next microbatch. What a stage gives goes straight to every stage that takes it, be it
-the next one or, for a skip connection, a later one; its gradient comes back from each of them. Dtypes and shapes are
-told once for every kind of microbatch, ahead of the first one.
+the next one or, for a skip connection, a later one; its gradient comes back from each of them. Where workers share a
+stage, what is sent goes to the one whose turn the microbatch is. Dtypes and shapes are told once for every kind of
+microbatch, ahead of the first one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from paceline.events import Pass, Recorder, Wait
 from paceline.plan.trace import Part
 from paceline.simulate.schedules import Operation
 from paceline.splits.split import whole
+from paceline.strategies.split.rota import Rota
 from paceline.transport.mailbox import Mailbox, Receiving, Sending
 
 _backward = torch.autograd.backward
@@ -101,21 +103,17 @@ class Conveyor:
         makers: dict[int, int],
         takers: dict[int, list[int]],
         results: Sequence[int],
-        count: int,
-        owners: Sequence[int],
+        rota: Rota,
         mailbox: Mailbox,
         recorder: Recorder,
         ranks: Sequence[int],
         slow: Callable[[float], None],
     ) -> None:
-        """stages: this worker's own; makers, takers: by value; owners: of every stage, its place in the mailbox.
-
-        ranks: in the team, by that place.
-        """
+        """stages: this worker's own; makers, takers: by value; ranks: in the team, by place in the mailbox."""
         self._chunks = [stage for _, stage in sorted(stages.items())]
         self._makers, self._takers, self._results = makers, takers, results
-        self._last = count - 1
-        self._count, self._owners = count, owners
+        self._last = len(rota.workers) - 1
+        self._at = rota.at
         self._mailbox, self._recorder, self._ranks, self._slow = mailbox, recorder, ranks, slow
         self._rank = ranks[mailbox.rank]
         self._labels: dict[Any, Label] = {}
@@ -183,7 +181,7 @@ class Conveyor:
             self._kept[stage.index, microbatch] = _Kept(taken, given)
         for number, value in given.items():
             for taker in self._takers.get(number, ()):
-                self._give(stage.index, taker, number, value, microbatch, batch)
+                self._give(taker, number, value, microbatch, batch)
 
     def _backward(self, stage: Stage, microbatch: int, batch: Batch, apart: bool) -> None:
         kept = self._kept[stage.index, microbatch]
@@ -247,25 +245,26 @@ class Conveyor:
         if number < 0:
             return batch.given(-1 - number, microbatch)
         maker = self._makers[number]
-        if self._owners[maker] == self._owners[stage.index]:
+        peer = self._at(maker, microbatch)
+        if peer == self._mailbox.rank:
             value = self._here.pop((number, stage.index, microbatch, _DATA))
             if isinstance(value, torch.Tensor):
                 differentiable = value.requires_grad and batch.training
                 value = value.detach().requires_grad_(differentiable)
             return value
-        label = self._label(maker, stage.index, number, microbatch, batch)
+        label = self._label(peer, stage.index, number, microbatch, batch)
         if label.number is not None:
             return label.number
         laid = torch.empty([label.shape[dim] for dim in label.order], dtype=getattr(torch, label.dtype))
-        self._receive(self._owners[maker], laid, _tag(number, stage.index, microbatch, _DATA))
+        self._receive(peer, laid, _tag(number, stage.index, microbatch, _DATA))
         return lifted(laid, label.order).requires_grad_(label.differentiable and batch.training)
 
-    def _give(self, maker: int, taker: int, number: int, value: Any, microbatch: int, batch: Batch) -> None:
-        if self._owners[maker] == self._owners[taker]:
+    def _give(self, taker: int, number: int, value: Any, microbatch: int, batch: Batch) -> None:
+        peer = self._at(taker, microbatch)
+        if peer == self._mailbox.rank:
             self._here[number, taker, microbatch, _DATA] = value
             return
-        peer = self._owners[taker]
-        key = (number, taker, batch.kind(microbatch))
+        key = (number, taker, peer, batch.kind(microbatch))
         if key not in self._labels:
             label = self._labels[key] = _label(value)
             text = torch.zeros(_LABEL, dtype=torch.uint8)
@@ -276,11 +275,11 @@ class Conveyor:
             order = self._labels[key].order
             self._send(taker, taker, number, microbatch, _DATA, value.detach().permute(order))
 
-    def _label(self, maker: int, taker: int, number: int, microbatch: int, batch: Batch) -> Label:
-        key = (number, taker, batch.kind(microbatch))
+    def _label(self, peer: int, taker: int, number: int, microbatch: int, batch: Batch) -> Label:
+        key = (number, taker, peer, batch.kind(microbatch))
         if key not in self._labels:
             text = torch.empty(_LABEL, dtype=torch.uint8)
-            self._receive(self._owners[maker], text, _tag(number, taker, microbatch, _HEAD))
+            self._receive(peer, text, _tag(number, taker, microbatch, _HEAD))
             payload = bytes(text.numpy()).rstrip(b"\0")
             self._labels[key] = msgspec.json.decode(payload, type=Label)
         return self._labels[key]
@@ -291,7 +290,7 @@ class Conveyor:
         """The sum of what came back for a value, from all who took it."""
         total: torch.Tensor | None = None
         for taker in self._takers.get(number, ()):
-            if self._owners[taker] == self._owners[stage.index]:
+            if self._at(taker, microbatch) == self._mailbox.rank:
                 gradient = self._here.pop((number, taker, microbatch, _GRADIENT))
                 total = gradient if total is None else total + gradient
         for expected in self._expect(stage, number, value, microbatch):
@@ -306,21 +305,22 @@ class Conveyor:
         if key not in self._expected:
             self._expected[key] = [
                 self._mailbox.receive(
-                    self._owners[taker],
+                    peer,
                     torch.empty(value.shape, dtype=value.dtype),
                     _tag(number, taker, microbatch, _GRADIENT),
                 )
                 for taker in self._takers.get(number, ())
-                if self._owners[taker] != self._owners[stage.index]
+                if (peer := self._at(taker, microbatch)) != self._mailbox.rank
             ]
         return self._expected[key]
 
     def _send(self, to: int, taker: int, number: int, microbatch: int, what: int, value: torch.Tensor) -> None:
-        if what == _GRADIENT and self._owners[to] == self._owners[taker]:
+        peer = self._at(to, microbatch)
+        if peer == self._mailbox.rank:
             self._here[number, taker, microbatch, _GRADIENT] = value
             return
         tag = _tag(number, taker, microbatch, what)
-        self._sending.append(self._mailbox.send(self._owners[to], value.detach().contiguous(), tag))
+        self._sending.append(self._mailbox.send(peer, value.detach().contiguous(), tag))
 
     def _receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
         self._await(self._mailbox.receive(peer, tensor, tag))

@@ -14,17 +14,20 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from paceline.collectives.group import Group
+from paceline.errors import UsageError
 from paceline.events import Recorder
 from paceline.plan.sheet import batch_of, has_rows
 from paceline.plan.trace import GraphTrace, Trace
-from paceline.simulate.schedules import SCHEDULES, Operation, Order
+from paceline.simulate.schedules import SCHEDULES, Operation, Order, shared
 from paceline.strategies.split.conveyor import Conveyor, Stage, laid_out, lifted
 from paceline.strategies.split.home import Home
 from paceline.strategies.split.outlines import outlines
+from paceline.strategies.split.owners import Owners
 from paceline.strategies.split.passage import Passage
+from paceline.strategies.split.rota import Rota
 
 _END = -7
-"""Tag of what the last stage tells all; below it those of gradients of parameters that several stages use."""
+"""Tag of what the last stage tells all; those below are its owners'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +36,15 @@ class Place:
 
     ranks: Sequence[int]
     """In the team, of the workers of this replica."""
+    rota: Rota
     schedule: str
     recorder: Recorder
     slow: Callable[[float], None]
     """Called with the seconds of every pass: it may let it take longer."""
     traceable: Callable[[], contextlib.AbstractContextManager[None]]
     """While in there, the model can be traced, or called without values."""
+    meet: Callable[[], object]
+    """Returns once all workers of the replica have called it."""
 
 
 class Line:
@@ -58,8 +64,10 @@ class Line:
         self._model, self.home, self.group, self._place = model, home, group, place
         self._rank, self._size = group.rank, group.size
         self._count = len(bounds)
-        self._owners = [stage % self._size for stage in range(self._count)]
-        self.is_end = self._owners[-1] == self._rank
+        self._rota = place.rota
+        self._stages = self._rota.stages_of(self._rank)
+        self._end = self._rota.workers[-1][0]
+        self.is_end = self._end == self._rank
         self._first: Trace = traced
         self._stage_of_name: dict[str, int] = {}
         start = 0
@@ -69,13 +77,15 @@ class Line:
         self._traces: dict[Any, tuple[Trace, Conveyor]] = {}
         self._shapes: dict[Any, list[torch.Tensor]] = {}
         self._orders: dict[int, list[Operation]] = {}
-        self._users: dict[int, list[int]] = {}
-        """By parameter, the ranks that use it."""
-        self._first_user: dict[int, int] = {}
-        """By parameter, the first stage that uses it."""
+        self._owners = Owners(self._rota, home.parameters, group.mailbox, place.recorder, place.ranks)
+        conveyor = self._conveyor(traced, bounds)
         self._note_users(traced, bounds)
-        self.own = self._share_out()
-        self._traces[self.key(*example)] = (traced, self._conveyor(traced, bounds))
+        self.own = self._owners.share_out()
+        self._owners.find_routes()
+        home.keep(self.own)
+        for parameter in home.parameters:
+            parameter.grad = None
+        self._traces[self.key(*example)] = (traced, conveyor)
 
     # -- what the model is called with -------------------------------------------------------------------------------
 
@@ -103,8 +113,10 @@ class Line:
             else:
                 traced = self._first
             bounds = self._bounds(traced)
+            conveyor = self._conveyor(traced, bounds)
             self._note_users(traced, bounds)
-            self._traces[key] = (traced, self._conveyor(traced, bounds))
+            self._owners.find_routes()
+            self._traces[key] = (traced, conveyor)
         return self._traces[key][0]
 
     def _bounds(self, traced: Trace) -> list[int]:
@@ -116,8 +128,8 @@ class Line:
         stages: list[int] = []
         for operation in traced.operations:
             before = stages[-1] if stages else 0
-            owners = [self._first_user.get(names[name], self._count - 1) for name in operation.parameters]
-            stages.append(max(before, self._stage_of_name.get(operation.name, before), *owners, 0))
+            first = [self._owners.first_stage(names[name]) for name in operation.parameters]
+            stages.append(max(before, self._stage_of_name.get(operation.name, before), *first, 0))
         allowed = [0, *traced.cuts(), len(stages)]
         bounds = []
         for stage in range(self._count - 1):
@@ -137,6 +149,7 @@ class Line:
 
     def _conveyor(self, traced: Trace, bounds: list[int]) -> Conveyor:
         starts = [0, *bounds[:-1]]
+        self._check_buffers(traced, starts, bounds)
         ends = [traced.ends(start, end) for start, end in zip(starts, bounds, strict=True)]
         makers = {number: stage for stage, (_, gives) in enumerate(ends) for number in gives}
         takes = [list(taken) for taken, _ in ends]
@@ -149,21 +162,30 @@ class Line:
                 takers.setdefault(number, []).append(stage)
         stages = {
             stage: Stage(stage, traced.part(starts[stage], bounds[stage]), tuple(takes[stage]))
-            for stage in range(self._count)
-            if self._owners[stage] == self._rank
+            for stage in self._stages
         }
         return Conveyor(
             stages,
             makers,
             takers,
             traced.results,
-            self._count,
-            self._owners,
+            self._rota,
             self.group.mailbox,
             self._place.recorder,
             self._place.ranks,
             self._place.slow,
         )
+
+    def _check_buffers(self, traced: Trace, starts: list[int], ends: list[int]) -> None:
+        """Refuse what workers that share a stage would not agree on."""
+        for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            workers = self._rota.replicas[stage]
+            if workers > 1 and traced.changes_buffers(start, end):
+                raise UsageError(
+                    f"stage {stage} has {workers} workers, and its part of the model may change buffers with every "
+                    "microbatch, as batch norm does, which they would not agree on; let it have one worker, or no such "
+                    "layers"
+                )
 
     def _names(self) -> dict[str, int]:
         """The number of each parameter."""
@@ -172,36 +194,22 @@ class Line:
         return {name: numbers[id(parameter)] for name, parameter in named}
 
     def _note_users(self, traced: Trace, bounds: list[int]) -> None:
-        """Remember which workers use which parameters, in the order of their stages."""
+        """Remember which stages use which parameters."""
         names = self._names()
         start = 0
         for stage, end in enumerate(bounds):
             for operation in traced.operations[start:end]:
                 for name in operation.parameters:
-                    self._first_user.setdefault(names[name], stage)
-                    users = self._users.setdefault(names[name], [])
-                    if self._owners[stage] not in users:
-                        users.append(self._owners[stage])
+                    self._owners.note(names[name], stage)
             start = end
-
-    def _share_out(self) -> list[nn.Parameter]:
-        """What this worker updates: what it is the first to use; and the last one what nobody uses."""
-        owner = {number: users[0] for number, users in self._users.items()}
-        own = [
-            parameter
-            for number, parameter in enumerate(self.home.parameters)
-            if owner.get(number, self._size - 1) == self._rank
-        ]
-        self.home.keep(own)
-        for parameter in self.home.parameters:
-            parameter.grad = None
-        return own
 
     def _order(self, microbatches: int) -> Order:
         if microbatches not in self._orders:
-            chunks = self._count // self._size
+            chunks = len(self._stages)
             schedule = self._place.schedule
-            if schedule == "interleaved" and microbatches % self._size:
+            if self._rota.shared:
+                order = shared(schedule, self._rota.replicas, microbatches)[self._rank]
+            elif schedule == "interleaved" and microbatches % self._size:
                 order = _forwards(microbatches, chunks) + _backwards(microbatches, chunks)
             else:
                 order = SCHEDULES[schedule](self._size, microbatches, chunks)[self._rank]
@@ -213,52 +221,70 @@ class Line:
     def _conveyor_of(self, passage: Passage) -> Conveyor:
         return self._traces[passage.call.kind][1]
 
+    def _own(self, order: Order) -> Order:
+        """What of it is this worker's turn."""
+        at = self._rota.at
+        return [one for one in order if at(self._stages[one.chunk], one.microbatch) == self._rank]
+
     def forward(self, passage: Passage) -> None:
-        chunks = self._count // self._size
-        self._conveyor_of(passage).run(_forwards(len(passage.sizes), chunks), passage)
+        self._owners.meet()
+        order = _forwards(len(passage.sizes), len(self._stages))
+        self._conveyor_of(passage).run(self._own(order), passage)
 
     def backward(self, passage: Passage, *, forwarded: bool) -> None:
+        self._owners.meet()
         count = len(passage.sizes)
-        order = _backwards(count, self._count // self._size) if forwarded else self._order(count)
+        order = self._own(_backwards(count, len(self._stages))) if forwarded else self._order(count)
         self._conveyor_of(passage).run(order, passage)
 
-    def after_backward(self) -> None:
-        """Bring the gradients of parameters that several stages use to the one that updates them."""
-        mailbox = self.group.mailbox
-        for number, (owner, *others) in sorted(self._users.items()):
-            parameter = self.home.parameters[number]
-            if not others or not parameter.requires_grad or self._rank not in (owner, *others):
-                continue
-            if self._rank != owner:
-                gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                mailbox.send(owner, gradient.detach().contiguous(), _END - 1 - number).wait()
-                parameter.grad = None
-                continue
+    def after_backward(self, passage: Passage) -> None:
+        """Let gradients be whole where parameters are updated."""
+        self._owners.bring()
+        if len(passage.sizes) < max(self._rota.replicas):
+            # Who had no microbatch may be behind, reading a version that would be overwritten.
+            self._place.meet()
+
+    def updated(self) -> None:
+        """This worker's optimizer has made its step."""
+        self._owners.updated()
+
+    def to_end(self, own: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
+        end, *others = self._rota.workers[-1]
+        if self._rank in others:
+            counts = [[microbatch, len(values)] for microbatch, values in own.items()]
+            self._tell([end], torch.tensor(counts, dtype=torch.long).view(-1, 2))
+            for value in itertools.chain(*own.values()):
+                self._tell([end], value)
+        elif self._rank == end:
             for other in others:
-                gradient = torch.empty(parameter.shape, dtype=parameter.dtype)
-                mailbox.receive(other, gradient, _END - 1 - number).wait()
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                for microbatch, count in self._hear(other).tolist():
+                    own[microbatch] = [self._hear(other) for _ in range(count)]
+        return dict(sorted(own.items()))
 
     def from_end(self, value: torch.Tensor | None) -> torch.Tensor:
-        mailbox, end = self.group.mailbox, self._owners[-1]
-        if self._rank == end:
-            assert value is not None
-            order = laid_out(value)
-            whole = value.detach().permute(order).contiguous()
-            label = msgspec.json.encode([str(whole.dtype).removeprefix("torch."), list(whole.shape), order])
-            text = torch.frombuffer(bytearray(label.ljust(256)), dtype=torch.uint8)
-            sent = []
-            for peer in range(self._size):
-                if peer != end:
-                    sent += [mailbox.send(peer, text, _END), mailbox.send(peer, whole, _END)]
-            for sending in sent:
-                sending.wait()
-            return lifted(whole, order)
+        if self._rank != self._end:
+            return self._hear(self._end)
+        assert value is not None
+        return self._tell([peer for peer in range(self._size) if peer != self._end], value)
+
+    def _tell(self, peers: Sequence[int], value: torch.Tensor) -> torch.Tensor:
+        """Send a tensor to those who do not know what it will be like."""
+        mailbox, order = self.group.mailbox, laid_out(value)
+        whole = value.detach().permute(order).contiguous()
+        label = msgspec.json.encode([str(whole.dtype).removeprefix("torch."), list(whole.shape), order])
+        text = torch.frombuffer(bytearray(label.ljust(256)), dtype=torch.uint8)
+        sent = [mailbox.send(peer, part, _END) for peer in peers for part in (text, whole)]
+        for sending in sent:
+            sending.wait()
+        return lifted(whole, order)
+
+    def _hear(self, peer: int) -> torch.Tensor:
+        mailbox = self.group.mailbox
         text = torch.empty(256, dtype=torch.uint8)
-        mailbox.receive(end, text, _END).wait()
+        mailbox.receive(peer, text, _END).wait()
         dtype, shape, order = msgspec.json.decode(bytes(text.numpy()).strip())
         made = torch.empty(shape, dtype=getattr(torch, dtype))
-        mailbox.receive(end, made, _END).wait()
+        mailbox.receive(peer, made, _END).wait()
         return lifted(made, order)
 
 

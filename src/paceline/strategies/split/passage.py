@@ -37,16 +37,19 @@ class Line(Protocol):
 
     @property
     def is_end(self) -> bool:
-        """Whether this worker has the last stage."""
+        """Whether this worker has the last stage, or is the first of those that share it."""
 
     def forward(self, passage: Passage) -> None: ...
 
     def backward(self, passage: Passage, *, forwarded: bool) -> None: ...
 
-    def from_end(self, value: torch.Tensor | None) -> torch.Tensor:
-        """The last stage's tensor, on every worker."""
+    def to_end(self, own: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
+        """What the workers of the last stage have of each microbatch, where the end is."""
 
-    def after_backward(self) -> None: ...
+    def from_end(self, value: torch.Tensor | None) -> torch.Tensor:
+        """The end's tensor, on every worker."""
+
+    def after_backward(self, passage: Passage) -> None: ...
 
 
 class Passage:
@@ -60,9 +63,11 @@ class Passage:
         self._forwarded = False
         self._autocast = Autocast()
         self._shares = Shares(call.batch, call.sizes)
-        self._results: list[list[torch.Tensor]] = [[] for _ in call.sizes]
+        self._results: dict[int, list[torch.Tensor]] = {}
+        self._gathered = False
+        """Whether the end has the results of all microbatches."""
         self._loss: Deferred | None = None
-        self._total: torch.Tensor | None = None
+        self._losses: dict[int, list[torch.Tensor]] = {}
 
     # -- for the conveyor --------------------------------------------------------------------------------------------
 
@@ -90,8 +95,7 @@ class Passage:
         assert self._loss is not None
         with torch.enable_grad():
             part = self._shares.loss(self._loss, results, microbatch)
-        value = part.detach()
-        self._total = value if self._total is None else self._total + value
+        self._losses[microbatch] = [part.detach()]
         return part
 
     # -- for the script ----------------------------------------------------------------------------------------------
@@ -99,14 +103,20 @@ class Passage:
     def outputs(self) -> list[torch.Tensor]:
         """The model's results for the whole batch, on every worker, without a backward pass."""
         self._line.forward(self)
+        self._gather()
         count = len(self._results[0]) if self._line.is_end else 0
         told = self._line.from_end(torch.tensor([count]) if self._line.is_end else None)
         return [
             self._line.from_end(self._whole(number) if self._line.is_end else None) for number in range(int(told[0]))
         ]
 
+    def _gather(self) -> None:
+        if not self._gathered:
+            self._results = self._line.to_end(self._results)
+            self._gathered = True
+
     def _whole(self, number: int) -> torch.Tensor:
-        parts = [results[number] for results in self._results]
+        parts = [results[number] for results in self._results.values()]
         if len(parts) == 1:
             return parts[0]
         if any(not part.dim() for part in parts):
@@ -125,17 +135,16 @@ class Passage:
         self._loss = loss
         self._line.backward(self, forwarded=self._forwarded)
         self.over = True
-        if self._line.is_end:
-            assert self._total is not None
-            loss.known = self._line.from_end(self._total.reshape(()))
-        else:
-            loss.known = self._line.from_end(None)
-        self._line.after_backward()
+        losses = self._line.to_end(self._losses)
+        total = sum(value for (value,) in losses.values()) if self._line.is_end else None
+        loss.known = self._line.from_end(total.reshape(()) if isinstance(total, torch.Tensor) else None)
+        self._line.after_backward(self)
 
     def value(self, of: Deferred) -> torch.Tensor:
         if not self.over and not self._forwarded:
             self._line.forward(self)
             self._forwarded = True
+        self._gather()
         return self._line.from_end(self._computed(of, {}) if self._line.is_end else None)
 
     def _computed(self, of: Deferred, made: dict[int, torch.Tensor]) -> torch.Tensor:
