@@ -80,11 +80,22 @@ def cells() -> list[tuple[str, int, int, Exponential, float]]:
     return known
 
 
-@pytest.mark.parametrize(("family", "workers", "k", "compute", "value"), cells())
+def simulated() -> list[tuple[str, int, int, Exponential, float]]:
+    """Of the families that take long, each line of the table with one of both distributions, in turn."""
+    lines = [(workers, k) for workers, k, *_ in TABLE]
+    return [
+        cell
+        for cell in cells()
+        if cell[0] in ("k-sync", "k-batch-async") or lines.index(cell[1:3]) % 2 == (cell[3] is SHIFTED)
+    ]
+
+
+@pytest.mark.parametrize(("family", "workers", "k", "compute", "value"), simulated())
 def test_a_simulation_gives_the_table_s_value(
     family: str, workers: int, k: int, compute: Exponential, value: float
 ) -> None:
-    updates = max(1000, 40_000 // k) if family == "k-async" else 20_000
+    # As many as make three standard errors of it less than two in a hundred, or so.
+    updates = max(1000, 40_000 // k) if family == "k-async" else 20_000 if k < 16 else 5000
     told = simulate(f"{family}:k={k}", workers, compute, updates=updates, seed=1)
     rounding = 0.0006 if value < 0.1 else 0.0006 + 0.0025
     assert abs(told.seconds_per_update - value) <= max(0.01 * value, 3 * told.standard_error + rounding)
@@ -102,9 +113,9 @@ def test_where_there_is_a_formula_it_gives_the_table_s_value(
 
 @pytest.mark.parametrize(("workers", "k"), [(4, 1), (4, 2), (8, 4), (16, 8), (64, 48)])
 def test_staleness_is_what_the_formulas_say(workers: int, k: int) -> None:
-    one = simulate(f"k-async:k={k}", workers, SHIFTED, updates=20_000 * 2 // k, seed=2)
+    one = simulate(f"k-async:k={k}", workers, SHIFTED, updates=20_000 // k, seed=2)
     assert one.staleness.mean == pytest.approx(workers / k - 1, rel=0.02)
-    many = simulate(f"k-batch-async:k={k}", workers, SHIFTED, updates=20_000, seed=2)
+    many = simulate(f"k-batch-async:k={k}", workers, SHIFTED, updates=10_000, seed=2)
     assert many.staleness.mean == pytest.approx((workers - 1) / k, rel=0.02)
 
 
@@ -124,7 +135,7 @@ def test_bounded_staleness_gives_the_table_s_value(compute: str, workers: int, p
     # Several short runs, because neighbouring updates depend on each other for long: what one run says of its own error
     # is too little. Per step of one worker, of which so many make that many updates.
     drawn = parse_distribution(compute)
-    runs = [simulate(f"ssp:s={bound}", workers, drawn, updates=4000 * workers, seed=seed) for seed in range(6)]
+    runs = [simulate(f"ssp:s={bound}", workers, drawn, updates=2000 * workers, seed=seed) for seed in range(6)]
     values = [run.seconds_per_update * workers for run in runs]
     value, error = SSP[compute, workers][place], statistics.stdev(values) / math.sqrt(len(values))
     assert statistics.mean(values) == pytest.approx(value, abs=max(0.01 * value, 3 * error + 0.003))
@@ -134,7 +145,7 @@ def test_bounded_staleness_gives_the_table_s_value(compute: str, workers: int, p
 def test_groups_give_their_value(count: int, size: int, value: float) -> None:
     spec, workers = f"groups:size={size},between=async", count * size
     assert predict(spec, workers, EXP).seconds_per_update == pytest.approx(value, abs=0.0006)
-    told = simulate(spec, workers, EXP, updates=20_000, seed=4)
+    told = simulate(spec, workers, EXP, updates=80_000 // size, seed=4)
     assert abs(told.seconds_per_update - value) <= max(0.01 * value, 3 * told.standard_error + 0.0005)
     assert predict(spec, workers, EXP).staleness == count - 1
     assert told.staleness.mean == pytest.approx(count - 1, rel=0.01)
@@ -148,7 +159,7 @@ def test_heavy_tails_have_a_formula_too(workers: int, k: int, value: float) -> N
 
 
 def test_with_heavy_tails_to_wait_for_the_old_ones_is_slower_than_to_cancel_them() -> None:
-    told = simulate("k-async:k=48", 64, Pareto(1.0, 2.5), updates=6000, seed=6)
+    told = simulate("k-async:k=48", 64, Pareto(1.0, 2.5), updates=2000, seed=6)
     assert told.seconds_per_update == pytest.approx(1.735, rel=0.01)
 
 
@@ -158,9 +169,9 @@ def test_sync_over_async_is_p_times_its_harmonic_number() -> None:
 
 @pytest.mark.parametrize("spec", ["sync", "k-sync:k=3", "k-batch-sync:k=3", "async", "k-batch-async:k=3", "ssp:s=2"])
 def test_the_quick_way_gives_what_the_event_loop_gives(spec: str) -> None:
-    quick = simulate(spec, 5, Gamma(2.0, 0.5), updates=8000, seed=7)
+    quick = simulate(spec, 5, Gamma(2.0, 0.5), updates=4000, seed=7)
     slow = Engine(make_policy(parse_strategy(spec), range(5)), Cluster(workers=5, compute=Gamma(2.0, 0.5)), 8).run(
-        8000, spec
+        4000, spec
     )
     error = 4 * math.hypot(quick.standard_error, slow.standard_error)
     assert quick.seconds_per_update == pytest.approx(slow.seconds_per_update, abs=error)
