@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
 from primitives import LARGE, Groups, Here, topologies
 from torch import autograd, distributed, nn
 
@@ -167,35 +168,38 @@ def loss_of(here: Here, outputs: list[torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-def differentiate(rank: int, size: int, name: str, several: list[str]) -> list[tuple[torch.Tensor, list[float]]]:
-    """By topology: this member's gradient, and its loss each time that an element of somebody was moved."""
-    told = []
+def differentiate(rank: int, size: int, name: str, several: list[str]) -> tuple[list[Any], list[float]]:
+    """By topology, this member's loss and gradient; and its loss each time that an element of somebody was moved."""
+    program, start, told = PROGRAMS[name].run, drawn(rank, size, 2).flatten(), []
     for topology in several:
-        here, program = Here(rank, size, topology), PROGRAMS[name].run
-        start = drawn(rank, size, 2).flatten()
+        here = Here(rank, size, topology)
         x = start.clone().requires_grad_()
         outputs, tokens = program(here, x)
-        collectives.attach(loss_of(here, outputs), *tokens).backward()
-        losses = []
-        with torch.no_grad():
-            for mover in range(size):
-                for element in range(start.numel()):
-                    for step in (STEP, -STEP):
-                        moved = start.clone()
-                        if rank == mover:
-                            moved[element] += step
-                        losses.append(float(loss_of(here, program(here, moved).outputs)))
-        told.append((torch.zeros_like(start) if x.grad is None else x.grad, losses))
-    return told
+        loss = collectives.attach(loss_of(here, outputs), *tokens)
+        loss.backward()
+        told.append((float(loss.detach()), torch.zeros_like(start) if x.grad is None else x.grad))
+    # The losses are those of any topology: one will do for the differences.
+    here, losses = Here(rank, size, several[len(name) % len(several)]), []
+    with torch.no_grad():
+        for mover in range(size):
+            for element in range(start.numel()):
+                for step in (STEP, -STEP):
+                    moved = start.clone()
+                    if rank == mover:
+                        moved[element] += step
+                    losses.append(float(loss_of(here, program(here, moved).outputs)))
+    return told, losses
 
 
 def compare(results: list[Any], several: list[str]) -> None:
     size = len(results)
+    losses = torch.tensor([moved for _, moved in results], dtype=torch.float64).sum(0)
+    differences = (losses[0::2] - losses[1::2]) / (2 * STEP)
+    assert len(differences) == 2 * size * size
     for number, topology in enumerate(several):
-        losses = torch.tensor([result[number][1] for result in results], dtype=torch.float64).sum(0)
-        differences = (losses[0::2] - losses[1::2]) / (2 * STEP)
-        gradients = torch.cat([result[number][0] for result in results])
-        assert len(differences) == 2 * size * size
+        for told, _ in results:
+            assert told[number][0] == pytest.approx(told[0][0], rel=1e-9), topology
+        gradients = torch.cat([told[number][1] for told, _ in results])
         assert gradients.abs().max() > 0.1
         assert torch.allclose(gradients, differences, rtol=1e-6, atol=1e-7), (topology, gradients, differences)
 
