@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
 from groups import Pool
 from oracle import fold, seen
 from primitives import (
@@ -27,7 +28,7 @@ from primitives import (
     whole,
 )
 from support import PACELINE, PYTHON, TORCHRUN, Outcome, finished, free_port, write_script
-from teams import run_team
+from teams import run_script, run_team
 from torch import distributed
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -72,13 +73,17 @@ def check(rank: int, size: int, operation: str, several: list[str], uneven: bool
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("operation", "topology"), TABLE)
 def test_each_topology_gives_what_one_process_gets(groups: Groups, operation: str, topology: str, size: int) -> None:
-    assert all(count >= size for count in groups.run(size, check, size, operation, [topology]))
+    # Eight have a third of the cases: what a tensor is like matters to each member alone, and fewer show it.
+    brief = size == 8
+    assert all(count >= size for count in groups.run(size, check, size, operation, [topology], False, brief))
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize(("operation", "topology"), [pair for pair in TABLE if pair[0] in UNEVEN])
 def test_members_may_have_tensors_of_different_shapes(hasty: Groups, operation: str, topology: str, size: int) -> None:
-    assert all(count > 10 for count in hasty.run(size, check, size, operation, [topology], True))
+    brief = size == 5
+    counts = hasty.run(size, check, size, operation, [topology], True, brief)
+    assert all(count > (5 if brief else 10) for count in counts)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -796,9 +801,13 @@ team.close()
 
 
 def counts(outcome: Outcome) -> list[int]:
-    """How many checks each member made."""
     assert outcome.code == 0, outcome.err
-    return [int(path.read_text()) for path in sorted(outcome.run.notes.glob("*.count"))]
+    return counted(outcome.run.notes)
+
+
+def counted(notes: Path) -> list[int]:
+    """How many checks each member made."""
+    return [int(path.read_text()) for path in sorted(notes.glob("*.count"))]
 
 
 def launch(launcher: str, script: Path) -> list[Any]:
@@ -816,9 +825,12 @@ def test_a_script_can_do_everything_under_any_launcher(tmp_path: Path, launcher:
     assert [count > 50 for count in counts(finished(launch(launcher, script), tmp_path))] == [True] * members
 
 
-def test_a_script_can_do_everything_beside_training_with_its_team(tmp_path: Path) -> None:
-    script = write_script(tmp_path, MIXED)
-    assert [count > 50 for count in counts(finished(launch("paceline run", script), tmp_path))] == [True] * 2
+def test_a_script_can_do_everything_beside_training_with_its_team(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUN_NOTES", str(tmp_path))
+    assert run_script(write_script(tmp_path, MIXED), 2) == [("", "")] * 2
+    assert [count > 50 for count in counted(tmp_path)] == [True] * 2
 
 
 def train_and_talk(team: paceline.Team, talk: bool) -> list[float]:
