@@ -102,6 +102,9 @@ class Backends:
 
 @pytest.fixture(scope="module")
 def same() -> Iterator[Backends]:
+    # What torch loads when it first traces or compiles is loaded once, here, and not by every rank that is forked.
+    torch.export.export(nn.Linear(2, 2), (torch.zeros(3, 2),), strict=False)
+    torch.compile(nn.Linear(2, 2), backend="aot_eager")(torch.zeros(3, 2)).sum().backward()
     backends = Backends()
     yield backends
     backends.close()
@@ -174,7 +177,7 @@ class Branches(nn.Module):
         return self.branches[self.calls % 2](torch.relu(self.trunk(x)))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int = 5) -> list[float]:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int = 3) -> list[float]:
     losses = []
     for step in range(steps):
         seed = 100 * step + rank
@@ -194,8 +197,7 @@ def data_parallel(rank: int, build: Callable[[], nn.Module], options: dict[str, 
     return losses, weights(model)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("build", [mlp, convnet])
+@pytest.mark.parametrize(("size", "build"), [(2, convnet), (4, mlp)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -218,8 +220,9 @@ def test_data_parallel_training_is_the_same(
     assert results[0][0] != results[1][0]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["defaults", "views"])
+@pytest.mark.parametrize(
+    ("size", "options"), [(2, {"gradient_as_bucket_view": True}), (4, {})], ids=["2-views", "4-defaults"]
+)
 def test_large_gradients_are_the_same(same: Backends, size: int, options: dict[str, Any]) -> None:
     results = same(data_parallel, size, wide_mlp, options)
     assert_all_the_same([values for _, values in results])
@@ -403,7 +406,7 @@ def sentences(seed: int, count: int = 4, length: int = 17) -> tuple[torch.Tensor
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def learn(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, steps: int = 4, clip: bool = True) -> Any:
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, steps: int = 2, clip: bool = True) -> Any:
     """The losses, and the norms of the gradients before they were clipped."""
     losses, norms = [], []
     for step in range(steps):
@@ -450,11 +453,10 @@ ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.b
         (2, {}, 192),
         (4, {}, 32),
         (2, {"reshard_after_forward": False}, 32),
-        (4, {"reshard_after_forward": False}, 32),
         (2, {"mp_policy": BF16}, 32),
         (2, {"mp_policy": ALL_BF16}, 32),
     ],
-    ids=["2", "2-wide", "4", "2-kept", "4-kept", "2-bf16", "2-all-bf16"],
+    ids=["2", "2-wide", "4", "2-kept", "2-bf16", "2-all-bf16"],
 )
 def test_fully_sharded_training_is_the_same(same: Backends, size: int, options: dict[str, Any], width: int) -> None:
     results = same(fully_sharded, size, options, width)
@@ -558,8 +560,7 @@ def tensor_parallel(rank: int, sequence: bool) -> Any:
     return *learn(model, torch.optim.AdamW(model.parameters(), lr=0.01), seed=0, clip=sequence), whole(model)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("size", "sequence"), [(2, False), (4, True)])
 def test_tensor_parallel_training_is_the_same(same: Backends, size: int, sequence: bool) -> None:
     results = same(tensor_parallel, size, sequence)
     assert_all_the_same(results)
@@ -615,7 +616,7 @@ def piped(rank: int, schedule: Any, per_rank: int, v_shaped: bool, rows: int) ->
     optimizer = torch.optim.SGD([p for index in own for p in modules[index].parameters()], lr=0.1)
     runner = schedule(stages if per_rank > 1 else stages[0], 8, loss_fn=mse_loss)
     losses = []
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         given = [samples(rows, 24, seed=step)] if 0 in own else []
         if count - 1 in own:
@@ -628,26 +629,26 @@ def piped(rank: int, schedule: Any, per_rank: int, v_shaped: bool, rows: int) ->
     return losses, [weights(modules[index]) for index in own]
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    ("schedule", "per_rank", "v_shaped", "rows"),
+    ("size", "schedule", "per_rank", "v_shaped", "rows"),
     [
-        (ScheduleGPipe, 1, False, 32),
-        (ScheduleGPipe, 1, False, 16000),
-        (Schedule1F1B, 1, False, 32),
-        (Schedule1F1B, 1, False, 16000),
-        (ScheduleLoopedBFS, 2, False, 32),
-        (ScheduleInterleaved1F1B, 2, False, 32),
-        (ScheduleInterleavedZeroBubble, 2, False, 32),
-        (ScheduleZBVZeroBubble, 2, True, 32),
-        (ScheduleDualPipeV, 2, True, 32),
+        (2, ScheduleGPipe, 1, False, 32),
+        (4, ScheduleGPipe, 1, False, 12000),
+        (4, Schedule1F1B, 1, False, 32),
+        (2, Schedule1F1B, 1, False, 12000),
+        (2, ScheduleLoopedBFS, 2, False, 32),
+        (4, ScheduleInterleaved1F1B, 2, False, 32),
+        (2, ScheduleInterleavedZeroBubble, 2, False, 32),
+        (4, ScheduleZBVZeroBubble, 2, True, 32),
+        (2, ScheduleDualPipeV, 2, True, 32),
+        (4, ScheduleDualPipeV, 2, True, 32),
     ],
 )
 def test_a_pipeline_is_the_same(
     same: Backends, size: int, schedule: Any, per_rank: int, v_shaped: bool, rows: int
 ) -> None:
     results = same(piped, size, schedule, per_rank, v_shaped, rows)
-    assert sum(len(losses) for losses, _ in results) == 6
+    assert sum(len(losses) for losses, _ in results) == 4
 
 
 def traced(rank: int) -> Any:
@@ -783,11 +784,9 @@ def load(rank: int, folder: str) -> Any:
     return learn(model, optimizer, rank, steps=2), whole(model), before
 
 
-@pytest.mark.parametrize("asynchronously", [False, True])
-def test_a_checkpoint_of_one_backend_goes_on_with_the_other(
-    same: Backends, tmp_path: Path, asynchronously: bool
-) -> None:
-    for writer, reader in (("gloo", "paceline"), ("paceline", "gloo"), ("paceline", "paceline")):
+def test_a_checkpoint_of_one_backend_goes_on_with_the_other(same: Backends, tmp_path: Path) -> None:
+    pairs = [("gloo", "paceline", False), ("paceline", "gloo", True), ("paceline", "paceline", False)]
+    for writer, reader, asynchronously in pairs:
         folder = str(tmp_path / f"{writer}-{reader}")
         going_on = same.run(writer, save, 2, folder, asynchronously)
         resumed = same.run(reader, load, 2, folder)
@@ -1025,6 +1024,7 @@ def name_of_the_backend(rank: int) -> str:
 def again(rank: int, folder: str) -> Any:
     """A group that is ended and begun anew, and each time one besides that ends with it."""
     backend, size, losses, open_files = dist.get_backend(), dist.get_world_size(), [], []
+    gc.freeze()  # what was there before need not be looked through each time
     for number in range(5):
         dist.destroy_process_group()
         assert not dist.is_initialized()
@@ -1057,8 +1057,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 
-for backend in sys.argv[1:]:
+for word in sys.argv[1:]:
+    backend, _, checks = word.partition(":")
+    dist.set_debug_level_from_env() if checks else dist.set_debug_level(dist.DebugLevel.OFF)
     dist.init_process_group(backend)
+    assert (dist.get_debug_level() == dist.DebugLevel.DETAIL) == bool(checks)
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1077,20 +1080,15 @@ for backend in sys.argv[1:]:
 """
 
 
-def torchrun(script: Path, *backends: str, **environment: str) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    run = subprocess.run(
-        [*command, *backends], capture_output=True, text=True, timeout=60, env=environment, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    return [line for line in run.stdout.splitlines() if line.startswith("result:")]
-
-
 def test_torchrun_launches_it_with_checks_and_without(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    on_gloo, on_paceline = torchrun(script, "gloo", "paceline")
-    assert on_paceline == on_gloo
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     # With these checks, torch 2.13 dies of data parallel training on gloo.
-    assert torchrun(script, "paceline", TORCH_DISTRIBUTED_DEBUG="DETAIL") == [on_gloo]
+    words = ["gloo", "paceline", "paceline:checks"]
+    run = subprocess.run([*command, *words], capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert run.returncode == 0, run.stderr
+    on_gloo, on_paceline, with_checks = [line for line in run.stdout.splitlines() if line.startswith("result:")]
+    assert on_paceline == on_gloo
+    assert with_checks == on_gloo
