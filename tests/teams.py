@@ -9,7 +9,9 @@ import os
 import pickle
 import runpy
 import socket
+import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 import paceline
+from paceline.cli import main
 from paceline.cluster import membership
 from paceline.cluster.process import import_compiler_late
 from paceline.config import Launch, Timeouts
@@ -93,6 +96,32 @@ def _script(_team: None, script: str, arguments: tuple[str, ...]) -> tuple[str, 
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def run_command(words: Sequence[str | Path], cwd: Path, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Run `paceline` with these words, in a fork: what it needs of torch need not be imported anew."""
+    command = [str(word) for word in words]
+    with tempfile.TemporaryDirectory(prefix="paceline-test-") as folder:
+        out, err = Path(folder) / "stdout", Path(folder) / "stderr"
+        process = multiprocessing.get_context("fork").Process(target=_command, args=(command, cwd, out, err))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise AssertionError(f"'paceline {' '.join(command)}' took more than {timeout} s:\n{err.read_text()}")
+        return subprocess.CompletedProcess(command, process.exitcode or 0, out.read_text(), err.read_text())
+
+
+def _command(command: list[str], cwd: Path, out: Path, err: Path) -> None:
+    for number, path in ((1, out), (2, err)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    # Whoever tests may have put something else in their places.
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: PTH123, SIM115
+    sys.argv = ["paceline", *command]
+    os.chdir(cwd)
+    main()
 
 
 def run_spread(

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from support import PACELINE, finished, write_script
+from teams import run_command
+
+from paceline.cli import partition
+from paceline.plan.sheet import sheet_of
 
 SCRIPT = """
 import torch, paceline
@@ -20,8 +26,12 @@ raise SystemExit("it went on")
 """
 
 
-def test_a_scripts_model_is_cut_and_drawn(tmp_path: Path) -> None:
-    script = write_script(tmp_path, SCRIPT.replace("{layers}", "8"))
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return write_script(tmp_path, SCRIPT.replace("{layers}", "8"))
+
+
+def test_a_scripts_model_is_cut_and_drawn(script: Path, tmp_path: Path) -> None:
     command = [PACELINE, "plan", "--partition", str(script), "--stages", "2", "--microbatches", "4"]
     told = json.loads(finished([*command, "--figure", "cut.svg", "--pace", "1:0.25", "--json"], tmp_path).out)
     assert len(told["operations"]) == 8
@@ -31,25 +41,30 @@ def test_a_scripts_model_is_cut_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "cut.svg").read_text().startswith("<svg")
 
 
-def test_devices_and_links_may_all_be_different(tmp_path: Path) -> None:
-    script = write_script(tmp_path, SCRIPT.replace("{layers}", "8"))
-    command = [PACELINE, "plan", "--partition", str(script), "--stages", "3"]
-    told = json.loads(finished([*command, "--memory", "1GB,0:350kB", "--json"], tmp_path).out)
-    assert (
-        told["stages"][0]["last"] == 1
-    )  # a layer is 66 kB, four times that with its gradient and the optimizer's state
-    slow = json.loads(finished([*command, "--bandwidth", "unlimited,2:1kB/s", "--json"], tmp_path).out)
+def test_devices_and_links_may_all_be_different(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sheet = sheet_of(script, [], 8)
+    monkeypatch.setattr(partition, "sheet_of", lambda *_: sheet)  # which is the same for all of them
+
+    def plan(*words: str) -> Any:
+        return run_command(["plan", "--partition", script, "--stages", "3", *words], tmp_path)
+
+    told = json.loads(plan("--memory", "1GB,0:350kB", "--json").stdout)
+    # A layer is 66 kB, four times that with its gradient and the optimizer's state.
+    assert told["stages"][0]["last"] == 1
+    slow = json.loads(plan("--bandwidth", "unlimited,2:1kB/s", "--json").stdout)
     assert slow["slowest"] > 1 > told["slowest"]
-    outcome = finished([*command, "--replicate", "--memory", "1GB,0:2GB"], tmp_path)
-    assert outcome.code == 2 and "--replicate is for devices and links that are all alike" in outcome.err
+    outcome = plan("--replicate", "--memory", "1GB,0:2GB")
+    assert outcome.returncode == 2 and "--replicate is for devices and links that are all alike" in outcome.stderr
 
 
 def test_more_stages_than_layers_are_refused_in_one_sentence(tmp_path: Path) -> None:
     script = write_script(tmp_path, SCRIPT.replace("{layers}", "4"))
-    outcome = finished([PACELINE, "plan", "--partition", str(script), "--stages", "9"], tmp_path)
-    assert outcome.code == 2
-    assert "the model can be cut into 4 parts at most" in outcome.err
-    assert outcome.tracebacks == 0
+    refused = run_command(["plan", "--partition", script, "--stages", "9"], tmp_path)
+    assert refused.returncode == 2
+    assert "the model can be cut into 4 parts at most" in refused.stderr
+    assert "Traceback" not in refused.stderr
     outcome = finished([PACELINE, "run", str(script), "--workers", "3", "--strategy", "pipeline:stages=2"], tmp_path)
     assert outcome.code == 2
     assert "'pipeline:stages=2' needs 2 workers" in outcome.err and "pipeline:stages=3" in outcome.err
