@@ -53,6 +53,11 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
+def small() -> nn.Module:
+    """One block of a transformer: what traces it takes its time for every one."""
+    return Transformer(blocks=1)
+
+
 class Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -107,6 +112,7 @@ def vectors(samples: int = 40) -> TensorDataset:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], TensorDataset]]] = {
     "transformer": (Transformer, words),
+    "small": (small, words),
     "convnet": (convnet, images),
     "chain": (chain, vectors),
 }

@@ -43,19 +43,19 @@ def mean(found: Sequence[Sequence[float]]) -> list[float]:
 @pytest.mark.parametrize(
     ("kind", "split", "options"),
     [
-        ("transformer", "pipeline=2,microbatches=4", {}),
+        ("small", "pipeline=2,microbatches=4", {}),
         ("transformer", "tensor=2", {}),
         ("convnet", "tensor=2", {"sync_batch_norm": True}),
-        ("transformer", "tensor=2,sync=sync", {}),
-        ("transformer", "pipeline=2,microbatches=2,sync=sync", {}),
+        ("small", "tensor=2,sync=sync", {}),
+        ("small", "pipeline=2,microbatches=2,sync=sync", {}),
     ],
 )
 def test_losses_are_those_of_the_plain_model(kind: str, split: str, options: dict[str, Any]) -> None:
     launch = launched(f"mesh:data=2,{split}", servers="lead" if "sync=" in split else None)
-    found = run_team(losses, 4, kind, 20, options, launch=launch, timeout=120)
+    found = run_team(losses, 4, kind, 8, options, launch=launch, timeout=120)
     assert found[0] == found[1]
     assert found[2] == found[3]
-    assert apart(mean(found), train(None, kind, 20, batch=20)) < 1e-5
+    assert apart(mean(found), train(None, kind, 8, batch=20)) < 1e-5
 
 
 # -- any policy between replicas -------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ from splits import train
 team = paceline.join()
 torch.set_num_threads(1)
 {fault}
-train(team, "transformer", 12, batch=4)
+train(team, "small", 12, batch=4)
 """
 
 
@@ -102,7 +102,7 @@ def run(folder: Path, sync: str, split: str = "tensor=2", *more: str, fault: str
 )
 def test_every_policy_makes_updates_of_whole_gradients(sync: str, tmp_path: Path) -> None:
     launch = launched(f"mesh:data=2,tensor=2,sync={sync}", servers="lead", folder=str(tmp_path))
-    found = run_team(losses, 4, "transformer", 4, {}, launch=launch, timeout=100)
+    found = run_team(losses, 4, "small", 4, {}, launch=launch, timeout=100)
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert all(torch.isfinite(torch.tensor(one)).all() for one in found)
@@ -154,8 +154,8 @@ def test_the_checker_finds(place: int, change: dict[str, Any], sentence: str) ->
 
 def saved(team: Team, path: Path) -> list[float]:
     found = []
-    model: Any = made("transformer")
-    loader: Any = DataLoader(MODELS["transformer"][1](), batch_size=10)
+    model: Any = made("small")
+    loader: Any = DataLoader(MODELS["small"][1](), batch_size=10)
     model, optimizer, loader = team.setup(model, adam(model), loader)
     for x, y in loader:
         loss = score(model(x), y)
@@ -177,7 +177,7 @@ def test_a_checkpoint_is_the_plain_models(split: str, tmp_path: Path) -> None:
     launch = launched(f"mesh:data=2,{split}", servers="lead" if "sync=" in split else None)
     run_team(saved, 4, path, launch=launch, timeout=100)
     content = torch.load(path, weights_only=True)
-    model = made("transformer")
+    model = made("small")
     model.load_state_dict(content["model"])
     optimizer = adam(model)
     optimizer.load_state_dict(content["optimizer"])

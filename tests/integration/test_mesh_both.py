@@ -37,31 +37,31 @@ def losses(team: Team, kind: str, steps: int, batch: int, options: dict[str, Any
 
 @pytest.mark.parametrize("kind", ["transformer", "convnet", "chain"])
 def test_losses_are_those_of_the_plain_model(kind: str) -> None:
-    found = run_team(losses, 4, kind, 20, 20, {}, launch=launched(ONE), timeout=200)
+    found = run_team(losses, 4, kind, 8, 20, {}, launch=launched(ONE), timeout=200)
     assert found[0] == found[1] == found[2] == found[3]
-    assert apart(found[0], train(None, kind, 20, batch=20)) < 1e-5
+    assert apart(found[0], train(None, kind, 8, batch=20)) < 1e-5
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "sync"), [("transformer", "all-reduce"), ("chain", "sync")])
+@pytest.mark.parametrize(("kind", "sync"), [("small", "all-reduce"), ("chain", "sync")])
 def test_losses_of_two_replicas_are_those_of_the_plain_model(kind: str, sync: str) -> None:
     launch = launched(f"{TWO},sync={sync}", servers=None if sync == "all-reduce" else "lead")
-    found = run_team(losses, 8, kind, 20, 10, {}, launch=launch, timeout=300)
+    found = run_team(losses, 8, kind, 8, 10, {}, launch=launch, timeout=300)
     for ranks in REPLICAS:
         assert all(found[rank] == found[ranks[0]] for rank in ranks)
     mean = [(first + second) / 2 for first, second in zip(found[0], found[4], strict=True)]
-    assert apart(mean, train(None, kind, 20, batch=20)) < 1e-5
+    assert apart(mean, train(None, kind, 8, batch=20)) < 1e-5
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble"])
 def test_every_schedule_gives_the_same_losses(schedule: str) -> None:
-    found = run_team(losses, 4, "chain", 6, 20, {}, launch=launched(f"{ONE},schedule={schedule}"), timeout=100)
-    assert apart(found[0], train(None, "chain", 6, batch=20)) < 1e-5
+    found = run_team(losses, 4, "chain", 4, 20, {}, launch=launched(f"{ONE},schedule={schedule}"), timeout=100)
+    assert apart(found[0], train(None, "chain", 4, batch=20)) < 1e-5
 
 
 def test_sequence_parallelism_changes_no_loss() -> None:
-    found = run_team(losses, 4, "transformer", 6, 20, {"sequence_parallel": True}, launch=launched(ONE), timeout=200)
-    assert apart(found[0], train(None, "transformer", 6, batch=20)) < 1e-5
+    found = run_team(losses, 4, "small", 6, 20, {"sequence_parallel": True}, launch=launched(ONE), timeout=200)
+    assert apart(found[0], train(None, "small", 6, batch=20)) < 1e-5
 
 
 # -- a parameter server between replicas -----------------------------------------------------------------------------
@@ -119,16 +119,16 @@ def replayed(kind: str, events: list[Event], seen: dict[int, list[Step]]) -> tup
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "sync"),
-    [("transformer", "k-sync:k=1"), ("convnet", "k-sync:k=1"), ("chain", "async"), ("chain", "ssp:s=1")],
+    [("small", "k-sync:k=1"), ("convnet", "k-sync:k=1"), ("chain", "async"), ("chain", "ssp:s=1")],
 )
 def test_every_update_is_what_a_plain_process_would_do_with_that_gradient(kind: str, sync: str, tmp_path: Path) -> None:
     launch = launched(f"{TWO},sync={sync}", servers="lead", folder=str(tmp_path))
-    found = run_team(logged, 8, kind, 20, launch=launch, timeout=300)
+    found = run_team(logged, 8, kind, 8, launch=launch, timeout=300)
     lines = [line for path in (tmp_path / "streams").iterdir() for line in path.read_bytes().splitlines()]
     events = [decode(line) for line in lines]
     assert parts_amiss(events, REPLICAS) == []
     updates, furthest = replayed(kind, events, {0: found[0], 4: found[4]})
-    assert updates >= 20
+    assert updates >= 8
     assert furthest < 1e-5
 
 
@@ -164,7 +164,7 @@ def rich(team: Team | None, dropout: float, seed: int = 0) -> list[float]:
         plan = {"words": "vocabulary", "head": "column"}
         model, optimizer, loader = team.setup(model, optimizer, loader, tensor_plan=plan)
     seen: list[float] = []
-    for _ in range(3):
+    for _ in range(2):
         for x, y in loader:
             loss = score(model(x), y)
             loss.backward()
