@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import pickle
 import signal
@@ -14,10 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import loaded  # noqa: F401  (makes the backend known, too)
 import torch
 from torch import distributed
-
-import paceline  # noqa: F401  (makes the backend known)
 
 Work = Callable[..., Any]
 
@@ -94,6 +94,7 @@ def run_group(work: Work, size: int, *arguments: Any, backend: str = "paceline",
 
 
 def _member(end: Connection, rank: int, size: int, backend: str, timeout: float, path: str) -> None:
+    gc.freeze()  # what was there before the fork need not be looked through, and copied, by every worker
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started us may have had it ignored
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import loaded  # noqa: F401
 import msgspec
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
@@ -132,6 +134,7 @@ class Spread:
 def member(
     work: Callable[..., Any], arguments: tuple[Any, ...], host: Host, environment: dict[str, str], end: Any
 ) -> None:
+    gc.freeze()  # what was there before the fork need not be looked through, and copied, by every worker
     host.enter()
     torch.set_num_threads(1)
     torch.manual_seed(1)

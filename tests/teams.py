@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import loaded  # noqa: F401
 import torch
 
 import paceline
@@ -118,7 +120,7 @@ def _command(command: list[str], cwd: Path, out: Path, err: Path) -> None:
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
     # Whoever tests may have put something else in their places.
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: PTH123, SIM115
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     sys.argv = ["paceline", *command]
     os.chdir(cwd)
     main()
@@ -155,6 +157,7 @@ def _member(
     place: tuple[int, int, Launch, str | None, dict[str, str], bool],
     end: Connection,
 ) -> None:
+    gc.freeze()  # what was there before the fork need not be looked through, and copied, by every worker
     rank, workers, launch, places, more, joined = place
     if places is not None:
         membership.machine = lambda: places[rank]

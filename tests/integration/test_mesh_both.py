@@ -27,7 +27,8 @@ REPLICAS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 @pytest.fixture(scope="module", autouse=True)
 def tracing_is_loaded() -> None:
     """Once here instead of once in every worker that is forked."""
-    torch.export.export(nn.Linear(2, 2), (torch.zeros(3, 2),), strict=False)
+    x = MODELS["small"][1]().tensors[0]
+    torch.export.export(made("small"), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
     importlib.import_module("torch.distributed.pipelining")
 
 

@@ -41,9 +41,7 @@ def test_a_scripts_model_is_cut_and_drawn(script: Path, tmp_path: Path) -> None:
     assert (tmp_path / "cut.svg").read_text().startswith("<svg")
 
 
-def test_devices_and_links_may_all_be_different(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_and_links_may_all_be_different(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sheet = sheet_of(script, [], 8)
     monkeypatch.setattr(partition, "sheet_of", lambda *_: sheet)  # which is the same for all of them
 

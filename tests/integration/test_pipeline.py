@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from splits import apart, launched, made, train
+from splits import MODELS, apart, launched, made, train
 from teams import run_team
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -28,7 +28,8 @@ from paceline.events.summary import merge
 @pytest.fixture(scope="module", autouse=True)
 def tracing_is_loaded() -> None:
     """Once here instead of once in every worker that is forked."""
-    torch.export.export(nn.Linear(2, 2), (torch.zeros(3, 2),), strict=False)
+    x = MODELS["small"][1]().tensors[0]
+    torch.export.export(made("small"), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
     importlib.import_module("torch.distributed.pipelining")
 
 

@@ -1024,7 +1024,6 @@ def name_of_the_backend(rank: int) -> str:
 def again(rank: int, folder: str) -> Any:
     """A group that is ended and begun anew, and each time one besides that ends with it."""
     backend, size, losses, open_files = dist.get_backend(), dist.get_world_size(), [], []
-    gc.freeze()  # what was there before need not be looked through each time
     for number in range(5):
         dist.destroy_process_group()
         assert not dist.is_initialized()
