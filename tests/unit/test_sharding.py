@@ -1,6 +1,7 @@
 """Each worker's optimizer on its shard does what plain torch does on whole parameters."""
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,14 +63,14 @@ Used = list[list[int]]
 
 
 def parameters() -> list[torch.nn.Parameter]:
-    torch.manual_seed(1)
+    source = torch.Generator().manual_seed(1)
     values = [
-        torch.randn(7, 5),
-        torch.randn(()),
-        torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
-        torch.randn(0, 3),
-        torch.randn(33),
-        torch.randn(11, 10).t(),
+        torch.randn(7, 5, generator=source),
+        torch.randn((), generator=source),
+        torch.randn(4, 3, 2, 2, generator=source).to(memory_format=torch.channels_last),
+        torch.randn(0, 3, generator=source),
+        torch.randn(33, generator=source),
+        torch.randn(11, 10, generator=source).t(),
     ]
     return [torch.nn.Parameter(value.double()) for value in values]
 
@@ -78,6 +79,13 @@ def make(kind: type[Optimizer], values: list[torch.nn.Parameter], options: dict[
     """Two groups of unlike rates."""
     groups = [{"params": values[:4]}, {"params": values[4:], "lr": 0.03}]
     return kind(groups, lr=0.01, **options)  # type: ignore[call-arg]
+
+
+def shared(size: int) -> Memory:
+    """Memory that nobody else will open."""
+    memory = Memory.create(size)
+    memory.close_descriptor()
+    return memory
 
 
 class Plain:
@@ -102,17 +110,17 @@ class Sharded:
         self.values = parameters() if start is None else copy.deepcopy(start.values)
         self.workers = workers
         self.layout = Layout([(str(index), value) for index, value in enumerate(self.values)], workers)
-        versions = Versions(self.layout, Memory.create(Versions.memory_size(self.layout)))
+        versions = Versions(self.layout, shared(Versions.memory_size(self.layout)))
         versions.fill()
         versions.pull()
-        memory = Memory.create(Gradients.memory_size(self.layout, workers))
+        memory = shared(Gradients.memory_size(self.layout, workers))
         self.gradients = [Gradients.shared(self.layout, memory, rank, workers) for rank in range(workers)]
         self.optimizers = [make(kind, self.values, options) for _ in range(workers)]
         self.shards = [
             ShardedOptimizer(optimizer, self.layout, versions, self.gradients[rank], rank, workers)
             for rank, optimizer in enumerate(self.optimizers)
         ]
-        self.memory = Memory.create(self.shards[0].memory_size())
+        self.memory = shared(self.shards[0].memory_size())
         for shard, optimizer in zip(self.shards, self.optimizers, strict=True):
             shard.place(self.memory)
             shard.import_state(optimizer)
@@ -140,7 +148,9 @@ def used_in(step: int, workers: int) -> Used | None:
     return [[int((step + rank + index) % 3 > 0 and index != step) for index in range(6)] for rank in range(workers)]
 
 
+@functools.cache
 def gradients_for(step: int, workers: int) -> list[list[torch.Tensor]]:
+    """Not to be changed, as they are drawn only once."""
     source = torch.Generator().manual_seed(100 + step)
     return [
         [torch.randn(value.shape, generator=source, dtype=torch.float64) for value in parameters()]
@@ -366,12 +376,12 @@ def test_momentum_in_half_precision_moves_every_element(dtype: torch.dtype) -> N
     start, gradient = torch.randn(100, dtype=dtype), torch.randn(100, dtype=dtype)
     plain, value = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     layout = Layout([("only", value)], 1)
-    versions = Versions(layout, Memory.create(Versions.memory_size(layout)))
+    versions = Versions(layout, shared(Versions.memory_size(layout)))
     versions.fill()
     versions.pull()
-    gradients = Gradients.shared(layout, Memory.create(Gradients.memory_size(layout, 1)), 0, 1)
+    gradients = Gradients.shared(layout, shared(Gradients.memory_size(layout, 1)), 0, 1)
     shard = ShardedOptimizer(torch.optim.SGD([value], lr=0.1, momentum=0.9), layout, versions, gradients, 0, 1)
-    shard.place(Memory.create(shard.memory_size()))
+    shard.place(shared(shard.memory_size()))
     reference = torch.optim.SGD([plain], lr=0.1, momentum=0.9)
     for _ in range(3):
         layout.buffers(gradients.own)[0].copy_(gradient)
@@ -389,16 +399,16 @@ def test_other_dtypes_beside_float64_are_updated_too(dtype: torch.dtype) -> None
     plain = [torch.nn.Parameter(value.clone()) for value in start]
     values = [torch.nn.Parameter(value.clone()) for value in start]
     layout = Layout([("a", values[0]), ("b", values[1])], 2)
-    versions = Versions(layout, Memory.create(Versions.memory_size(layout)))
+    versions = Versions(layout, shared(Versions.memory_size(layout)))
     versions.fill()
     versions.pull()
-    memory = Memory.create(Gradients.memory_size(layout, 2))
+    memory = shared(Gradients.memory_size(layout, 2))
     gradients = [Gradients.shared(layout, memory, rank, 2) for rank in range(2)]
     shards = [
         ShardedOptimizer(torch.optim.Adam(values, lr=0.1), layout, versions, gradients[rank], rank, 2)
         for rank in range(2)
     ]
-    state = Memory.create(shards[0].memory_size())
+    state = shared(shards[0].memory_size())
     for shard in shards:
         shard.place(state)
     reference = torch.optim.Adam(plain, lr=0.1, fused=dtype.is_floating_point)
@@ -418,16 +428,16 @@ def test_other_dtypes_beside_float64_are_updated_too(dtype: torch.dtype) -> None
 def test_a_worker_without_a_shard_does_no_harm() -> None:
     values = [torch.nn.Parameter(torch.ones(3, dtype=torch.float64))]
     layout = Layout([("only", values[0])], 4)
-    versions = Versions(layout, Memory.create(Versions.memory_size(layout)))
+    versions = Versions(layout, shared(Versions.memory_size(layout)))
     versions.fill()
     versions.pull()
-    memory = Memory.create(Gradients.memory_size(layout, 4))
+    memory = shared(Gradients.memory_size(layout, 4))
     gradients = [Gradients.shared(layout, memory, rank, 4) for rank in range(4)]
     shards = [
         ShardedOptimizer(torch.optim.SGD(values, lr=1.0), layout, versions, gradients[rank], rank, 4)
         for rank in range(4)
     ]
-    state = Memory.create(shards[0].memory_size())
+    state = shared(shards[0].memory_size())
     for shard, own in zip(shards, gradients, strict=True):
         shard.place(state)
         layout.buffers(own.own)[0].fill_(0.5)
@@ -443,13 +453,13 @@ def test_groups_of_unlike_options_keep_to_their_own() -> None:
 
     team, plain = Sharded(torch.optim.Adam, {}, 3), Plain(torch.optim.Adam, {})
     plain.optimizer = adam(plain.values)
-    versions = Versions(team.layout, Memory.create(Versions.memory_size(team.layout)))
+    versions = Versions(team.layout, shared(Versions.memory_size(team.layout)))
     versions.fill()
     versions.pull()
     team.shards = [
         ShardedOptimizer(adam(team.values), team.layout, versions, team.gradients[rank], rank, 3) for rank in range(3)
     ]
-    team.memory = Memory.create(team.shards[0].memory_size())
+    team.memory = shared(team.shards[0].memory_size())
     for shard in team.shards:
         shard.place(team.memory)
     train(team, plain, range(6))
