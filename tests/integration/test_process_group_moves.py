@@ -211,8 +211,9 @@ def test_it_does_too_between_members_that_cannot_reach_each_other(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_dtype_is_moved(pools: Pools, kind: str) -> None:
+    wide = {dtype.itemsize: dtype for dtype in DTYPES}.values()  # of many elements it is only their size that matters
     for dtype in DTYPES:
-        for shape in ((3, 5), (40_000,)):
+        for shape in ((3, 5), (40_000,)) if dtype in wide else ((3, 5),):
             move = Move(kind, dtype, shape, [PLAIN] * 3, 1, False)
             assert pools.run(3, move_case, move) == expect(move, 3), (dtype, shape)
 

@@ -86,8 +86,11 @@ def combine_all(
     return results
 
 
-@pytest.mark.parametrize("dtype", NUMERIC, ids=name_of)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(size, dtype) for number, dtype in enumerate(NUMERIC) for size in (1, 2, (3, 5)[number % 2])],
+    ids=lambda value: name_of(value) if isinstance(value, torch.dtype) else str(value),
+)
 def test_every_operator_combines_every_dtype_in_rank_order(pools: Pools, size: int, dtype: torch.dtype) -> None:
     operators = [name for name in OPERATORS if defined(name, dtype)]
     if dtype in EIGHT_BIT_FLOATS:
