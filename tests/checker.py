@@ -455,8 +455,8 @@ class Fork:
 
     def __init__(self, words: Sequence[str], **options: Any) -> None:
         self.returncode: int | None = None
-        pipes = {name: os.pipe() for name in ("stdout", "stderr") if options[name] == subprocess.PIPE}
-        streams = {1: options["stdout"], 2: options["stderr"]}
+        pipes = {name: os.pipe() for name in ("stdout", "stderr") if options.get(name) == subprocess.PIPE}
+        streams = {1: options.get("stdout"), 2: options.get("stderr")}
         streams |= {1 if name == "stdout" else 2: ends[1] for name, ends in pipes.items()}
         self.pid = os.fork()
         if self.pid == 0:
@@ -490,17 +490,24 @@ class Fork:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
-def _program(words: list[str], options: dict[str, Any], streams: dict[int, int]) -> int:
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _program(words: list[str], options: dict[str, Any], streams: dict[int, int | None]) -> int:
     """What a fork does instead of what it was forked from."""
     if options.get("start_new_session"):
         os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    for target, source in streams.items():
-        os.dup2(source, target)
-    kept = {0, 1, 2, *options.get("pass_fds", ()), *_MARKS}
     nothing = os.open(os.devnull, os.O_RDWR)
+    for target, source in streams.items():
+        if source is not None:
+            os.dup2(nothing if source == subprocess.DEVNULL else source, target)
+    kept = {0, 1, 2, *options.get("pass_fds", ()), *_MARKS}
     for path in list(Path("/proc/self/fd").iterdir()):
         if int(path.name) not in kept:
             with contextlib.suppress(OSError):  # replaced, not closed: objects of before may still close that number
@@ -509,15 +516,15 @@ def _program(words: list[str], options: dict[str, Any], streams: dict[int, int])
     atexit._clear()
     multiprocessing_process._children.clear()
     atexit.register(multiprocessing_util._exit_function)
-    os.environ.clear()
-    os.environ.update(options["env"])
-    if "cwd" in options:
-        os.chdir(options["cwd"])
+    if options.get("env") is not None:
+        os.environ.clear()
+        os.environ.update(options["env"])
+    os.chdir(options.get("cwd", "."))
     torch.set_num_threads(1)
     code: Any = 0
     try:
-        if words[0] == PACELINE:
-            sys.argv = words
+        if words[0] == PACELINE or words[1:3] == ["-m", "paceline"]:
+            sys.argv = words if words[0] == PACELINE else [PACELINE, *words[3:]]
             subprocess.Popen = Fork  # type: ignore[misc,assignment]
             paceline.cli.main()
         else:
@@ -544,7 +551,7 @@ _MARKS: set[int] = set()
 class QuickRun(Run):
     """`paceline run` that starts at once."""
 
-    def __init__(self, command: Sequence[str], cwd: Path, **extra: str) -> None:
+    def __init__(self, command: Sequence[str], cwd: Path, stderr: int | None = None, **extra: str) -> None:
         self.cwd = cwd
         self.notes = Path(tempfile.mkdtemp(prefix="notes-", dir=cwd))
         self.shared_before = shared_files()
@@ -552,7 +559,7 @@ class QuickRun(Run):
         with self._out.open("wb") as out, self._err.open("wb") as err, (self.notes / "mark").open("wb") as mark:
             _MARKS.add(mark.fileno())
             variables = environment(RUN_NOTES=str(self.notes), **extra)
-            streams = {"stdout": out.fileno(), "stderr": err.fileno()}
+            streams = {"stdout": out.fileno(), "stderr": err.fileno() if stderr is None else stderr}
             self.process = Fork(command, cwd=cwd, env=variables, **streams)  # type: ignore[assignment]
             _MARKS.clear()
 
@@ -567,7 +574,7 @@ class QuickRun(Run):
 
 
 @contextlib.contextmanager
-def starting(words: Sequence[str | Path], cwd: Path, **extra: str) -> Iterator[QuickRun]:
+def starting(words: Sequence[str | Path], cwd: Path, **extra: Any) -> Iterator[QuickRun]:
     """Start a program at once: `paceline`, or `python` with a script. Nothing of it is left afterwards."""
     run = QuickRun([str(word) for word in words], cwd, **extra)
     try:
@@ -576,7 +583,7 @@ def starting(words: Sequence[str | Path], cwd: Path, **extra: str) -> Iterator[Q
         run.clear()
 
 
-def playing(words: Sequence[str | Path], cwd: Path, **extra: str) -> contextlib.AbstractContextManager[QuickRun]:
+def playing(words: Sequence[str | Path], cwd: Path, **extra: Any) -> contextlib.AbstractContextManager[QuickRun]:
     """`paceline run` with these words."""
     return starting([PACELINE, "run", *words], cwd, **extra)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
+from checker import QuickRun, played, playing, starting
 from support import (
     PACELINE,
     PREAMBLE,
@@ -14,7 +17,6 @@ from support import (
     Run,
     can_listen,
     drill,
-    finished,
     free_port,
     left_behind,
     listening,
@@ -23,6 +25,11 @@ from support import (
     wait_until,
     write_script,
 )
+
+SOON = 10.0
+"""Seconds in which a fault must be known, on a busy machine; without it, everybody waits for a minute or longer."""
+AT_ONCE = 2.0
+"""Seconds in which no process is left once its launcher has ended: whoever notices by itself takes up to five."""
 
 KILL = """
 def fault(rank):
@@ -45,11 +52,11 @@ def fault(rank):
 
 
 def test_a_worker_that_raises_is_shown_once_and_the_others_are_stopped(tmp_path: Path) -> None:
-    outcome = finished([PACELINE, "run", drill(tmp_path, RAISE), "-w", "3"], tmp_path)
+    outcome = played([drill(tmp_path, RAISE), "-w", "3"], tmp_path)
     raised = outcome.run.note("raised")["at"]
     assert outcome.run.noted("busy"), "rank 2 should have been far from any meeting"
     assert outcome.code == 1
-    assert outcome.ended - raised < 5
+    assert outcome.ended - raised < SOON
     assert outcome.tracebacks == 1
     assert "[1] ValueError: planted fault" in outcome.err.splitlines()
     assert "paceline: rank 1 failed: ValueError: planted fault" in outcome.err.splitlines()
@@ -65,7 +72,7 @@ NEVER_JOINS = (
     + """
 import paceline
 if os.environ["RANK"] == "1":
-    time.sleep(0.5)
+    time.sleep(0.2)
     note("raised")
     raise ValueError("planted before joining")
 note("waiting")
@@ -75,9 +82,9 @@ paceline.join()
 
 
 def test_a_worker_that_fails_before_it_joins_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
-    outcome = finished([PACELINE, "run", write_script(tmp_path, NEVER_JOINS)], tmp_path)
+    outcome = played([write_script(tmp_path, NEVER_JOINS)], tmp_path)
     assert outcome.run.noted("waiting")
-    assert outcome.ended - outcome.run.note("raised")["at"] < 5
+    assert outcome.ended - outcome.run.note("raised")["at"] < SOON
     assert outcome.code == 1
     assert outcome.tracebacks == 1
     assert "paceline: rank 1 failed: ValueError: planted before joining" in outcome.err.splitlines()
@@ -92,7 +99,7 @@ def fault(rank):
 
 
 def test_what_fails_alike_everywhere_is_shown_once(tmp_path: Path) -> None:
-    outcome = finished([PACELINE, "run", drill(tmp_path, ALL_RAISE), "-w", "2"], tmp_path)
+    outcome = played([drill(tmp_path, ALL_RAISE), "-w", "2"], tmp_path)
     assert all(outcome.run.noted(f"raised-{rank}") for rank in range(2))
     assert outcome.code == 1
     assert outcome.tracebacks == 1
@@ -108,14 +115,14 @@ def test_what_fails_alike_everywhere_is_shown_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_every_survivor_of_a_killed_worker_learns_who_died(victim: int, tmp_path: Path) -> None:
     script = drill(tmp_path, KILL.replace("{victim}", str(victim)))
-    outcome = finished([PACELINE, "run", script, "-w", "3"], tmp_path)
+    outcome = played([script, "-w", "3"], tmp_path)
     killed = outcome.run.note("killed")["at"]
     for rank in {0, 1, 2} - {victim}:
         caught = outcome.run.note(f"caught-{rank}")
         assert caught["kind"] == "WorkerLost"
         assert caught["ranks"] == [victim]
         assert f"rank {victim} died" in caught["message"]
-        assert caught["at"] - killed < 5
+        assert caught["at"] - killed < SOON
     assert outcome.code == 1
     assert f"paceline: rank {victim} was killed by signal 9 (SIGKILL)" in outcome.err
     assert outcome.tracebacks == 0
@@ -127,8 +134,8 @@ def test_workers_started_by_hand_learn_who_died(victim: int, tmp_path: Path) -> 
     script = drill(tmp_path, KILL.replace("{victim}", str(victim)))
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (
-        started([PYTHON, script], tmp_path, RANK="0", **place) as zero,
-        started([PYTHON, script], tmp_path, RANK="1", **place) as one,
+        starting([PYTHON, script], tmp_path, RANK="0", **place) as zero,
+        starting([PYTHON, script], tmp_path, RANK="1", **place) as one,
     ):
         runs = (zero, one)
         lost, survivor = runs[victim], runs[1 - victim]
@@ -138,7 +145,7 @@ def test_workers_started_by_hand_learn_who_died(victim: int, tmp_path: Path) -> 
         caught = survivor.note(f"caught-{1 - victim}")
         assert caught["kind"] == "WorkerLost"
         assert caught["ranks"] == [victim]
-        assert caught["at"] - killed < 5
+        assert caught["at"] - killed < SOON
         assert outcome.code == 1
         assert f"rank {victim} died" in outcome.err
 
@@ -152,13 +159,13 @@ def fault(rank):
 
 
 def test_a_script_that_ends_early_is_named_by_those_who_go_on(tmp_path: Path) -> None:
-    outcome = finished([PACELINE, "run", drill(tmp_path, EARLY_END), "-w", "2"], tmp_path)
+    outcome = played([drill(tmp_path, EARLY_END), "-w", "2"], tmp_path)
     ended = outcome.run.note("ended")["at"]
     caught = outcome.run.note("caught-0")
     assert caught["kind"] == "WorkerLost"
     assert caught["ranks"] == [1]
     assert "its script has ended" in caught["message"]
-    assert caught["at"] - ended < 5
+    assert caught["at"] - ended < SOON
     assert outcome.code == 1
     assert "rank 1 has left the team: its script has ended" in outcome.err
     assert outcome.tracebacks == 0
@@ -171,19 +178,20 @@ def fault(rank):
     if rank == 1:
         note("stopped")
         os.kill(os.getpid(), signal.SIGSTOP)
+        note("went-on")
 """
 
 
 def test_a_stopped_worker_is_named_then_given_up_after_the_timeout(tmp_path: Path) -> None:
-    script = drill(tmp_path, STOP, "timeouts=paceline.Timeouts(meeting=2.0, notice=0.5)")
-    with started([PACELINE, "run", script, "-w", "2"], tmp_path) as run:
-        stopped = run.note("stopped")["pid"]
-        wait_until(lambda: state_of(stopped) == "T", 2, "the worker to be stopped")
+    script = drill(tmp_path, STOP, "timeouts=paceline.Timeouts(meeting=1.0, notice=0.4)")
+    with playing([script, "-w", "2"], tmp_path) as run:
+        run.note("stopped")
         outcome = run.finish()
+        assert not run.noted("went-on")
         caught = run.note("caught-0")
         assert caught["kind"] == "TeamTimeout"
         assert caught["ranks"] == [1]
-        assert 2.0 <= caught["waited"] < 5.0
+        assert 1.0 <= caught["waited"] < 1.0 + SOON
         assert "paceline: rank 0 waits for rank 1 at an update" in outcome.err
         assert outcome.code == 1
         assert "TeamTimeout" in outcome.err
@@ -200,14 +208,14 @@ def fault(rank):
 
 
 def test_the_timeout_of_the_command_line_holds(tmp_path: Path) -> None:
-    outcome = finished([PACELINE, "run", drill(tmp_path, BUSY), "--timeout", "2"], tmp_path)
+    outcome = played([drill(tmp_path, BUSY), "--timeout", "1"], tmp_path)
     assert outcome.run.noted("busy")
     caught = outcome.run.note("caught-1")
     assert caught["kind"] == "TeamTimeout"
     assert caught["ranks"] == [0]
-    assert 2.0 <= caught["waited"] < 5.0
+    assert 1.0 <= caught["waited"] < 1.0 + SOON
     assert outcome.code == 1
-    assert "rank 1 waited 2." in outcome.err
+    assert re.search(r"rank 1 waited [\d.]+ s .*; the timeout is 1 s", outcome.err), outcome.err
     assert outcome.run.processes() == []
 
 
@@ -222,7 +230,7 @@ def fault(rank):
 
 
 def test_workers_that_do_different_things_are_told_what_each_does(tmp_path: Path) -> None:
-    outcome = finished([PACELINE, "run", drill(tmp_path, DIFFERENT), "-w", "2"], tmp_path)
+    outcome = played([drill(tmp_path, DIFFERENT), "-w", "2"], tmp_path)
     assert outcome.run.noted("barrier")
     caught = [outcome.run.note(f"caught-{rank}") for rank in (0, 1) if outcome.run.noted(f"caught-{rank}")]
     assert [each["kind"] for each in caught] == ["Mismatch", "Mismatch"]
@@ -245,6 +253,8 @@ import torch, paceline
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+pause = pathlib.Path(os.environ["RUN_NOTES"]) / "pause"
+
 def loader_started(number):
     note(f"loader-{os.environ['RANK']}-{number}")
 
@@ -264,12 +274,15 @@ for number, (x, y) in enumerate(loader):
     optimizer.zero_grad()
     if number == 75:  # events reach the disk twice a second; some have by now
         note(f"training-{team.rank}")
+    if pause.exists():
+        note(f"paused-{team.rank}")
+        time.sleep(60)
 """
 )
 """Uses all that a run can hold: loader processes with their shared tensors, the port, shared parameters."""
 
 
-def in_the_middle_of_training(run: Run) -> int:
+def in_the_middle_of_training(run: Run | QuickRun) -> int:
     """Wait until everything is there that could be left behind; returns the port."""
     for rank in (0, 1):
         run.note(f"training-{rank}")
@@ -283,28 +296,32 @@ def in_the_middle_of_training(run: Run) -> int:
     return port
 
 
-def assert_nothing_is_left(run: Run, port: int, after_launcher: float) -> None:
+def assert_nothing_is_left(run: Run | QuickRun, port: int, after_launcher: float) -> None:
     """After the launcher's end, which must come soon, the rest may take so many seconds more."""
-    took = wait_until(lambda: run.ended, 8, "the launcher to end")
-    left = min(after_launcher, 8 - took)
-    wait_until(lambda: not run.processes(), left, "all processes of the run to end with the launcher")
-    wait_until(lambda: not left_behind(run.shared_before), 5, "/dev/shm to be as it was")
+    wait_until(lambda: run.ended, 2 * SOON, "the launcher to end")
+    wait_until(lambda: not run.processes(), after_launcher, "all processes of the run to end with the launcher")
+    wait_until(lambda: not left_behind(run.shared_before), 30, "/dev/shm to be as it was")
     # A process gives up its memory, by which we know it, an instant before its sockets.
-    wait_until(lambda: can_listen(port), 2, "the port to be free")
+    wait_until(lambda: can_listen(port), 20, "the port to be free")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_nothing_is_left_of_a_run_whose_launcher_is_killed_in_processes_of_their_own(tmp_path: Path) -> None:
+    with started([PACELINE, "run", write_script(tmp_path, LIVELY), "--name", "cut"], tmp_path) as run:
+        port = in_the_middle_of_training(run)
+        run.process.send_signal(signal.SIGKILL)
+        # Loader processes notice by themselves that they are orphans.
+        assert_nothing_is_left(run, port, after_launcher=2 * SOON)
+        assert run.finish().code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_nothing_is_left_of_a_run_whose_launcher_gets_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     script = write_script(tmp_path, LIVELY)
-    with started([PACELINE, "run", script, "--name", "cut"], tmp_path) as run:
+    with playing([script, "--name", "cut"], tmp_path) as run:
         port = in_the_middle_of_training(run)
         run.process.send_signal(number)
-        # Where the launcher itself is killed, loader processes notice by themselves that they are orphans.
-        assert_nothing_is_left(run, port, after_launcher=8.0 if number == signal.SIGKILL else 0.5)
+        assert_nothing_is_left(run, port, AT_ONCE)
         outcome = run.finish()
-        if number == signal.SIGKILL:
-            assert outcome.code == -signal.SIGKILL
-            return
         assert outcome.code == 128 + number
         assert f"paceline: stopped by {number.name}; all workers have ended" in outcome.err
         assert outcome.tracebacks == 0
@@ -313,12 +330,16 @@ def test_nothing_is_left_of_a_run_whose_launcher_gets_a_signal(number: signal.Si
 
 @pytest.mark.parametrize("victim", ["worker-0", "worker-1", "loader-1-0"])
 def test_nothing_is_left_of_a_run_of_which_a_process_is_killed(victim: str, tmp_path: Path) -> None:
-    with started([PACELINE, "run", write_script(tmp_path, LIVELY)], tmp_path) as run:
+    with playing([write_script(tmp_path, LIVELY)], tmp_path) as run:
         port = in_the_middle_of_training(run)
         pid = run.note(victim)["pid"]
+        if victim.startswith("loader"):  # not in the middle of a batch, which would be an error of another kind
+            (run.notes / "pause").touch()
+            run.note("paused-1")
+            time.sleep(0.5)
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: state_of(pid) in ("", "Z"), 2, f"{victim} to be dead")
-        assert_nothing_is_left(run, port, after_launcher=0.5)
+        wait_until(lambda: state_of(pid) in ("", "Z"), 20, f"{victim} to be dead")
+        assert_nothing_is_left(run, port, AT_ONCE)
         outcome = run.finish()
         assert outcome.code == 1
         rank = victim.split("-")[1]
