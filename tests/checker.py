@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import importlib
 import os
 import runpy
 import signal
@@ -29,9 +30,17 @@ import torch._dynamo  # any optimizer imports it, which takes seconds: once here
 from support import PACELINE, Outcome, Run, environment, shared_files
 
 import paceline.cli
+import paceline.cli.live
+import paceline.cli.run
 import paceline.server.host
+import paceline.server.main
+import paceline.strategies.all_reduce
+import paceline.strategies.parameter_server
 import paceline.team
 from paceline.events import Cancel, Epoch, Event, Join, Lease, Leave, Push, Return, Roster, Seen, Update, decode
+
+with contextlib.suppress(ImportError):  # what some versions of typer import when they are first used: once here, too
+    importlib.import_module("typer._adapters")
 
 # -- what a policy promises ------------------------------------------------------------------------------------------
 

@@ -27,8 +27,9 @@ import torch, paceline
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-options = {"samples": 960, "epochs": 2, "leave": None, "load": None, "save": None, "loaders": 0}
+options = {"samples": 960, "epochs": 1, "leave": None, "load": None, "save": None, "loaders": 0, "awaits": True}
 options |= json.loads(sys.argv[1])
+may_end = pathlib.Path(os.environ["RUN_NOTES"]) / "may-end.json"
 team = paceline.join()
 torch.manual_seed(3)
 inputs = torch.randn(options["samples"], 6)
@@ -52,6 +53,8 @@ for epoch in range(options["epochs"]):
         if number == 4 and not told:  # a step that is cancelled does not count
             told = True
             note(f"training-{team.rank}", size=team.world_size)
+        if options["awaits"] and not may_end.exists():
+            time.sleep(0.01 * number)
         if [team.rank, number] == options["leave"]:
             note("left")
             team.close()
@@ -64,6 +67,7 @@ if options["save"]:
     team.save(options["save"])
 """
 )
+"""Where it awaits its test, each step is slower than the one before: quick at first, and never over too soon."""
 POLICIES = [
     "sync",
     "async",
@@ -80,7 +84,12 @@ POLICIES = [
 def command(folder: Path, strategy: str, *words: str, workers: int = 2, **options: Any) -> list[str]:
     script = write_script(folder, SCRIPT)
     fixed = [str(script), "--workers", str(workers), "--strategy", strategy, "--name", "run", "--timeout", "30"]
-    return [*fixed, "--slow", "all:0.002+exp(0.01)", *words, "--", json.dumps(options)]
+    return [*fixed, "--slow", "all:0.001+exp(0.004)", *words, "--", json.dumps(options)]
+
+
+def may_end(run: QuickRun) -> None:
+    """What the run was to see has happened."""
+    (run.notes / "may-end.json").write_text("{}")
 
 
 def scale(run: QuickRun, workers: int) -> str:
@@ -108,14 +117,16 @@ def pushes(events: Iterable[Event]) -> Counter[int]:
 
 @pytest.mark.parametrize("strategy", POLICIES)
 def test_workers_join_and_leave_under_every_policy(strategy: str, tmp_path: Path) -> None:
-    with playing(command(tmp_path, strategy, samples=1600, epochs=1), tmp_path) as run:
+    with playing(command(tmp_path, strategy), tmp_path) as run:
         run.note("training-1")
         assert scale(run, 3) == "from 2 to 3 workers: rank 2 will join"
-        size = run.note("training-2")["size"]
+        third = run.note("training-2")
         assert scale(run, 2) == "from 3 to 2 workers: rank 2 will leave"
-        outcome = run.finish(60)
+        wait_until(lambda: not alive(third["pid"]), 30, "rank 2 to have left")
+        may_end(run)
+        outcome = run.finish(90)
     events = well(outcome)
-    assert size == 3
+    assert third["size"] == 3
     assert rosters(events)[:3] == [[0, 1], [0, 1, 2], [0, 1]]
     assert pushes(events)[2] >= 4
     assert not outcome.run.noted("end-2")  # it left in the middle
@@ -135,43 +146,48 @@ def test_workers_join_and_leave_under_every_policy(strategy: str, tmp_path: Path
 def test_one_joins_wherever_the_server_is_and_whatever_is_pushed(
     strategy: str, words: list[str], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    with playing(command(tmp_path, strategy, *words, samples=1600, epochs=1, **options), tmp_path) as run:
+    with playing(command(tmp_path, strategy, *words, **options), tmp_path) as run:
         run.note("training-1")
         scale(run, 3)
-        run.note("training-2")
+        third = run.note("training-2")["pid"]
         scale(run, 2)
-        outcome = run.finish(60)
+        wait_until(lambda: not alive(third), 30, "rank 2 to have left")
+        may_end(run)
+        outcome = run.finish(90)
     events = well(outcome)
     assert [0, 1, 2] in rosters(events)
     assert pushes(events)[2] >= 4
 
 
 def test_one_worker_becomes_two(tmp_path: Path) -> None:
-    with playing(command(tmp_path, "sync", "--elastic", workers=1, samples=1600, epochs=1), tmp_path) as run:
+    with playing(command(tmp_path, "sync", "--elastic", workers=1), tmp_path) as run:
         run.note("training-0")
         scale(run, 2)
         run.note("training-1")
-        outcome = run.finish(60)
+        may_end(run)
+        outcome = run.finish(90)
     assert rosters(well(outcome))[:2] == [[0], [0, 1]]
 
 
 def test_groups_take_in_who_joins(tmp_path: Path) -> None:
-    with playing(command(tmp_path, "groups:size=2", workers=4, samples=3200, epochs=1), tmp_path) as run:
+    with playing(command(tmp_path, "groups:size=2", workers=4, samples=1600), tmp_path) as run:
         run.note("training-3")
         scale(run, 5)
         run.note("training-4")
         scale(run, 3)
-        outcome = run.finish(60)
+        may_end(run)
+        outcome = run.finish(90)
     assert [0, 1, 2, 3, 4] in rosters(well(outcome))
 
 
 def test_two_become_four_and_four_become_two(tmp_path: Path) -> None:
-    with playing(command(tmp_path, "k-async:k=2", samples=4000, epochs=2), tmp_path) as run:
+    with playing(command(tmp_path, "k-async:k=2", epochs=2), tmp_path) as run:
         run.note("training-1")
         scale(run, 4)
         run.note("training-2"), run.note("training-3")
         scale(run, 2)
-        outcome = run.finish(60)
+        may_end(run)
+        outcome = run.finish(90)
     events = well(outcome)
     assert [0, 1, 2, 3] in rosters(events)
     assert {event.rank for event in events if isinstance(event, Leave)} == {0, 1, 2, 3}
@@ -179,11 +195,12 @@ def test_two_become_four_and_four_become_two(tmp_path: Path) -> None:
 
 
 def test_one_who_joins_gets_the_newest_version_and_the_statistics_of_another(tmp_path: Path) -> None:
-    with playing(command(tmp_path, "async", samples=2400, epochs=1), tmp_path) as run:
+    with playing(command(tmp_path, "async"), tmp_path) as run:
         run.note("training-1")
         scale(run, 3)
         here = run.note("here-2")
-        outcome = run.finish(60)
+        may_end(run)
+        outcome = run.finish(90)
     well(outcome)
     assert run.note("here-0")["tracked"] == 0
     assert here["tracked"] >= 4  # of a worker that had trained on as many
@@ -192,15 +209,16 @@ def test_one_who_joins_gets_the_newest_version_and_the_statistics_of_another(tmp
 
 def test_one_who_joins_does_not_go_back_to_a_checkpoint(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved.pt")
-    with playing(command(tmp_path, "async", samples=160, epochs=1, save=saved), tmp_path) as run:
-        well(run.finish(60))
+    with playing(command(tmp_path, "async", samples=160, awaits=False, save=saved), tmp_path) as run:
+        well(run.finish(90))
     version = run.note("end-0")["version"]
-    with playing(command(tmp_path, "async", samples=1600, epochs=1, load=saved), tmp_path) as run:
+    with playing(command(tmp_path, "async", load=saved), tmp_path) as run:
         run.note("training-1")
         scale(run, 3)
         assert run.note("here-2")["version"] >= version + 4
         run.note("training-2")
-        outcome = run.finish(60)
+        may_end(run)
+        outcome = run.finish(90)
     events = well(outcome)
     updates = max(event.version for event in events if isinstance(event, Update))
     assert {run.note(f"end-{rank}")["version"] for rank in (0, 1, 2)} == {version + updates}
@@ -208,8 +226,9 @@ def test_one_who_joins_does_not_go_back_to_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["sync", "k-sync:k=2", "ssp:s=1"])
 def test_a_worker_may_leave_early_under_any_policy(strategy: str, tmp_path: Path) -> None:
-    with playing(command(tmp_path, strategy, workers=3, leave=[1, 6]), tmp_path) as run:
-        outcome = run.finish(60)
+    words = command(tmp_path, strategy, workers=3, samples=480, epochs=2, leave=[1, 6], awaits=False)
+    with playing(words, tmp_path) as run:
+        outcome = run.finish(90)
     events = well(outcome)
     assert outcome.run.noted("left")
     assert [0, 2] in rosters(events)
@@ -217,15 +236,17 @@ def test_a_worker_may_leave_early_under_any_policy(strategy: str, tmp_path: Path
     assert run.note("end-0")["size"] <= 2
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("strategy", ["sync", "async", "k-sync:k=1", "k-batch-async:k=2"])
+@pytest.mark.parametrize(
+    ("strategy", "victim"), [("sync", 0), ("sync", 1), ("async", 0), ("k-sync:k=1", 1), ("k-batch-async:k=2", 0)]
+)
 def test_a_killed_worker_is_started_again_and_joins(strategy: str, victim: int, tmp_path: Path) -> None:
-    with playing(command(tmp_path, strategy, "--restarts", "1", samples=2400, epochs=1), tmp_path) as run:
+    with playing(command(tmp_path, strategy, "--restarts", "1"), tmp_path) as run:
         pid = run.note(f"training-{victim}")["pid"]
         (run.notes / f"training-{victim}.json").unlink()
         os.kill(pid, signal.SIGKILL)
         again = run.note(f"training-{victim}")["pid"]
-        outcome = run.finish(60)
+        may_end(run)
+        outcome = run.finish(90)
     events = well(outcome)
     assert again != pid
     assert [event.rank for event in events if isinstance(event, Lost)] == [victim]
@@ -235,23 +256,25 @@ def test_a_killed_worker_is_started_again_and_joins(strategy: str, victim: int, 
 
 
 def test_all_are_killed_and_all_come_back(tmp_path: Path) -> None:
-    with playing(command(tmp_path, "async", "--restarts", "2", samples=1600, epochs=1), tmp_path) as run:
+    with playing(command(tmp_path, "async", "--restarts", "2"), tmp_path) as run:
         pids = [run.note(f"training-{rank}")["pid"] for rank in (0, 1)]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        outcome = run.finish(60)
+        may_end(run)
+        outcome = run.finish(90)
     events = well(outcome)
     assert {event.rank for event in events if isinstance(event, Lost)} == {0, 1}
     assert all(outcome.run.noted(f"end-{rank}") for rank in (0, 1))
 
 
 def test_restarts_run_out(tmp_path: Path) -> None:
-    with playing(command(tmp_path, "async", "--restarts", "1", samples=2400, epochs=1), tmp_path) as run:
+    with playing(command(tmp_path, "async", "--restarts", "1"), tmp_path) as run:
         for _ in range(2):
             pid = run.note("training-1")["pid"]
             (run.notes / "training-1.json").unlink()
             os.kill(pid, signal.SIGKILL)
-        outcome = run.finish(60)
+        may_end(run)
+        outcome = run.finish(90)
     events = well(outcome)
     assert [event.rank for event in events if isinstance(event, Lost)] == [1, 1]
     gone = "paceline: warning: rank 1 was killed by signal 9 (SIGKILL); the others went on without it"
@@ -259,11 +282,12 @@ def test_restarts_run_out(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_in_vain_is_said_in_one_sentence(tmp_path: Path) -> None:
-    with playing(command(tmp_path, "async", samples=800), tmp_path) as run:
+    with playing(command(tmp_path, "async"), tmp_path) as run:
         run.note("training-1")
         with pytest.raises(UsageError, match="9 workers are asked for; this run has room for 1 to 6"):
             scale(run, 9)
-        outcome = run.finish(60)
+        may_end(run)
+        outcome = run.finish(90)
     well(outcome)
     with pytest.raises(UsageError, match="is not a run that goes on"):
         scale(run, 3)
@@ -272,18 +296,19 @@ def test_what_is_asked_for_in_vain_is_said_in_one_sentence(tmp_path: Path) -> No
 
 
 def test_a_summary_counts_those_who_came_later(tmp_path: Path) -> None:
-    with playing(command(tmp_path, "async", samples=2400, epochs=1), tmp_path) as run:
+    with playing(command(tmp_path, "async"), tmp_path) as run:
         run.note("training-1")
         scale(run, 3)
         run.note("training-2")
-        outcome = run.finish(60)
+        may_end(run)
+        outcome = run.finish(90)
     events = well(outcome)
     summary = outcome.run.summary("run")
     assert summary["world_size"] == 2
     assert set(summary["workers"]) == {"0", "1", "2"}
     steps = Counter(event.rank for event in events if isinstance(event, Compute))
     assert summary["workers"]["2"]["minibatches"] == steps[2] > 0
-    wait_until(lambda: outcome.run.processes() == [], 5, "all to be gone")
+    wait_until(lambda: outcome.run.processes() == [], 30, "all to be gone")
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -291,7 +316,7 @@ def test_workers_are_killed_at_any_moment_and_come_back(seed: int, tmp_path: Pat
     chance = random.Random(seed)
     strategy = chance.choice(["sync", "k-sync:k=2", "groups:size=2", "k-batch-sync:k=3"])
     words = ["--restarts", "4"]
-    with playing(command(tmp_path, strategy, *words, workers=4, samples=3200, epochs=2), tmp_path) as run:
+    with playing(command(tmp_path, strategy, *words, workers=4, samples=1600, epochs=2), tmp_path) as run:
         for _ in range(4):
             victim = chance.randrange(4)
             pid = run.note(f"here-{victim}")["pid"]
@@ -300,6 +325,7 @@ def test_workers_are_killed_at_any_moment_and_come_back(seed: int, tmp_path: Pat
                 continue
             (run.notes / f"here-{victim}.json").unlink()
             os.kill(pid, signal.SIGKILL)
+        may_end(run)
         outcome = run.finish(90)
     events = well(outcome)
     assert [event for event in events if isinstance(event, Lost)]

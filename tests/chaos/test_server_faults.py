@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -32,12 +33,13 @@ from paceline.events import Event, Push, Return, Update
 SCRIPT = (
     PREAMBLE
     + """
+import threading
 import torch, paceline
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 options = {"samples": 317, "epochs": 2, "victims": [], "how": "kill", "loaders": 0}
-options |= {"strategy": None, "name": None, "lingers": None, **json.loads(sys.argv[1])}
+options |= {"strategy": None, "name": None, "lingers": None, "within": 0.0, **json.loads(sys.argv[1])}
 team = paceline.join(options["strategy"], name=options["name"])
 note(f"worker-{team.rank}")
 torch.manual_seed(3)
@@ -55,6 +57,8 @@ def strike(number):
             os.kill(os.getpid(), signal.SIGKILL)
         if options["how"] == "raise":
             raise ValueError("planted fault")
+        if options["how"] == "any":
+            threading.Timer(options["within"], os.kill, (os.getpid(), signal.SIGKILL)).start()
     if number == 4:
         note(f"training-{team.rank}")
 
@@ -70,6 +74,8 @@ try:
                 came = time.monotonic()
                 optimizer.step()
                 optimizer.zero_grad()
+    if options["how"] == "any" and team.rank in options["victims"]:
+        time.sleep(60)  # its moment is still to come
     note(f"end-{team.rank}")
     if team.rank == options["lingers"]:
         time.sleep(1.0)
@@ -81,6 +87,8 @@ except paceline.TeamError as error:
     raise
 """
 )
+SOON = 10.0
+"""Seconds in which a death must be known, on a busy machine; the timeout is far longer."""
 SPARING = ["async", "k-sync:k=2", "k-batch-sync:k=2", "k-async:k=2", "k-batch-async:k=2", "ssp:s=1", "groups:size=2"]
 """Policies that can do without one of four workers."""
 
@@ -100,8 +108,9 @@ def lost_leases(events: list[Event], victim: int) -> list[int]:
 # -- a worker dies ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", [2, 0])
-@pytest.mark.parametrize("strategy", SPARING)
+@pytest.mark.parametrize(
+    ("strategy", "victim"), [*zip(SPARING, itertools.cycle([2, 0])), ("async", 0), ("groups:size=2", 0)]
+)
 def test_the_others_go_on_without_a_killed_worker_and_train_on_its_samples(
     strategy: str, victim: int, tmp_path: Path
 ) -> None:
@@ -123,7 +132,7 @@ def test_the_others_go_on_without_a_killed_worker_and_train_on_its_samples(
 @pytest.mark.parametrize("strategy", ["async", "k-sync:k=2"])
 def test_what_a_killed_worker_had_fetched_ahead_is_trained_on_too(strategy: str, tmp_path: Path) -> None:
     # So many samples that the epoch is far from over when it is killed, however late its loaders begin.
-    outcome = played(command(tmp_path, strategy, victims=[1], loaders=2, samples=1600), tmp_path)
+    outcome = played(command(tmp_path, strategy, victims=[1], loaders=2, samples=1600, epochs=1), tmp_path)
     assert outcome.run.noted("struck-1")
     assert outcome.code == 0, outcome.err
     events = events_of(outcome, "hurt")
@@ -154,13 +163,10 @@ def test_a_worker_may_be_killed_at_any_moment(seed: int, tmp_path: Path) -> None
     source = random.Random(seed)
     strategy = SPARING[seed % len(SPARING)]
     victim = source.randrange(4)
-    with playing(command(tmp_path, strategy, epochs=3), tmp_path) as run:
-        pids = [run.note(f"worker-{rank}")["pid"] for rank in range(4)]
-        run.note("training-1")
-        time.sleep(source.uniform(0.0, 0.15))
-        assert not any(run.noted(f"end-{rank}") for rank in range(4)), "the run was over too soon"
-        os.kill(pids[victim], signal.SIGKILL)
-        outcome = run.finish()
+    moment = {"victims": [victim], "how": "any", "within": source.uniform(0.0, 0.15)}
+    outcome = played(command(tmp_path, strategy, **moment), tmp_path)
+    assert outcome.run.noted(f"struck-{victim}")
+    assert not outcome.run.noted(f"end-{victim}")
     assert outcome.code == 0, (strategy, victim, outcome.err)
     assert f"rank {victim} was killed by signal 9" in outcome.err
     assert violations(events_of(outcome, "hurt")) == []
@@ -174,9 +180,9 @@ def test_where_every_worker_counts_all_learn_who_died(strategy: str, tmp_path: P
         caught = outcome.run.note(f"caught-{rank}")
         assert (caught["kind"], caught["ranks"]) == ("WorkerLost", [2])
         assert "rank 2 died" in caught["message"]
-        assert caught["at"] - struck < 5
+        assert caught["at"] - struck < SOON
     assert outcome.code == 1
-    assert outcome.ended - struck < 8
+    assert outcome.ended - struck < 2 * SOON
     assert "paceline: rank 2 was killed by signal 9 (SIGKILL)" in outcome.err
     assert outcome.tracebacks == 0
     assert outcome.run.processes() == []
@@ -202,7 +208,7 @@ def test_a_member_may_be_killed_while_its_group_sums(tmp_path: Path) -> None:
         pid = run.note("pushing")["pid"]
         time.sleep(0.2)  # it has pushed by now, and waits
         os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: state_of(pid) == "T", 2, "rank 2 to be halted")
+        wait_until(lambda: state_of(pid) == "T", 20, "rank 2 to be halted")
         (run.notes / "halted.json").write_text("{}")
         run.note("joining")
         time.sleep(0.3)  # the server has asked both for their parts
@@ -224,7 +230,7 @@ def test_a_script_that_raises_ends_the_run_with_its_traceback(tmp_path: Path) ->
     outcome = played(command(tmp_path, "k-sync:k=2", victims=[1], how="raise", samples=40_000), tmp_path)
     struck = outcome.run.note("struck-1")["at"]
     assert outcome.code == 1
-    assert outcome.ended - struck < 8
+    assert outcome.ended - struck < 2 * SOON
     assert outcome.tracebacks == 1
     assert 'raise ValueError("planted fault")' in outcome.err
     assert "paceline: rank 1 failed: ValueError: planted fault" in outcome.err.splitlines()
@@ -278,7 +284,7 @@ for (x,) in loader:
 
 def killed_early(strategy: str, victim: int, before: str, folder: Path, *words: str) -> Outcome:
     fixed = [write_script(folder, EARLY), "--workers", "3", "--strategy", strategy, "--name", "early", *words]
-    outcome = played([*fixed, "--", json.dumps([victim, before])], folder, 30.0)
+    outcome = played([*fixed, "--", json.dumps([victim, before])], folder)
     assert outcome.run.noted("struck")
     return outcome
 
@@ -309,21 +315,23 @@ def test_if_it_was_needed_all_are_told(
     assert sentence in outcome.err
 
 
-@pytest.mark.parametrize("strategy", ["async", "k-sync:k=2"])
-@pytest.mark.parametrize(("servers", "victim"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("strategy", "servers", "victim"),
+    [("async", 1, 0), ("k-sync:k=2", 2, 0), ("async", 2, 1), ("k-sync:k=2", 2, 1)],
+)
 def test_every_worker_learns_that_a_server_died(strategy: str, servers: int, victim: int, tmp_path: Path) -> None:
     words = command(tmp_path, strategy, "--servers", str(servers), samples=40_000)
     with playing(words, tmp_path) as run:
         pid = servers_of(run, 4, servers)[victim]
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
-        wait_until(lambda: state_of(pid) in ("", "Z"), 2, "the server to be dead")
+        wait_until(lambda: state_of(pid) in ("", "Z"), 20, "the server to be dead")
         outcome = run.finish()
         for rank in range(4):
             caught = run.note(f"caught-{rank}")
             assert caught["kind"] == "ServerLost"
             assert "server" in caught["message"]
-            assert caught["at"] - killed < 5
+            assert caught["at"] - killed < SOON
         assert outcome.code == 1
         assert f"paceline: server {victim} was killed by signal 9 (SIGKILL)" in outcome.err
         assert outcome.tracebacks == 0
@@ -338,14 +346,14 @@ def test_a_server_that_hangs_is_given_up_after_the_timeout(servers: int, victim:
         pid = servers_of(run, 4, servers)[victim]
         os.kill(pid, signal.SIGSTOP)
         halted = time.monotonic()
-        wait_until(lambda: state_of(pid) == "T", 2, "the server to be halted")
+        wait_until(lambda: state_of(pid) == "T", 20, "the server to be halted")
         outcome = run.finish()
         for rank in range(4):
             caught = run.note(f"caught-{rank}")
             assert caught["kind"] == "TeamTimeout"
             assert "server" in caught["message"]
             # A worker leaves it to the first server to give up first, who knows better whom it waits for.
-            assert 1.4 < caught["at"] - halted < 1.5 + 5 + 2
+            assert 1.4 < caught["at"] - halted < 1.5 + 5 + SOON
         assert outcome.code == 1
         assert "TeamTimeout" in outcome.err
         assert run.processes() == []
@@ -371,11 +379,11 @@ def test_no_server_is_left_of_a_killed_launcher_in_processes_of_their_own(tmp_pa
 
 def assert_nothing_is_left(run: Run | QuickRun, number: signal.Signals) -> None:
     recorded = run.cwd / "runs" / "hurt" / "streams" / "-1.jsonl"
-    wait_until(lambda: recorded.stat().st_size > 0, 5, "the first events to be written down")
+    wait_until(lambda: recorded.stat().st_size > 0, 30, "the first events to be written down")
     run.process.send_signal(number)
-    took = wait_until(lambda: run.ended, 8, "the launcher to end")
-    wait_until(lambda: not run.processes(), 8 - took, "all processes of the run to end with the launcher")
-    wait_until(lambda: not left_behind(run.shared_before), 5, "/dev/shm to be as it was")
+    wait_until(lambda: run.ended, 2 * SOON, "the launcher to end")
+    wait_until(lambda: not run.processes(), SOON, "all processes of the run to end with the launcher")
+    wait_until(lambda: not left_behind(run.shared_before), 30, "/dev/shm to be as it was")
     outcome = run.finish()
     if number == signal.SIGKILL:
         assert outcome.code == -signal.SIGKILL
@@ -407,8 +415,8 @@ def test_a_script_that_torchrun_starts_brings_its_own_server(by_torchrun: Outcom
     assert by_torchrun.code == 0, by_torchrun.err
     assert run.noted("end-0")
     assert run.noted("end-1")
-    wait_until(lambda: not run.processes(), 2, "the server to end with its workers")
-    wait_until(lambda: not left_behind(run.shared_before), 5, "/dev/shm to be as it was")
+    wait_until(lambda: not run.processes(), 20, "the server to end with its workers")
+    wait_until(lambda: not left_behind(run.shared_before), 30, "/dev/shm to be as it was")
     assert [path.name for path in (run.cwd / "temporary").iterdir() if path.name.startswith("paceline")] == []
 
 
@@ -428,10 +436,10 @@ def test_such_a_server_lasts_as_long_as_any_worker_needs_it(lingers: int, tmp_pa
         starting(words, tmp_path, RANK="1", **place) as one,
     ):
         runs = (zero, one)
-        outcomes = [run.finish(40) for run in runs]
+        outcomes = [run.finish() for run in runs]
         assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[lingers].err
         assert runs[lingers].note("late")["momenta"] == 4
-        wait_until(lambda: not (zero.processes() or one.processes()), 3, "the server to end with its workers")
+        wait_until(lambda: not (zero.processes() or one.processes()), 20, "the server to end with its workers")
 
 
 # -- what can not be is refused --------------------------------------------------------------------------------------
