@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import gc
 import importlib
 import os
 import runpy
@@ -508,6 +509,7 @@ class Fork:
 
 def _program(words: list[str], options: dict[str, Any], streams: dict[int, int | None]) -> int:
     """What a fork does instead of what it was forked from."""
+    gc.freeze()  # or every collection would touch, and so copy, all that was imported before
     if options.get("start_new_session"):
         os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -24,9 +24,9 @@ from paceline.transport.reach import Reach
 
 SMALL, LARGE = 500, 100_000
 """Elements of a tensor that travels in its owner's slot, and of one that is read where it lies."""
-SOON = 4.0
+SOON = 8.0
 """Seconds in which a death must be known, on a busy machine; the timeouts of those tests are far longer."""
-PATIENT, IMPATIENT = 15.0, 1.5
+PATIENT, IMPATIENT = 30.0, 1.5
 """Timeouts: of groups in which somebody dies, and of groups in which somebody only stops."""
 GARBAGE = -7777.0
 Tensors = list[torch.Tensor]
@@ -157,7 +157,7 @@ def strike(how: str, folder: Path) -> None:
 
 def struck(folder: Path) -> float:
     """When it happened, on the steady clock, which all processes of a machine share."""
-    wait_until((folder / "struck").exists, 10, "the fault to strike")
+    wait_until((folder / "struck").exists, 30, "the fault to strike")
     return float((folder / "struck").read_text())
 
 
@@ -261,7 +261,7 @@ def assert_all_are_told(pool: Pool, folder: Path, victim: int, seconds: float = 
     for rank, pid in enumerate(pool.pids):
         if rank == victim:
             if how in ("kill", "exit"):
-                wait_until(lambda pid=pid: dead(pid), 2, "the victim to be dead")  # type: ignore[misc]
+                wait_until(lambda pid=pid: dead(pid), 20, "the victim to be dead")  # type: ignore[misc]
             continue
         outcome = outcomes[rank]
         assert not dead(pid)

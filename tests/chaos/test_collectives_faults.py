@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import itertools
 import json
 import os
 import random
@@ -52,16 +53,32 @@ def ones(count: int) -> torch.Tensor:
 # -- a rank that dies in a collective ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "victim"), [(2, 0), (3, 1), (4, 3)])
-@pytest.mark.parametrize("kind", [*KINDS, "barrier"])
+PLACES = [(2, 0), (3, 1), (4, 3)]
+"""Sizes, and who dies."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "victim"),
+    [
+        *((kind, *place) for kind, place in zip([*KINDS, "barrier"], itertools.cycle(PLACES))),
+        ("all_reduce", 3, 1),
+        ("gather", 4, 3),
+        ("scatter", 2, 0),
+    ],
+)
 def test_all_are_told_who_died_before_it_came(kind: str, size: int, victim: int, tmp_path: Path) -> None:
     with band(size) as pool:
         pool.begin(in_operation, tmp_path, victim, kind, False, "now", "coming", "kill")
         assert_all_are_told(pool, tmp_path, victim)
 
 
-@pytest.mark.parametrize(("size", "victim", "point"), [(2, 1, "told"), (3, 0, "leaving"), (4, 2, "told")])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "size", "victim", "point"),
+    [
+        *((kind, 3, 0, "leaving") for kind in KINDS),
+        *((kind, *place, "told") for kind, place in zip(KINDS, itertools.cycle([(2, 1), (4, 2)]))),
+    ],
+)
 def test_all_are_told_who_died_while_tensors_were_read(
     kind: str, size: int, victim: int, point: str, tmp_path: Path
 ) -> None:
@@ -120,13 +137,13 @@ def told_by_others(rank: int, folder: Path) -> Told:
     if rank == 2:
         plant("told", "kill", folder)
     if rank == 0:
-        after_each_step(lambda: wait_until((folder / "dropped").exists, 10, "rank 1 to be told"))
+        after_each_step(lambda: wait_until((folder / "dropped").exists, 30, "rank 1 to be told"))
     outcome = told(lambda: case.do("now"))
     if rank == 1:
         del case
         gc.collect()
         (folder / "dropped").touch()
-        wait_until((folder / "looked").exists, 10, "rank 0 to be told")
+        wait_until((folder / "looked").exists, 30, "rank 0 to be told")
     (folder / "looked").touch()
     return outcome
 
@@ -223,7 +240,7 @@ def overwritten(rank: int, folder: Path) -> Any:
     gc.collect()
     others = [torch.full((count - 1000,), 7.0) for _ in range(4)]
     (folder / "gave-up").touch()
-    wait_until((folder / "went-on").exists, 10, "rank 1 to go on")
+    wait_until((folder / "went-on").exists, 30, "rank 1 to go on")
     spoilt = sum(int((other != 7).sum()) for other in others)
     return outcome, address in [other.data_ptr() for other in others], spoilt
 
@@ -232,8 +249,8 @@ def test_nobody_writes_into_memory_that_its_owner_has_given_up(tmp_path: Path) -
     with band(2, IMPATIENT) as pool:
         pool.begin(overwritten, tmp_path)
         struck(tmp_path)
-        wait_until(lambda: state_of(pool.pids[1]) == "T", 5, "rank 1 to be stopped")
-        wait_until((tmp_path / "gave-up").exists, 10, "rank 0 to give up")
+        wait_until(lambda: state_of(pool.pids[1]) == "T", 20, "rank 1 to be stopped")
+        wait_until((tmp_path / "gave-up").exists, 30, "rank 0 to give up")
         os.kill(pool.pids[1], signal.SIGCONT)
         back = answer(pool, 1)
         (tmp_path / "went-on").touch()
@@ -248,7 +265,7 @@ def breaks_off(rank: int, folder: Path) -> tuple[Told, str]:
     case = prepared("all_reduce", rank, 3, 10 * LARGE)
     distributed.barrier()
     if rank == 1:
-        after_each_step(lambda: wait_until((folder / "struck").exists, 10, "rank 0 to give up"))
+        after_each_step(lambda: wait_until((folder / "struck").exists, 30, "rank 0 to give up"))
     if rank == 0:
         (folder / "waiting").touch()
     try:
@@ -265,7 +282,7 @@ def breaks_off(rank: int, folder: Path) -> tuple[Told, str]:
 def test_what_broke_off_on_one_rank_is_no_success_on_another(tmp_path: Path) -> None:
     with band(3) as pool:
         pool.begin(breaks_off, tmp_path)
-        wait_until((tmp_path / "waiting").exists, 10, "rank 0 to wait")
+        wait_until((tmp_path / "waiting").exists, 30, "rank 0 to wait")
         time.sleep(0.5)
         os.kill(pool.pids[0], signal.SIGINT)
         (zero, _), (one, _), (two, result) = answers(pool)
@@ -306,7 +323,7 @@ def test_a_kill_at_any_time_of_large_transfers_is_told_to_all(kind: str, tmp_pat
         folder = tmp_path / str(trial)
         folder.mkdir()
         with band(size, closed=kind == "closed") as pool:
-            pool.begin(shaken, folder, 50_000_000, kind)
+            pool.begin(shaken, folder, 10_000_000, kind)
             wait_until((folder / "shaking").exists, 20, "the first transfer")
             time.sleep(delay)
             (folder / "struck").write_text(str(time.monotonic()))
@@ -343,8 +360,13 @@ def in_message(rank: int, folder: Path, victim: int, what: str, how: str) -> Tol
     return told(lambda: MESSAGES[what](victim))
 
 
-@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 0)])
-@pytest.mark.parametrize("what", [name for name in MESSAGES if name not in ("from-anybody", "monitored-barrier")])
+TO_ONE = [name for name in MESSAGES if name not in ("from-anybody", "monitored-barrier")]
+
+
+@pytest.mark.parametrize(
+    ("what", "size", "victim"),
+    [*((what, *place) for what, place in zip(TO_ONE, itertools.cycle([(2, 1), (3, 0)]))), ("recv", 3, 0)],
+)
 def test_all_who_wait_for_a_message_are_told_who_died(what: str, size: int, victim: int, tmp_path: Path) -> None:
     with band(size) as pool:
         pool.begin(in_message, tmp_path, victim, what, "kill")
@@ -388,7 +410,7 @@ def from_the_dead(rank: int, folder: Path, shared: bool) -> Told | None:
         distributed.isend(tensor, 0)
         distributed.isend(torch.full((5,), 3.0), 0, tag=1)
         strike("kill", folder)
-    wait_until((folder / "struck").exists, 5, "the sender to be gone")
+    wait_until((folder / "struck").exists, 20, "the sender to be gone")
     time.sleep(0.2)
     small = torch.empty(5)
     distributed.recv(small, 1, tag=1)
@@ -405,21 +427,21 @@ def test_a_large_message_from_the_dead_is_lost_and_a_small_one_is_not(
         assert_all_are_told(pool, tmp_path, 1)
 
 
-def late_to_a_barrier(rank: int) -> list[Told]:
+def late_to_a_barrier(rank: int, folder: Path) -> list[Told]:
     limit = datetime.timedelta(seconds=0.5)
     if rank == 1:
-        time.sleep(1.0)
+        wait_until((folder / "gave-up").exists, 30, "rank 0 to give up")
     first = told(lambda: distributed.monitored_barrier(timeout=limit))
-    time.sleep(1.0 if rank == 0 else 0.2)
+    (folder / "gave-up").touch()
     distributed.barrier()
     if rank == 1:  # this time it does not come at all
         return [first]
     return [first, told(lambda: distributed.monitored_barrier(timeout=limit))]
 
 
-def test_who_was_late_to_one_monitored_barrier_is_not_taken_to_be_at_the_next() -> None:
+def test_who_was_late_to_one_monitored_barrier_is_not_taken_to_be_at_the_next(tmp_path: Path) -> None:
     with band(2) as pool:
-        first, second = pool.run(late_to_a_barrier)[0]
+        first, second = pool.run(late_to_a_barrier, tmp_path)[0]
         assert first.names(1)
         assert second.ours, "rank 0 passed a barrier that rank 1 never came to"
         assert second.names(1)
@@ -444,7 +466,7 @@ def interrupted(rank: int, folder: Path, kind: str, large: bool) -> Told:
             return Told("KeyboardInterrupt", "", strike_note, False)
         return Told("", "was not interrupted", 0.0, False)
     if rank == 1:
-        wait_until((folder / "struck").exists, 10, "rank 0 to be interrupted")
+        wait_until((folder / "struck").exists, 30, "rank 0 to be interrupted")
 
     def go_on() -> str:
         for case in cases:
@@ -460,13 +482,13 @@ def interrupted(rank: int, folder: Path, kind: str, large: bool) -> Told:
 def test_an_interrupt_is_raised_where_it_strikes_and_told_to_the_others(kind: str, large: bool, tmp_path: Path) -> None:
     with band(3) as pool:
         pool.begin(interrupted, tmp_path, kind, large)
-        wait_until((tmp_path / "waiting").exists, 10, "rank 0 to wait")
+        wait_until((tmp_path / "waiting").exists, 30, "rank 0 to wait")
         time.sleep(0.3)
         sent = time.monotonic()
         os.kill(pool.pids[0], signal.SIGINT)
         zero, *others = answers(pool)
         assert zero.kind == "KeyboardInterrupt"
-        assert zero.at - sent < 1
+        assert zero.at - sent < SOON
         for outcome in others:
             assert outcome.ours, outcome
             assert outcome.names(0), outcome
@@ -475,7 +497,7 @@ def test_an_interrupt_is_raised_where_it_strikes_and_told_to_the_others(kind: st
 
 def interrupted_in_message(rank: int, folder: Path) -> Any:
     if rank == 1:
-        wait_until((folder / "struck").exists, 10, "rank 0 to be interrupted")
+        wait_until((folder / "struck").exists, 30, "rank 0 to be interrupted")
         distributed.send(ones(10), 0)
         return None
     first, second = torch.zeros(10), torch.zeros(10)
@@ -492,18 +514,18 @@ def interrupted_in_message(rank: int, folder: Path) -> Any:
 def test_an_interrupted_receive_takes_no_message_from_the_next(tmp_path: Path) -> None:
     with band(2, IMPATIENT) as pool:
         pool.begin(interrupted_in_message, tmp_path)
-        wait_until((tmp_path / "waiting").exists, 10, "rank 0 to wait")
+        wait_until((tmp_path / "waiting").exists, 30, "rank 0 to wait")
         time.sleep(0.3)
         sent = time.monotonic()
         os.kill(pool.pids[0], signal.SIGINT)
         at, right = answer(pool, 0)
-        assert at - sent < 1
+        assert at - sent < SOON
         assert right
 
 
 def interrupted_in_a_queue(rank: int, folder: Path) -> str:
     if rank == 1:
-        wait_until((folder / "struck").exists, 10, "rank 0 to be interrupted")
+        wait_until((folder / "struck").exists, 30, "rank 0 to be interrupted")
         return ""
     Lane._work = lambda self: None  # type: ignore[method-assign]  # so that whoever waits does the work
     begun: list[Any] = [distributed.all_reduce(ones(10), async_op=True) for _ in range(3)]
@@ -520,7 +542,7 @@ def interrupted_in_a_queue(rank: int, folder: Path) -> str:
 def test_an_interrupt_is_not_lost_in_an_operation_that_was_begun_before(tmp_path: Path) -> None:
     with band(2) as pool:
         pool.begin(interrupted_in_a_queue, tmp_path)
-        wait_until((tmp_path / "waiting").exists, 10, "rank 0 to wait")
+        wait_until((tmp_path / "waiting").exists, 30, "rank 0 to wait")
         time.sleep(0.3)
         os.kill(pool.pids[0], signal.SIGINT)
         assert answer(pool, 0) == "KeyboardInterrupt"
@@ -529,7 +551,7 @@ def test_an_interrupt_is_not_lost_in_an_operation_that_was_begun_before(tmp_path
 def interrupted_with_futures(rank: int, folder: Path) -> list[bool]:
     if rank == 1:
         distributed.all_reduce(ones(10))  # of two, takes part in the first
-        wait_until((folder / "struck").exists, 10, "rank 0 to be interrupted")
+        wait_until((folder / "struck").exists, 30, "rank 0 to be interrupted")
         return []
     Lane._work = lambda self: None  # type: ignore[method-assign]  # so that whoever waits does the work
     begun: list[Any] = [distributed.all_reduce(ones(10), async_op=True) for _ in range(2)]
@@ -538,7 +560,7 @@ def interrupted_with_futures(rank: int, folder: Path) -> list[bool]:
     with contextlib.suppress(KeyboardInterrupt):
         begun[-1].wait()
     (folder / "struck").touch()
-    until = time.monotonic() + 1
+    until = time.monotonic() + SOON
     while time.monotonic() < until and not all(future.done() for future in futures):
         time.sleep(0.01)
     return [future.done() for future in futures]
@@ -547,7 +569,7 @@ def interrupted_with_futures(rank: int, folder: Path) -> list[bool]:
 def test_an_interrupt_leaves_no_future_open(tmp_path: Path) -> None:
     with band(2) as pool:
         pool.begin(interrupted_with_futures, tmp_path)
-        wait_until((tmp_path / "waiting").exists, 10, "rank 0 to wait")
+        wait_until((tmp_path / "waiting").exists, 30, "rank 0 to wait")
         time.sleep(0.3)
         os.kill(pool.pids[0], signal.SIGINT)
         assert answer(pool, 0) == [True, True]
@@ -578,13 +600,14 @@ def test_a_group_can_be_destroyed_while_work_is_outstanding(large: bool) -> None
 
 
 ENDINGS = """
-import datetime, json, os, sys, time
+import datetime, gc, json, os, sys, time
 import torch
 from torch import distributed as dist
 import paceline, paceline.collectives.process_group
 
 endings, folder = json.loads(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
+gc.freeze()  # what was imported here is not the garbage of those who end
 codes, own = {}, None
 for way, trial in [(way, trial) for way, trials in endings.items() for trial in range(trials)]:
     children = {}
@@ -655,7 +678,7 @@ else:
     print(json.dumps(codes))
 """
 """Interpreters that come to their ends, two for each trial, forked so that torch is imported once."""
-TRIALS = {"small": 2, "large": 4, "destroy": 2, "raise": 1, "fork": 1}
+TRIALS = {"small": 2, "large": 3, "destroy": 2, "raise": 1, "fork": 1}
 
 
 @pytest.fixture(scope="module")
@@ -664,7 +687,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], P
     place = tmp_path_factory.mktemp("endings")
     folder = place / "notes"
     folder.mkdir()
-    outcome = finished([PYTHON, write_script(place, ENDINGS), json.dumps(TRIALS), str(folder)], place, 60.0)
+    outcome = finished([PYTHON, write_script(place, ENDINGS), json.dumps(TRIALS), str(folder)], place, 110.0)
     assert outcome.code == 0, outcome.err
     return json.loads(outcome.out), folder
 
