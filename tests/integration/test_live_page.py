@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checker import playing
 from pages import TIMELINE, Watched, browsing, colours, heap, line, make_going, step
 from playwright.sync_api import Browser
 from prometheus_client.parser import text_string_to_metric_families
@@ -135,6 +136,142 @@ class Served:
 def serving(folder: Path, *words: str, **extra: str) -> Iterator[Served]:
     with started([PACELINE, "live", folder, *words], folder.parent, **extra) as run:
         yield Served(run, address_of(run))
+
+
+# -- a real run ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def training(folder: Path) -> Iterator[Served]:
+    """A real run, once it trains. It is forked from here, so these tests come before the first that needs a browser."""
+    script = write_script(folder, TRAIN)
+    with playing([script, "--workers", "2", "--slow", "1:3", "--name", "going", "--live", "--quiet"], folder) as run:
+        served = Served(run, address_of(run))
+        run.note("epoch-0-0", 90)
+        yield served
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
+def test_the_page_ends_however_the_run_ends(number: signal.Signals, tmp_path: Path) -> None:
+    with training(tmp_path) as served, socket.create_connection(("127.0.0.1", served.port), timeout=60) as reader:
+        reader.sendall(b"GET /stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert reader.recv(100).startswith(b"HTTP/1.1 200")
+        served.run.process.send_signal(number)
+        assert served.run.process.wait(30) == (130 if number == signal.SIGINT else -signal.SIGKILL)
+        wait_until(lambda: not served.run.processes(), 30, "the end of all processes")
+        assert "Traceback" not in served.errors
+
+
+@pytest.fixture(scope="module")
+def going(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with training(tmp_path_factory.mktemp("going")) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def watched(going: Served, browser: Browser) -> Iterator[Watched]:
+    page = Watched(browser, going.address)
+    yield page
+    page.page.close()
+
+
+UPDATES = """() => {
+    const boxes = [...document.querySelectorAll(".numbers div")];
+    const box = boxes.find((one) => one.querySelector("span").textContent === "updates");
+    return Number(box.querySelector("b").textContent.replace(",", ""));
+}"""
+
+
+def test_the_page_grows_with_the_run(watched: Watched) -> None:
+    watched.until(f"({UPDATES})() > 0")
+    before = watched("({...window.paceline, runs: 0})")
+    seconds, updates = watched(f"{TIMELINE}.data.seconds"), watched(UPDATES)
+    watched.until("(before) => window.paceline.messages >= before + 2", before["messages"])
+    watched.until("(before) => window.paceline.drawings >= before + 2", before["drawings"])
+    assert watched(f"{TIMELINE}.data.seconds") > seconds
+    assert watched(UPDATES) > updates
+    assert watched.view[1] > seconds  # it follows
+    assert "live" in watched.words(".bar")[0]
+    assert colours(watched, "canvas.main") > 5
+    assert (watched.problems, watched.outside) == ([], [])
+
+
+def test_every_worker_has_its_state_its_pace_and_when_it_was_last_heard_of(watched: Watched) -> None:
+    watched.until(f"({UPDATES})() > 0")
+    heads = watched.words("[data-figure=workers] th")
+    assert heads[:4] == ["worker", "state", "last heard of", "own pace"]
+    rows = [row.locator("td").all_inner_texts() for row in watched.page.locator("[data-figure=workers] tr").all()[1:]]
+    assert [row[0] for row in rows] == ["0", "1"]
+    for row in rows:
+        assert row[1] in ("computing", "loading", "communicating", "updating", "waiting")
+        assert row[2] == "just now" or row[2].endswith(" ago")
+        assert row[3].endswith("ms")
+
+
+def test_who_works_was_heard_of_just_now(watched: Watched) -> None:
+    words = "[...document.querySelectorAll('[data-figure=workers] td:nth-child(3)')].map((cell) => cell.textContent)"
+    messages = watched("window.paceline.messages")
+    watched.until(
+        f"(before) => {words}.every((one) => one === 'just now') || window.paceline.messages > before + 5", messages
+    )
+    assert set(watched(words)) == {"just now"}
+
+
+def test_nothing_is_drawn_while_it_is_paused(watched: Watched) -> None:
+    watched.click("pause the drawing")
+    drawings, messages = watched("[window.paceline.drawings, window.paceline.messages]")
+    updates = watched(UPDATES)
+    watched.until("(before) => window.paceline.messages >= before + 2", messages)
+    assert watched("window.paceline.drawings") == drawings
+    assert watched(UPDATES) == updates
+    watched.click("go on drawing")
+    watched.until("(before) => window.paceline.drawings > before + 1", drawings)
+    assert watched(UPDATES) > updates
+
+
+def test_where_one_looks_stays_until_one_follows_again(watched: Watched) -> None:
+    watched.click("+")
+    view, messages = watched.view, watched("window.paceline.messages")
+    watched.until("(before) => window.paceline.messages >= before + 2", messages)
+    assert watched.view == view
+    watched.click("follow")
+    assert watched.view[1] > view[1]
+
+
+def test_counters_grow(going: Served) -> None:
+    before = going.metrics()
+    wait_until(lambda: going.metrics()["paceline_updates_total", ()] > before["paceline_updates_total", ()], 30, "more")
+    after, mine = going.metrics(), (("worker", "0"),)
+    assert after["paceline_minibatches_total", mine] > before["paceline_minibatches_total", mine]
+
+
+def test_a_run_can_be_looked_at_that_was_started_before(going: Served) -> None:
+    with serving(going.run.cwd / "runs" / "going", "--port", "0") as other:
+        assert other.port != going.port
+        before = other.facts()
+        assert before["over"] is False
+        assert len(before["workers"]) == 2
+        wait_until(lambda: other.facts()["updates"] > before["updates"], 30, "more updates")
+        other.run.process.send_signal(signal.SIGINT)
+        assert other.run.finish(30).code in (0, 130)
+
+
+def test_in_the_end_it_says_that_the_run_is_over(going: Served, watched: Watched) -> None:
+    (going.run.notes / "stop").touch()
+    watched.until("document.querySelector('.bar').textContent.includes('the run is over')")
+    updates = watched(UPDATES)
+    outcome = going.run.finish(60)
+    assert outcome.code == 0, outcome.err
+    assert outcome.tracebacks == 0
+    wait_until(lambda: not going.run.processes(), 30, "the end of all processes")
+    assert updates == going.run.summary("going")["updates"]
+    assert {
+        row[1]
+        for row in [
+            r.locator("td").all_inner_texts() for r in watched.page.locator("[data-figure=workers] tr").all()[1:]
+        ]
+    } == {"left"}
+    assert (watched.problems, watched.outside) == ([], [])
 
 
 # -- a page that is asked by everybody -------------------------------------------------------------------------------
@@ -395,146 +532,9 @@ def test_a_run_that_is_over_can_be_looked_at(tmp_path: Path, browser: Browser) -
         assert outcome.code in (0, 130)
 
 
-# -- a real run ------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def training(folder: Path) -> Iterator[Served]:
-    """A real run, once it trains."""
-    script = write_script(folder, TRAIN)
-    words = [PACELINE, "run", script, "--workers", "2", "--slow", "1:3", "--name", "going", "--live", "--quiet"]
-    with started(words, folder) as run:
-        served = Served(run, address_of(run))
-        run.note("epoch-0-0", 90)
-        yield served
-
-
-@pytest.fixture(scope="module")
-def going(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with training(tmp_path_factory.mktemp("going")) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def watched(going: Served, browser: Browser) -> Iterator[Watched]:
-    page = Watched(browser, going.address)
-    yield page
-    page.page.close()
-
-
-UPDATES = """() => {
-    const boxes = [...document.querySelectorAll(".numbers div")];
-    const box = boxes.find((one) => one.querySelector("span").textContent === "updates");
-    return Number(box.querySelector("b").textContent.replace(",", ""));
-}"""
-
-
-def test_the_page_grows_with_the_run(watched: Watched) -> None:
-    watched.until(f"({UPDATES})() > 0")
-    before = watched("({...window.paceline, runs: 0})")
-    seconds, updates = watched(f"{TIMELINE}.data.seconds"), watched(UPDATES)
-    watched.until("(before) => window.paceline.messages >= before + 2", before["messages"])
-    watched.until("(before) => window.paceline.drawings >= before + 2", before["drawings"])
-    assert watched(f"{TIMELINE}.data.seconds") > seconds
-    assert watched(UPDATES) > updates
-    assert watched.view[1] > seconds  # it follows
-    assert "live" in watched.words(".bar")[0]
-    assert colours(watched, "canvas.main") > 5
-    assert (watched.problems, watched.outside) == ([], [])
-
-
-def test_every_worker_has_its_state_its_pace_and_when_it_was_last_heard_of(watched: Watched) -> None:
-    watched.until(f"({UPDATES})() > 0")
-    heads = watched.words("[data-figure=workers] th")
-    assert heads[:4] == ["worker", "state", "last heard of", "own pace"]
-    rows = [row.locator("td").all_inner_texts() for row in watched.page.locator("[data-figure=workers] tr").all()[1:]]
-    assert [row[0] for row in rows] == ["0", "1"]
-    for row in rows:
-        assert row[1] in ("computing", "loading", "communicating", "updating", "waiting")
-        assert row[2] == "just now" or row[2].endswith(" ago")
-        assert row[3].endswith("ms")
-
-
-def test_who_works_was_heard_of_just_now(watched: Watched) -> None:
-    words = "[...document.querySelectorAll('[data-figure=workers] td:nth-child(3)')].map((cell) => cell.textContent)"
-    messages = watched("window.paceline.messages")
-    watched.until(
-        f"(before) => {words}.every((one) => one === 'just now') || window.paceline.messages > before + 5", messages
-    )
-    assert set(watched(words)) == {"just now"}
-
-
-def test_nothing_is_drawn_while_it_is_paused(watched: Watched) -> None:
-    watched.click("pause the drawing")
-    drawings, messages = watched("[window.paceline.drawings, window.paceline.messages]")
-    updates = watched(UPDATES)
-    watched.until("(before) => window.paceline.messages >= before + 2", messages)
-    assert watched("window.paceline.drawings") == drawings
-    assert watched(UPDATES) == updates
-    watched.click("go on drawing")
-    watched.until("(before) => window.paceline.drawings > before + 1", drawings)
-    assert watched(UPDATES) > updates
-
-
-def test_where_one_looks_stays_until_one_follows_again(watched: Watched) -> None:
-    watched.click("+")
-    view, messages = watched.view, watched("window.paceline.messages")
-    watched.until("(before) => window.paceline.messages >= before + 2", messages)
-    assert watched.view == view
-    watched.click("follow")
-    assert watched.view[1] > view[1]
-
-
-def test_counters_grow(going: Served) -> None:
-    before = going.metrics()
-    wait_until(lambda: going.metrics()["paceline_updates_total", ()] > before["paceline_updates_total", ()], 30, "more")
-    after, mine = going.metrics(), (("worker", "0"),)
-    assert after["paceline_minibatches_total", mine] > before["paceline_minibatches_total", mine]
-
-
-def test_a_run_can_be_looked_at_that_was_started_before(going: Served) -> None:
-    with serving(going.run.cwd / "runs" / "going", "--port", "0") as other:
-        assert other.port != going.port
-        before = other.facts()
-        assert before["over"] is False
-        assert len(before["workers"]) == 2
-        wait_until(lambda: other.facts()["updates"] > before["updates"], 30, "more updates")
-        other.run.process.send_signal(signal.SIGINT)
-        assert other.run.finish(30).code in (0, 130)
-
-
-def test_in_the_end_it_says_that_the_run_is_over(going: Served, watched: Watched) -> None:
-    (going.run.notes / "stop").touch()
-    watched.until("document.querySelector('.bar').textContent.includes('the run is over')")
-    updates = watched(UPDATES)
-    outcome = going.run.finish(60)
-    assert outcome.code == 0, outcome.err
-    assert outcome.tracebacks == 0
-    wait_until(lambda: not going.run.processes(), 30, "the end of all processes")
-    assert updates == going.run.summary("going")["updates"]
-    assert {
-        row[1]
-        for row in [
-            r.locator("td").all_inner_texts() for r in watched.page.locator("[data-figure=workers] tr").all()[1:]
-        ]
-    } == {"left"}
-    assert (watched.problems, watched.outside) == ([], [])
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
-def test_the_page_ends_however_the_run_ends(number: signal.Signals, tmp_path: Path) -> None:
-    with training(tmp_path) as served, socket.create_connection(("127.0.0.1", served.port), timeout=60) as reader:
-        reader.sendall(b"GET /stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert reader.recv(100).startswith(b"HTTP/1.1 200")
-        served.run.process.send_signal(number)
-        assert served.run.process.wait(30) == (130 if number == signal.SIGINT else -signal.SIGKILL)
-        wait_until(lambda: not served.run.processes(), 30, "the end of all processes")
-        assert "Traceback" not in served.errors
-
-
 # -- a long run ------------------------------------------------------------------------------------------------------
 
-ROUNDS, STEPS = 10, 4000
+ROUNDS, STEPS = 8, 4000
 """Times that events come, and steps of each of four workers each time."""
 
 

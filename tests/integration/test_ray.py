@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checker import played, starting
 from rays import CORES, RayNetwork, ray_network
-from support import PACELINE, PREAMBLE, finished, wait_until, write_script
+from support import PACELINE, PREAMBLE, Run, finished, wait_until, write_script
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -35,14 +36,14 @@ first = 0
 if team.checkpoint is not None:
     first = team.load(team.checkpoint)["epoch"] + 1
     print(f"rank {team.rank} resumes with epoch {first}")
-pause = float(os.environ.get("PAUSE", "0"))
 if '"joins":"' in os.environ["PACELINE_LAUNCH"].replace(" ", ""):
     note("again")
-again = pathlib.Path(os.environ["RUN_NOTES"], "again.json")
+may_end = pathlib.Path(os.environ["RUN_NOTES"], "may-end.json")
+note(f"begins-{team.rank}")
 for epoch in range(first, EPOCHS):
     if "WAIT" in os.environ and epoch == EPOCHS - 1 and team.is_lead:  # for whoever is started again
-        until = time.monotonic() + 120
-        while not again.exists() and time.monotonic() < until:
+        until = time.monotonic() + 240
+        while not may_end.exists() and time.monotonic() < until:
             time.sleep(0.05)
     for x, y in loader:
         with team.step():
@@ -51,7 +52,6 @@ for epoch in range(first, EPOCHS):
             optimizer.step()
             optimizer.zero_grad()
             team.report(loss=loss)
-        time.sleep(pause)
     team.save(epoch=epoch)
     note(f"epoch-{team.rank}", epoch=epoch, parent=os.getppid())
 print(f"ends on {os.environ['RANK']} of {os.environ['LOCAL_WORLD_SIZE']} with {os.environ.get('GREETING')}")
@@ -77,7 +77,7 @@ def project(tmp_path: Path) -> Path:
 def nothing_left(network: RayNetwork) -> None:
     """No agent, no worker, no folder."""
     try:
-        wait_until(lambda: not network.agents() and not network.folders(), 40, "the end of the run on its nodes")
+        wait_until(lambda: not network.agents() and not network.folders(), 90, "the end of the run on its nodes")
     except AssertionError as error:
         raise AssertionError(f"{network.agents()} and {network.folders()} are left") from error
 
@@ -92,7 +92,7 @@ def all_room_is_free(network: RayNetwork) -> None:
 
 
 def test_the_same_script_gives_the_same_loss_as_on_one_machine(network: RayNetwork, project: Path) -> None:
-    local = finished([PACELINE, "run", "train.py", "--workers", "2", "--name", "here"], project, 120)
+    local = played(["train.py", "--workers", "2", "--name", "here"], project, 120)
     assert local.code == 0, local.err
     words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "there", "--all-output")
     outcome = network.finished(project, *words, "--env", "GREETING=hello", "--env", "RUN_NOTES")
@@ -112,34 +112,48 @@ def test_the_same_script_gives_the_same_loss_as_on_one_machine(network: RayNetwo
     nothing_left(network)
 
 
-@pytest.mark.parametrize(("strategy", "again"), [("all-reduce", "the team is"), ("async", "it is")])
-def test_a_killed_worker_is_brought_back(network: RayNetwork, project: Path, strategy: str, again: str) -> None:
-    words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "hurt", "--strategy", strategy)
-    extra = ("--env", "WAIT=1") if strategy == "async" else ()
-    with network.run(project, *words, *extra, "--all-output", "--env", "RUN_NOTES", "--env", "PAUSE=0.1") as run:
-        os.kill(run.note("epoch-1", 180)["pid"], signal.SIGKILL)
-        outcome = run.finish(180)
-    assert outcome.code == 0, outcome.err
-    assert f"rank 1 was killed by signal 9 (SIGKILL); {again} started again" in outcome.err
+def assert_rank_1_joined_twice(run: Run) -> None:
     joined = [event["pid"] for event in run.events("hurt") if event["event"] == "join" and event["rank"] == 1]
     assert len(set(joined)) == 2
-    if strategy == "all-reduce":
-        assert "rank 1 resumes with epoch" in outcome.out
-        assert run.summary("hurt")["updates"] == 32
-        assert "ends on 1" in outcome.out
-    else:
-        assert run.noted("again")
+
+
+def test_a_killed_worker_brings_the_team_back(network: RayNetwork, project: Path) -> None:
+    words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "hurt", "--strategy", "all-reduce")
+    with network.run(project, *words, "--all-output", "--env", "RUN_NOTES", "--env", "WAIT=1") as run:
+        os.kill(run.note("epoch-1", 180)["pid"], signal.SIGKILL)
+        may_end(run)
+        outcome = run.finish(180)
+    assert outcome.code == 0, outcome.err
+    assert "rank 1 was killed by signal 9 (SIGKILL); the team is started again" in outcome.err
+    assert_rank_1_joined_twice(run)
+    assert "rank 1 resumes with epoch" in outcome.out
+    assert run.summary("hurt")["updates"] == 32
+    assert "ends on 1" in outcome.out
+    nothing_left(network)
+
+
+def may_end(run: Run) -> None:
+    (run.notes / "may-end.json").write_text("{}")
+
+
+def test_with_a_server_a_killed_worker_comes_back_alone(network: RayNetwork, project: Path) -> None:
+    words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "hurt", "--strategy", "async")
+    with network.run(project, *words, "--env", "RUN_NOTES", "--env", "WAIT=1") as run:
+        os.kill(run.note("epoch-1", 180)["pid"], signal.SIGKILL)
+        run.note("again", 180)
+        may_end(run)
+        outcome = run.finish(180)
+    assert outcome.code == 0, outcome.err
+    assert "rank 1 was killed by signal 9 (SIGKILL); it is started again" in outcome.err
+    assert_rank_1_joined_twice(run)
     nothing_left(network)
 
 
 def test_a_killed_server_brings_the_team_back(network: RayNetwork, project: Path) -> None:
     words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "hurt", "--strategy", "sync")
-    with network.run(project, *words, "--place", "pack", "--env", "RUN_NOTES", "--env", "PAUSE=0.1") as run:
-        agent = run.note("epoch-0", 180)["parent"]
-        children = Path(f"/proc/{agent}/task/{agent}/children").parent.parent
-        found = [int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()]
-        (server,) = [pid for pid in found if b"server/main.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(server, signal.SIGKILL)
+    with network.run(project, *words, "--place", "pack", "--env", "RUN_NOTES", "--env", "WAIT=1") as run:
+        os.kill(server_under(run.note("epoch-0", 180)["parent"]), signal.SIGKILL)
+        may_end(run)
         outcome = run.finish(180)
     assert outcome.code == 0, outcome.err
     assert "server 0 was killed by signal 9 (SIGKILL); the team is started again with checkpoint" in outcome.err
@@ -147,19 +161,27 @@ def test_a_killed_server_brings_the_team_back(network: RayNetwork, project: Path
     nothing_left(network)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_what_ends_the_driver_ends_all(network: RayNetwork, project: Path, number: signal.Signals) -> None:
-    words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "stopped")
-    with network.run(project, *words, "--env", "RUN_NOTES", "--env", "PAUSE=0.3") as run:
-        worker = run.note("epoch-0", 180)["pid"]
-        run.process.send_signal(number)
-        outcome = run.finish(60)
-        wait_until(lambda: not Path(f"/proc/{worker}").exists(), 20, "the end of a worker")
-    if number == signal.SIGINT:
-        assert outcome.code == 130
-        assert "stopped by SIGINT; all workers have ended" in outcome.err
-        assert outcome.tracebacks == 0
-        assert (project / "runs" / "stopped" / "summary.json").exists()
+def server_under(agent: int) -> int:
+    """The process id of the server that an agent has started."""
+    tasks = Path(f"/proc/{agent}/task").iterdir()
+    found = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    (server,) = [pid for pid in found if b"server/main.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return server
+
+
+def test_what_ends_the_driver_ends_all(network: RayNetwork, project: Path) -> None:
+    words = ("run", "train.py", "--on", "ray", "--workers", "2", "--env", "RUN_NOTES", "--env", "WAIT=1", "--name")
+    with network.run(project, *words, "stopped") as stopped, network.run(project, *words, "killed") as killed:
+        workers = [run.note("begins-0", 180)["pid"] for run in (stopped, killed)]
+        stopped.process.send_signal(signal.SIGINT)
+        killed.process.send_signal(signal.SIGKILL)
+        outcome = stopped.finish(90)
+        killed.finish(90)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 60, "the end of all workers")
+    assert outcome.code == 130
+    assert "stopped by SIGINT; all workers have ended" in outcome.err
+    assert outcome.tracebacks == 0
+    assert (project / "runs" / "stopped" / "summary.json").exists()
     nothing_left(network)
 
 
@@ -224,7 +246,8 @@ def test_without_ray_it_says_how_to_get_it(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_one_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
     write_script(tmp_path, "")
-    outcome = finished([PACELINE, "run", "train.py", *words], tmp_path)
+    with starting([PACELINE, "run", "train.py", *words], tmp_path) as run:
+        outcome = run.finish()
     assert outcome.code == 2
     assert outcome.err.startswith(f"paceline: {sentence}")
     assert len(outcome.err.splitlines()) == 1
