@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
-from support import PACELINE, Outcome, Run, environment, shared_files
+from support import PACELINE, PYTHON, Outcome, Run, environment, shared_files
 
 import paceline.cli
 import paceline.cli.live
@@ -456,12 +456,19 @@ class _Replay:
 # -- playing a run ---------------------------------------------------------------------------------------------------
 
 
+_Popen = subprocess.Popen
+
+
 class Fork:
     """Runs a Python program in a fork of this process, which has imported torch already; else as `subprocess.Popen`.
 
     A run of four workers and a server spends most of its time importing torch; here it starts at once. What runs is
     the real command line, with real processes, signals and pipes.
     """
+
+    def __new__(cls, words: Sequence[str], **options: Any) -> Any:
+        ours = words[0] == PACELINE or (words[0] == PYTHON and (words[1].endswith(".py") or words[2] == "paceline"))
+        return super().__new__(cls) if ours else _Popen(words, **options)
 
     def __init__(self, words: Sequence[str], **options: Any) -> None:
         self.returncode: int | None = None

@@ -96,6 +96,7 @@ def run_group(work: Work, size: int, *arguments: Any, backend: str = "paceline",
 def _member(end: Connection, rank: int, size: int, backend: str, timeout: float, path: str) -> None:
     gc.freeze()  # what was there before the fork need not be looked through, and copied, by every worker
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started us may have had it ignored
+    gc.freeze()  # or every collection would touch, and so copy, all that was imported before
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)
     store = distributed.FileStore(path, size)

@@ -136,6 +136,7 @@ def member(
 ) -> None:
     gc.freeze()  # what was there before the fork need not be looked through, and copied, by every worker
     host.enter()
+    gc.freeze()  # or every collection would touch, and so copy, all that was imported before
     torch.set_num_threads(1)
     torch.manual_seed(1)
     os.environ.update(environment)

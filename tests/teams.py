@@ -162,6 +162,7 @@ def _member(
     if places is not None:
         membership.machine = lambda: places[rank]
     import_compiler_late()  # as where torch is imported by a worker
+    gc.freeze()  # or every collection would touch, and so copy, all that was imported before
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)
     os.environ.update(

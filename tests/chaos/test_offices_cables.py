@@ -20,12 +20,13 @@ from paceline.config import Timeouts
 from paceline.events import Push, Update
 
 
-def paced(team: Any, steps: int, seconds: float, width: int = 32) -> list[Any]:
+def paced(team: Any, steps: int, seconds: float, width: int = 32, of_the_third: int = 0) -> list[Any]:
+    """of_the_third: how many steps rank 2 makes, if another number."""
     torch.manual_seed(1)
     model = torch.nn.Linear(width, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = team.setup(model, optimizer)
-    for number in range(steps):
+    for number in range(of_the_third if team.rank == 2 else steps):
         x = torch.randn(4, width, generator=torch.Generator().manual_seed(number))
         model(x).square().mean().backward()
         time.sleep(seconds)
@@ -34,7 +35,7 @@ def paced(team: Any, steps: int, seconds: float, width: int = 32) -> list[Any]:
     return []
 
 
-def _after_first_updates(team: Spread, seconds: float = 20.0) -> None:
+def _after_first_updates(team: Spread, seconds: float = 40.0) -> None:
     assert team.folder is not None
     path = team.folder / "streams" / "-1.jsonl"
     until = time.monotonic() + seconds
@@ -61,7 +62,7 @@ def test_a_cable_pulled_for_three_seconds_heals_by_itself(tmp_path: Path) -> Non
 
 
 def test_a_cable_pulled_for_longer_is_an_error_that_names_the_host(tmp_path: Path) -> None:
-    timeouts = Timeouts(join=20.0, meeting=4.0)
+    timeouts = Timeouts(join=20.0, meeting=2.0)
     with (
         hosts(2) as (a, b),
         Spread(paced, [a, b], 1, 600, 0.1, folder=tmp_path / "run", servers="lead", timeouts=timeouts) as team,
@@ -69,8 +70,8 @@ def test_a_cable_pulled_for_longer_is_an_error_that_names_the_host(tmp_path: Pat
         _after_first_updates(team)
         b.cable(False)
         pulled = time.monotonic()
-        results = team.results(30)
-        assert time.monotonic() - pulled < 20.0
+        results = team.results(40)
+        assert time.monotonic() - pulled < 30.0
     assert isinstance(results[0], Failure) and isinstance(results[1], Failure)
     assert results[0].kind in ("WorkerLost", "TeamTimeout"), results[0]
     assert b.address in results[0].message, results[0]
@@ -84,7 +85,7 @@ def _offices(host: Host) -> list[int]:
 
 
 def test_an_office_that_is_stopped_is_an_error_and_is_not_left_behind(tmp_path: Path) -> None:
-    timeouts = Timeouts(join=20.0, meeting=4.0)
+    timeouts = Timeouts(join=20.0, meeting=2.0)
     with (
         hosts(2) as (a, b),
         Spread(paced, [a, b], 1, 600, 0.1, folder=tmp_path / "run", servers="lead", timeouts=timeouts) as team,
@@ -113,7 +114,7 @@ def test_an_office_that_is_killed_is_noticed_long_before_the_timeout(tmp_path: P
         os.kill(office, signal.SIGKILL)
         killed = time.monotonic()
         results = team.results(40)
-        assert time.monotonic() - killed < 10.0
+        assert time.monotonic() - killed < 20.0
     here, there = results[0 if away else 1], results[1 if away else 0]
     assert isinstance(here, Failure) and isinstance(there, Failure)
     assert here.kind in ("WorkerLost", "ServerLost"), here
@@ -123,20 +124,24 @@ def test_an_office_that_is_killed_is_noticed_long_before_the_timeout(tmp_path: P
 
 
 def test_a_slow_link_under_k_async_leaves_the_team_its_pace(tmp_path: Path) -> None:
+    few = 6
+    """Steps of the worker behind that link, each of which takes as long as a dozen of the others'."""
+
     def pace(folder: Path, slow: bool) -> tuple[float, int]:
         with hosts(3) as made:
             if slow:
                 made[2].limit("1mbit")
-            with Spread(paced, made, 1, 40, 0.05, 128, folder=folder, strategy="k-async:k=1", servers="lead") as team:
-                results = team.results(60)
+            work = (paced, made, 1, 40, 0.05, 128, few)
+            with Spread(*work, folder=folder, strategy="k-async:k=1", servers="lead") as team:
+                results = team.results(90)
                 assert not any(isinstance(result, Failure) for result in results), results
                 recorded = team.events()
         assert violations(recorded, "k-async:k=1") == []
         first = [event.start for event in recorded if isinstance(event, Push) and event.rank in (0, 1)]
-        late = sum(isinstance(event, Push) and event.rank == 2 and event.start < first[-1] for event in recorded)
-        return (first[-1] - first[0]) / (len(first) - 1), late
+        third = sum(isinstance(event, Push) and event.rank == 2 and event.start < first[-1] for event in recorded)
+        return (first[-1] - first[0]) / (len(first) - 1), third
 
-    even, _ = pace(tmp_path / "even", slow=False)
-    slowed, late = pace(tmp_path / "slowed", slow=True)
-    assert late < 30  # the link was slow: its worker has pushed less than the others
+    even, all_of_them = pace(tmp_path / "even", slow=False)
+    slowed, some = pace(tmp_path / "slowed", slow=True)
+    assert all_of_them == few > some  # the link was slow: the others had done all of theirs before
     assert slowed <= even / 0.8

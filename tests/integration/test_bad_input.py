@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import PACELINE, finished, write_script
+from checker import starting
+from support import PACELINE, write_script
 from teams import run_script
 
 from paceline.config import Launch
@@ -15,7 +16,8 @@ FINE = "print('this script should not have run')\n"
 
 def refused(command: list[str | Path], folder: Path, *words: str) -> None:
     """Run a command that must be refused with these words."""
-    outcome = finished(command, folder)
+    with starting(command, folder) as run:
+        outcome = run.finish()
     assert outcome.code == 2, outcome.err
     lines = outcome.err.splitlines()
     assert len(lines) == 1, outcome.err

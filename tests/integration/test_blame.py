@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import PACELINE, finished, write_script
+from checker import played
+from support import write_script
 from teams import run_script
 
 from paceline.config import Launch, parse_slowness
@@ -93,8 +94,8 @@ def facts_of(folder: Path) -> tuple[dict[str, Any], list[float]]:
 
 def test_of_four_workers_the_slow_one_is_named_with_its_pace_and_what_the_others_waited(tmp_path: Path) -> None:
     script = write_script(tmp_path, SCRIPT)
-    words = ["run", script, "--workers", str(WORKERS), "--name", "run", "--quiet", "--slow", f"{VICTIM}:3"]
-    outcome = finished([PACELINE, *words, "--", "-", "0"], tmp_path, 90)
+    words = [script, "--workers", str(WORKERS), "--name", "run", "--quiet", "--slow", f"{VICTIM}:3"]
+    outcome = played([*words, "--", "-", "0"], tmp_path, 90)
     assert outcome.code == 0, outcome.err
     facts, own = facts_of(tmp_path)
     assert facts["slow"] == [VICTIM]

@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+from checker import starting
 from support import PACELINE, TORCHRUN, finished
+
+from paceline.cluster.process import WITHOUT_AMX  # spares all but the first test a look for it in another process
 
 pytestmark = pytest.mark.timeout(200)
 
 
 def test_members_of_one_machine_measure_each_other(tmp_path: Path) -> None:
-    outcome = finished([PACELINE, "doctor", "--workers", "3", "--json"], tmp_path, 170)
+    with starting([PACELINE, "doctor", "--workers", "3", "--json"], tmp_path) as run:
+        outcome = run.finish(170)
     assert outcome.code == 0, outcome.err
     facts = json.loads(outcome.out)
     assert facts["verdict"] in ("ok", "works with limits")
@@ -31,14 +35,14 @@ def test_members_of_one_machine_measure_each_other(tmp_path: Path) -> None:
 
 def test_under_torchrun_the_lead_tells_it_once(tmp_path: Path) -> None:
     words = [TORCHRUN, "--nproc-per-node", "2", "-m", "paceline", "doctor"]
-    outcome = finished(words, tmp_path, 170)
+    outcome = finished(words, tmp_path, 170, **WITHOUT_AMX)
     assert outcome.code == 0, outcome.err
     assert outcome.out.count("bandwidth from row to column, MB/s") == 1
     assert outcome.out.count("memory of others") == 1
 
 
 def test_a_machine_without_a_loopback_cannot(tmp_path: Path) -> None:
-    outcome = finished(["unshare", "--net", PACELINE, "doctor", "--json"], tmp_path, 170)
+    outcome = finished(["unshare", "--net", PACELINE, "doctor", "--json"], tmp_path, 170, **WITHOUT_AMX)
     assert outcome.code == 1, outcome.err
     facts = json.loads(outcome.out)
     assert facts["verdict"] == "cannot"

@@ -112,9 +112,8 @@ def test_the_same_script_gives_the_same_loss_as_on_one_machine(network: RayNetwo
     nothing_left(network)
 
 
-def assert_rank_1_joined_twice(run: Run) -> None:
-    joined = [event["pid"] for event in run.events("hurt") if event["event"] == "join" and event["rank"] == 1]
-    assert len(set(joined)) == 2
+def processes_of_rank_1(run: Run) -> set[int]:
+    return {event["pid"] for event in run.events("hurt") if event["event"] == "join" and event["rank"] == 1}
 
 
 def test_a_killed_worker_brings_the_team_back(network: RayNetwork, project: Path) -> None:
@@ -125,7 +124,7 @@ def test_a_killed_worker_brings_the_team_back(network: RayNetwork, project: Path
         outcome = run.finish(180)
     assert outcome.code == 0, outcome.err
     assert "rank 1 was killed by signal 9 (SIGKILL); the team is started again" in outcome.err
-    assert_rank_1_joined_twice(run)
+    assert len(processes_of_rank_1(run)) == 2
     assert "rank 1 resumes with epoch" in outcome.out
     assert run.summary("hurt")["updates"] == 32
     assert "ends on 1" in outcome.out
@@ -136,28 +135,22 @@ def may_end(run: Run) -> None:
     (run.notes / "may-end.json").write_text("{}")
 
 
-def test_with_a_server_a_killed_worker_comes_back_alone(network: RayNetwork, project: Path) -> None:
+def test_with_a_server_a_killed_worker_comes_back_alone_and_with_a_new_one_all_do(
+    network: RayNetwork, project: Path
+) -> None:
     words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "hurt", "--strategy", "async")
-    with network.run(project, *words, "--env", "RUN_NOTES", "--env", "WAIT=1") as run:
+    more = ("--restarts", "2", "--place", "pack", "--env", "RUN_NOTES", "--env", "WAIT=1")
+    with network.run(project, *words, *more) as run:
         os.kill(run.note("epoch-1", 180)["pid"], signal.SIGKILL)
         run.note("again", 180)
-        may_end(run)
-        outcome = run.finish(180)
-    assert outcome.code == 0, outcome.err
-    assert "rank 1 was killed by signal 9 (SIGKILL); it is started again" in outcome.err
-    assert_rank_1_joined_twice(run)
-    nothing_left(network)
-
-
-def test_a_killed_server_brings_the_team_back(network: RayNetwork, project: Path) -> None:
-    words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "hurt", "--strategy", "sync")
-    with network.run(project, *words, "--place", "pack", "--env", "RUN_NOTES", "--env", "WAIT=1") as run:
         os.kill(server_under(run.note("epoch-0", 180)["parent"]), signal.SIGKILL)
         may_end(run)
         outcome = run.finish(180)
     assert outcome.code == 0, outcome.err
+    assert "rank 1 was killed by signal 9 (SIGKILL); it is started again" in outcome.err
     assert "server 0 was killed by signal 9 (SIGKILL); the team is started again with checkpoint" in outcome.err
     assert "rank 0 resumes with epoch" in outcome.out
+    assert len(processes_of_rank_1(run)) == 3
     nothing_left(network)
 
 
