@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from checker import played
 from support import write_script
-from teams import run_script
 
-from paceline.config import Launch, parse_slowness
 from paceline.report.source import open_run
 
 WORKERS, VICTIM, STEPS = 4, 2, 16
@@ -78,12 +76,11 @@ def train(
     folder: Path, *slow: str, strategy: str | None = None, where: str = "-", nap: float = 0.0
 ) -> tuple[dict[str, Any], list[float]]:
     """The facts of a run, and what each worker's own steps took as its script has measured it."""
-    (folder / "train.py").write_text(SCRIPT)
-    run = folder / "runs" / "run"
-    run.mkdir(parents=True)
-    launch = Launch(strategy=strategy, slow=parse_slowness(slow, WORKERS), folder=str(run))
-    ended = run_script(folder / "train.py", WORKERS, where, str(nap), launch=launch, timeout=90)
-    assert ended == [("", "")] * WORKERS
+    words: list[str | Path] = [write_script(folder, SCRIPT), "--workers", str(WORKERS), "--name", "run", "--quiet"]
+    words += [word for one in slow for word in ("--slow", one)]
+    words += ["--strategy", strategy] if strategy else []
+    outcome = played([*words, "--", where, str(nap)], folder, 90)
+    assert outcome.code == 0, outcome.err
     return facts_of(folder)
 
 
@@ -93,11 +90,7 @@ def facts_of(folder: Path) -> tuple[dict[str, Any], list[float]]:
 
 
 def test_of_four_workers_the_slow_one_is_named_with_its_pace_and_what_the_others_waited(tmp_path: Path) -> None:
-    script = write_script(tmp_path, SCRIPT)
-    words = [script, "--workers", str(WORKERS), "--name", "run", "--quiet", "--slow", f"{VICTIM}:3"]
-    outcome = played([*words, "--", "-", "0"], tmp_path, 90)
-    assert outcome.code == 0, outcome.err
-    facts, own = facts_of(tmp_path)
+    facts, own = train(tmp_path, f"{VICTIM}:3")
     assert facts["slow"] == [VICTIM]
     assert f"Worker {VICTIM} is slow" in facts["verdict"][0]
     slow = facts["workers"][VICTIM]

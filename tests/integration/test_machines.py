@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import json
+import multiprocessing
 import os
-import subprocess
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ import pytest
 import torch
 import torch._dynamo  # DistributedDataParallel loads it: here once, instead of in each member
 from groups import Pool
+from hosts import Host, hosts
 from oracle import COMPLEX, NUMERIC, OPERATORS, defined, fold, reduce_op
 from primitives import CHECKS, Groups, Here, bits, check_everything, same, same_bits, topologies, whole
-from support import PYTHON, Run, free_port, started, write_script
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -525,64 +525,25 @@ SIZE = 16 * 2**20
 """Bytes of the tensor whose way is watched."""
 
 
-class Hosts:
-    """Two network namespaces, joined by a pair of virtual interfaces."""
-
-    def __init__(self) -> None:
-        self.names = [f"paceline-{os.getpid()}-{number}" for number in range(2)]
-        self.interfaces = [f"pl{os.getpid()}{letter}" for letter in "ab"]
-        self.addresses = ["10.231.77.1", "10.231.77.2"]
-
-    def make(self) -> None:
-        for name in self.names:
-            _ip("netns", "add", name)
-        (first, second), (left, right) = self.names, self.interfaces
-        _ip("link", "add", left, "netns", first, "type", "veth", "peer", "name", right, "netns", second)
-        for name, interface, address in zip(self.names, self.interfaces, self.addresses, strict=True):
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", interface)
-            _ip("-n", name, "link", "set", interface, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-
-    def remove(self) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-    def command(self, host: int, script: Path) -> list[str | Path]:
-        return ["ip", "netns", "exec", self.names[host], PYTHON, script]
-
-
-def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
-
-
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def two() -> Iterator[list[Host]]:
     if os.geteuid() != 0:
         reason = "only root can make network namespaces, which stand for hosts here"
         if os.environ.get("CI") == "true":
             pytest.fail(f"{reason}: run this job as root")
         pytest.skip(reason)
-    made = Hosts()
-    try:
-        made.make()
+    with hosts(2) as made:
         yield made
-    finally:
-        made.remove()
 
 
-ON_A_HOST = f"""
-import json, os, pathlib, sys
-sys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parent)!r}]
-import test_machines
-
-rank = int(os.environ["RANK"])
-result = test_machines.on_a_host(rank, os.environ["GLOO_SOCKET_IFNAME"])
-(pathlib.Path(os.environ["RUN_NOTES"]) / "result.json").write_text(json.dumps(result))
-"""
+def crossed() -> list[int]:
+    """Bytes that this host has sent and received so far."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (words,) = [line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:")]
+    return [int(words[8]), int(words[0])]
 
 
-def on_a_host(rank: int, interface: str) -> dict[str, Any]:
+def on_a_host(rank: int) -> dict[str, Any]:
     """What each process does there."""
     with pytest.raises(UsageError) as caught:
         collectives.barrier()
@@ -595,17 +556,15 @@ def on_a_host(rank: int, interface: str) -> dict[str, Any]:
         send_to_all(rank, 4),
         check_everything(rank, 4),
     ]
-    statistics = Path(f"/sys/class/net/{interface}/statistics")
     tensor = torch.full((SIZE // 4,), rank + 1.0)
-    crossed = {}
-    for name in ("first", "second"):
+    each_time = []
+    for _ in range(2):
         distributed.barrier()
-        before = [int((statistics / f"{way}_bytes").read_text()) for way in ("tx", "rx")]
+        before = crossed()
         distributed.barrier()
         distributed.all_reduce(tensor, distributed.ReduceOp.AVG)
         distributed.barrier()
-        after = [int((statistics / f"{way}_bytes").read_text()) for way in ("tx", "rx")]
-        crossed[name] = [late - early for early, late in zip(before, after, strict=True)]
+        each_time.append([late - early for early, late in zip(before, crossed(), strict=True)])
     alike = bool((tensor == 2.5).all())
     distributed.barrier()
     distributed.destroy_process_group()
@@ -614,38 +573,47 @@ def on_a_host(rank: int, interface: str) -> dict[str, Any]:
         "on_one_machine": group.on_one_machine,
         "beside": group.group.size,
         "counts": counts,
-        "crossed": crossed,
+        "crossed": each_time,
         "alike": alike,
     }
 
 
-def test_between_two_hosts_each_byte_crosses_the_cable_once(hosts: Hosts, tmp_path: Path) -> None:
-    script = write_script(tmp_path, ON_A_HOST)
-    port = free_port()
-    with contextlib.ExitStack() as stack:
-        runs: list[Run] = []
-        for rank in range(4):
-            place = {
-                "RANK": rank,
-                "LOCAL_RANK": rank % 2,
-                "WORLD_SIZE": 4,
-                "LOCAL_WORLD_SIZE": 2,
-                "MASTER_ADDR": hosts.addresses[0],
-                "MASTER_PORT": port,
-                "GLOO_SOCKET_IFNAME": hosts.interfaces[rank // 2],
-            }
-            extra = {name: str(value) for name, value in place.items()}
-            runs.append(stack.enter_context(started(hosts.command(rank // 2, script), tmp_path, **extra)))
-        outcomes = [run.finish(100.0) for run in runs]
-        assert [outcome.code for outcome in outcomes] == [0] * 4, "\n".join(outcome.err for outcome in outcomes)
-        results = [json.loads((run.notes / "result.json").read_text()) for run in runs]
+def member_on(host: Host, environment: dict[str, str], end: Any) -> None:
+    """What was forked moves there."""
+    host.enter()
+    os.environ.update(environment)
+    try:
+        end.send(on_a_host(int(environment["RANK"])))
+    except BaseException:
+        end.send(traceback.format_exc())
+
+
+def test_between_two_hosts_each_byte_crosses_the_cable_once(two: list[Host]) -> None:
+    context = multiprocessing.get_context("fork")
+    members = []
+    for rank in range(4):
+        place = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 29400}
+        environment = {name: str(value) for name, value in place.items()}
+        environment |= {"MASTER_ADDR": two[0].address, "GLOO_SOCKET_IFNAME": "eth0"}
+        ours, theirs = context.Pipe(duplex=False)
+        member = context.Process(target=member_on, args=(two[rank // 2], environment, theirs), daemon=True)
+        member.start()
+        members.append((member, ours))
+    results = []
+    for rank, (_, ours) in enumerate(members):
+        assert ours.poll(100.0), f"rank {rank} said nothing"
+        results.append(ours.recv())
+        assert isinstance(results[-1], dict), results[-1]
+    for member, _ in members:
+        member.join(30.0)
+        assert member.exitcode == 0
     for result in results:
         assert "this team is on 2 machines" in result["refused"]
         assert not result["on_one_machine"]
         assert result["beside"] == 2
         assert all(result["counts"])
         assert result["alike"]
-        for sent, received in result["crossed"].values():
+        for sent, received in result["crossed"]:
             # Of M = 2 machines each sends 2(M−1)/M·S = S; besides there are headers, and a few words at barriers.
             assert SIZE <= sent <= 1.05 * SIZE
             assert SIZE <= received <= 1.05 * SIZE

@@ -90,9 +90,17 @@ def farthest(ours: Values, model: nn.Module) -> float:
     return apart(ours, values(model))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("workers", "make", "dtype"),
+    [
+        (1, sgd, torch.float32),
+        (1, adamw, torch.float64),
+        (2, sgd, torch.float64),
+        (2, adamw, torch.float32),
+        (4, sgd, torch.float32),
+        (4, adamw, torch.float64),
+    ],
+)
 def test_fifty_steps_equal_one_plain_process(workers: int, make: Make, dtype: torch.dtype) -> None:
     results = run_team(in_team, workers, make, dtype, 50, {})
     expected = plain(make, dtype, 50)
@@ -100,8 +108,10 @@ def test_fifty_steps_equal_one_plain_process(workers: int, make: Make, dtype: to
         assert farthest(result, expected) < (1e-6 if dtype is torch.float32 else 1e-12)
 
 
-@pytest.mark.parametrize("options", [{"gradients": "visible"}, {"balance": True}])
-@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(sgd, {"gradients": "visible"}), (adamw, {"gradients": "visible"}), (adamw, {"balance": True})],
+)
 def test_options_do_not_change_the_result(make: Make, options: dict[str, Any]) -> None:
     for result in run_team(in_team, 4, make, torch.float64, 40, options):
         assert farthest(result, plain(make, torch.float64, 40)) < 1e-12
@@ -114,8 +124,9 @@ def test_an_optimizer_that_needs_whole_parameters_is_run_whole(capfd: pytest.Cap
     assert said.count("Adafactor is not known to treat every element by itself") == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"gradients": "visible"}])
-@pytest.mark.parametrize("make", [adamw, adafactor])
+@pytest.mark.parametrize(
+    ("make", "options"), [(adamw, {}), (adamw, {"gradients": "visible"}), (adafactor, {"gradients": "visible"})]
+)
 def test_the_last_batch_may_be_smaller_than_the_team(make: Make, options: dict[str, Any]) -> None:
     """194 samples are six batches of 32 and one of 2, of which two of the four workers have nothing."""
     for result in run_team(in_team, 4, make, torch.float64, 21, options, 194):
