@@ -171,7 +171,7 @@ def test_it_does_so_wherever_the_parameters_are_held(strategy: str, servers: str
     assert_all_holds(run(tmp_path, strategy, "--servers", servers))
 
 
-@pytest.mark.parametrize("strategy", ["sync", "k-sync:k=2", "k-batch-sync:k=3", "async"])
+@pytest.mark.parametrize("strategy", ["sync", "k-batch-sync:k=3", "async"])
 def test_it_does_so_when_loader_processes_fetch_ahead(strategy: str, tmp_path: Path) -> None:
     events = assert_all_holds(run(tmp_path, strategy, loaders=2))
     most = max_held(events)
@@ -191,7 +191,7 @@ def max_held(events: Sequence[Event]) -> int:
     return most
 
 
-@pytest.mark.parametrize("strategy", ["k-sync:k=2", "k-batch-sync:k=3", "async", "k-async:k=2", "groups:size=2"])
+@pytest.mark.parametrize("strategy", ["k-sync:k=2", "k-batch-sync:k=3", "async", "groups:size=2"])
 def test_it_does_so_when_gradients_are_accumulated(strategy: str, tmp_path: Path) -> None:
     events = assert_all_holds(run(tmp_path, strategy, window=3))
     sizes = Counter(len(push.leases) for push in events if isinstance(push, Push))
@@ -211,7 +211,7 @@ def test_without_steps_late_gradients_are_dropped_and_counted(strategy: str, goo
     assert all(push.outcome == "dropped" for push in late)
 
 
-@pytest.mark.parametrize("strategy", ["k-sync:k=2", "k-batch-async:k=3", "ssp:s=1"])
+@pytest.mark.parametrize("strategy", ["k-sync:k=2", "ssp:s=1"])
 def test_evaluation_has_epochs_of_its_own(strategy: str, tmp_path: Path) -> None:
     events = assert_all_holds(run(tmp_path, strategy, evaluate=True))
     seen = [number for event in events if isinstance(event, Seen) for number in event.leases]
@@ -246,8 +246,9 @@ def test_it_does_so_while_workers_are_halted_at_random(strategy: str, tmp_path: 
     assert_all_holds(outcome)
 
 
-@pytest.mark.parametrize("how", ["pause", "break"])
-@pytest.mark.parametrize("strategy", ["sync", "groups:size=2,between=sync"])
+@pytest.mark.parametrize(
+    ("strategy", "how"), [("sync", "pause"), ("sync", "break"), ("groups:size=2,between=sync", "break")]
+)
 def test_who_tarries_at_the_end_of_an_epoch_is_waited_for_in_the_next(strategy: str, how: str, tmp_path: Path) -> None:
     outcome = run(tmp_path, strategy, samples=320, tarry=how)
     assert outcome.run.noted("tarried")

@@ -70,8 +70,18 @@ def test_cores_that_never_idle_do_as_much_as_they_can(spec: str) -> None:
     assert told.minibatches_per_second == pytest.approx(2.0, rel=0.04)
 
 
-@pytest.mark.parametrize("learned", ["async", "sync", "k-sync:k=3", "all-reduce"])
-@pytest.mark.parametrize(("asked", "workers"), [("sync", 2), ("async", 6), ("k-sync:k=2", 3)])
+@pytest.mark.parametrize(
+    ("learned", "asked", "workers"),
+    [
+        ("async", "sync", 2),
+        ("async", "k-sync:k=2", 3),
+        ("sync", "async", 6),
+        ("sync", "k-sync:k=2", 3),
+        ("k-sync:k=3", "async", 6),
+        ("all-reduce", "sync", 2),
+        ("all-reduce", "async", 6),
+    ],
+)
 def test_what_was_crowded_is_learned_without_the_crowd(tmp_path: Path, learned: str, asked: str, workers: int) -> None:
     def on(count: int) -> Cluster:
         steps = Exponential(0.01, 0.03)

@@ -1,7 +1,10 @@
 """Torch's compiler is imported when somebody compiles, and not before."""
 
+import multiprocessing
 import subprocess
 import sys
+import traceback
+from typing import Any
 
 TRAINING = """
 import sys
@@ -45,5 +48,22 @@ def test_an_optimizer_needs_no_compiler_until_somebody_compiles() -> None:
     run(TRAINING + COMPILING)
 
 
+def run_here(source: str, end: Any) -> None:
+    """In a fork, which has what its parent has imported."""
+    try:
+        exec(source, {})
+        end.send("")
+    except BaseException:
+        end.send(traceback.format_exc())
+
+
 def test_who_has_it_already_notices_nothing() -> None:
-    run("import torch, torch._dynamo\n" + TRAINING.replace("not in sys.modules", "in sys.modules"))
+    import torch._dynamo  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    source = TRAINING.replace("not in sys.modules", "in sys.modules")
+    child = context.Process(target=run_here, args=(source, theirs), daemon=True)
+    child.start()
+    assert ours.recv() == ""
+    child.join()

@@ -70,7 +70,7 @@ def test_what_a_policy_says_it_holds_is_what_has_come_and_was_not_used(spec: str
 
 
 @every
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(events=short_runs)
 def test_nobody_waits_for_ever_whoever_rests_between_steps(spec: str, workers: int, events: list[int]) -> None:
     team = Team(spec, workers)
@@ -83,7 +83,7 @@ def test_nobody_waits_for_ever_whoever_rests_between_steps(spec: str, workers: i
 
 
 @every
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(events=short_runs)
 def test_nobody_waits_for_ever_when_workers_leave(spec: str, workers: int, events: list[int]) -> None:
     team = Team(spec, workers)
@@ -96,7 +96,7 @@ def test_nobody_waits_for_ever_when_workers_leave(spec: str, workers: int, event
 
 
 @every
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(events=short_runs)
 def test_a_worker_that_waits_may_be_given_rest_too(spec: str, workers: int, events: list[int]) -> None:
     """The last samples are given out while somebody waits: all rest at once, and nothing stays behind."""
