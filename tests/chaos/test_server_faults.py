@@ -371,9 +371,9 @@ def test_no_server_is_left_of_a_run_whose_launcher_gets_a_signal(number: signal.
 
 
 def test_no_server_is_left_of_a_killed_launcher_in_processes_of_their_own(tmp_path: Path) -> None:
-    words = command(tmp_path, "async", "--servers", "2", workers=2, samples=400_000)
+    words = command(tmp_path, "async", "--servers", "1", workers=2, samples=400_000)
     with started([PACELINE, "run", *words], tmp_path) as run:
-        servers_of(run, 2, 2)
+        servers_of(run, 2, 1)
         assert_nothing_is_left(run, signal.SIGKILL)
 
 
