@@ -187,7 +187,7 @@ def _frames(rig: Rig, source: random.Random) -> Iterator[list[bytes]]:
 def test_tens_of_thousands_of_mutated_frames_change_nothing(rig: Rig) -> None:
     before, start = rig.contents(), rig.memory()
     client = rig.member("bulk")
-    count = 30_000
+    count = 100_000
     for number, frame in enumerate(_frames(rig, random.Random(1))):
         if number == count:
             break
