@@ -50,6 +50,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BaseException as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader's process was killed
         code = _farewell(farewell, error)
         sys.last_value = error  # as the interpreter does it, for whoever is called at exit
         sys.exit(code)
