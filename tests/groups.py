@@ -15,9 +15,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import loaded  # noqa: F401  (makes the backend known, too)
 import torch
 from torch import distributed
+
+import paceline  # noqa: F401  (makes the backend known)
 
 Work = Callable[..., Any]
 
@@ -26,6 +27,8 @@ class Pool:
     """Processes of one group that stay, and do one function after the other: `pool.run(work, *arguments)`."""
 
     def __init__(self, size: int, backend: str = "paceline", timeout: float = 30.0) -> None:
+        import loaded  # noqa: F401  (only here: scripts that check primitives fork nobody)
+
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-test-")
         context = multiprocessing.get_context("fork")

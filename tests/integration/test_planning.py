@@ -60,16 +60,16 @@ def train(folder: Path, name: str, strategy: str, slow: str, *arguments: str) ->
 
 def test_a_plan_profiles_the_script_and_knows_its_straggler(tmp_path: Path) -> None:
     write_script(tmp_path, SCRIPT)
-    words = ["plan", "train.py", "--workers", "3", "--seconds", "4", "--json"]
-    words += ["--slow", "all:0.01+exp(0.002)", "--slow", "1:0.06+exp(0.01)"]
+    words = ["plan", "train.py", "--workers", "3", "--seconds", "6", "--json"]
+    words += ["--slow", "all:0.02+exp(0.004)", "--slow", "1:0.12+exp(0.02)"]
     done = paceline(tmp_path, *words, "--", "4000", "100")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["learned"]["workers"] == 3
-    assert told["learned"]["uneven"]["1"] == pytest.approx(70 / 12, rel=0.2)
+    assert told["learned"]["uneven"]["1"] == pytest.approx(140 / 24, rel=0.2)
     by = {(one["strategy"], one["balance"]): one for one in told["choices"]}
-    assert by["sync", False]["seconds_per_update"] == pytest.approx(0.07, rel=0.15)
-    assert by["k-sync:k=2", False]["seconds_per_update"] < 0.03
+    assert by["sync", False]["seconds_per_update"] == pytest.approx(0.14, rel=0.15)
+    assert by["k-sync:k=2", False]["seconds_per_update"] < 0.06
     assert told["strategy"] not in ("sync", "all-reduce")
     assert told["run"].endswith("-- 4000 100")
     assert not (tmp_path / "runs").exists()
@@ -119,11 +119,11 @@ def test_auto_survives_the_death_of_a_worker_while_it_watches(tmp_path: Path) ->
 
 
 def test_a_real_run_is_learned_from_and_predicted(tmp_path: Path) -> None:
-    train(tmp_path, "learned", "async", "all:0.03+exp(0.01)", "1200", "1")
-    measured = train(tmp_path, "asked", "k-sync:k=2", "all:0.03+exp(0.01)", "1200", "1").seconds_per_update
+    train(tmp_path, "learned", "async", "all:0.1+exp(0.03)", "600", "1")
+    measured = train(tmp_path, "asked", "k-sync:k=2", "all:0.1+exp(0.03)", "600", "1").seconds_per_update
     words = ["simulate", "--from", "runs/learned", "-s", "k-sync:k=2", "--updates", "4000", "--json"]
     predicted = json.loads(run_command(words, tmp_path).stdout)["seconds_per_update"]
-    # Three hundred draws of the one, half as many updates of the other, on a machine that others use, too.
+    # A hundred and fifty draws of the one, half as many updates of the other, on a machine that others use, too.
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
