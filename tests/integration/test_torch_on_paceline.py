@@ -556,7 +556,7 @@ def parallel(model: Transformer, mesh: Any, sequence: bool, vocabulary: bool = F
 
 def tensor_parallel(rank: int, sequence: bool) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = parallel(Transformer(), mesh, sequence)
+    model = parallel(Transformer(layers=1), mesh, sequence)
     return *learn(model, torch.optim.AdamW(model.parameters(), lr=0.01), seed=0, clip=sequence), whole(model)
 
 
@@ -568,7 +568,7 @@ def test_tensor_parallel_training_is_the_same(same: Backends, size: int, sequenc
 
 def vocabulary_parallel(rank: int) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = parallel(Transformer(), mesh, sequence=True, vocabulary=True)
+    model = parallel(Transformer(layers=1), mesh, sequence=True, vocabulary=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(3):
@@ -588,7 +588,7 @@ def test_a_loss_over_a_spread_vocabulary_is_the_same(same: Backends) -> None:
 
 def sharded_and_parallel(rank: int, sequence: bool) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = shard(parallel(Transformer(), mesh["tensor"], sequence), mesh=mesh["data"])
+    model = shard(parallel(Transformer(layers=1), mesh["tensor"], sequence), mesh=mesh["data"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return *learn(model, optimizer, seed=mesh["data"].get_local_rank(), clip=sequence), whole(model)
 
