@@ -6,6 +6,7 @@ Machines are pretended in most of these; at the end there are real separate host
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -459,8 +460,15 @@ def test_what_needs_all_and_is_called_by_one_is_a_mismatch(tmp_path: Path) -> No
 # -- real hosts ------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def example() -> tuple[Any, Any, Any]:
+    """A small transformer, its samples and its loss."""
+    found = runpy.run_path(str(ROOT / "examples" / "transformer.py"))
+    return functools.partial(found["Transformer"], 48, 2, 4, 32), found["Source"](32, 40_000), found["loss_of"]
+
+
 def losses(team: Team | None, kind: str) -> list[float]:
-    """Of twenty steps: a perceptron, or the transformer of the examples on its own data, both small."""
+    """Of eight steps: a perceptron, or the transformer of the examples on its own data, both small."""
     torch.manual_seed(team.rank if team else 0)
     if kind == "perceptron":
         model: Any = nn.Sequential(
@@ -470,16 +478,15 @@ def losses(team: Team | None, kind: str) -> list[float]:
         samples: Any = TensorDataset(x, x[:, :4].argmax(1))
         score_of: Any = cross_entropy
     else:
-        example = runpy.run_path(str(ROOT / "examples" / "transformer.py"))
-        model = example["Transformer"](width=48, layers=2, heads=4, length=32)
-        samples, score_of = example["Source"](32, 40_000), example["loss_of"]
+        make, samples, score_of = example()
+        model = make()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-4)
     loader: Any = DataLoader(samples, batch_size=16 // (team.world_size if team else 1), drop_last=True)
     if team:
         model, optimizer, loader = team.setup(model, optimizer, loader)
     found: list[float] = []
-    while len(found) < 20:
-        for x, y in itertools.islice(loader, 20 - len(found)):
+    while len(found) < 8:
+        for x, y in itertools.islice(loader, 8 - len(found)):
             loss = score_of(model(x), y)
             loss.backward()
             optimizer.step()
@@ -490,10 +497,11 @@ def losses(team: Team | None, kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["perceptron", "transformer"])
 def test_losses_over_hosts_are_those_of_the_plain_model(kind: str) -> None:
+    plain = losses(None, kind)
     with hosts(2) as made_hosts, Spread(losses, made_hosts, 2, kind, strategy="mesh:data=4") as team:
         found = team.values(100.0)
     mean = [sum(step) / 4 for step in zip(*found, strict=True)]
-    assert losses_apart(mean, losses(None, kind)) < 1e-5
+    assert losses_apart(mean, plain) < 1e-5
 
 
 def test_a_death_on_another_host_is_named_with_its_address() -> None:
