@@ -33,9 +33,9 @@ system:
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq $$missing >/dev/null; } \
 	  || { echo "make test: please install$$missing; this user may not" >&2; exit 1; }
 
-# Tests of several processes mostly wait, so two at a time take little more than half as long; long ones (chaos) come first.
+# Tests of several processes mostly wait, so three at a time take little more than a third as long; long ones (chaos) come first.
 test: lint system
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 bench: setup
 	$(BIN)/python benchmarks/all_reduce.py
