@@ -289,7 +289,8 @@ if team.is_lead:
 @pytest.mark.timeout(200)
 def test_the_slurm_script_starts_a_torchrun_per_machine(tmp_path: Path) -> None:
     """Its commands are executed, with SLURM's own two replaced: `scontrol` names hosts, `srun` starts on each."""
-    commands(tmp_path, "scontrol", "#!/bin/sh\nprintf '127.0.0.1\\nother\\n'\n")  # in one write: its reader takes a line and leaves
+    # In one write: its reader takes the first line and leaves.
+    commands(tmp_path, "scontrol", "#!/bin/sh\nprintf '127.0.0.1\\nother\\n'\n")
     commands(
         tmp_path,
         "srun",
