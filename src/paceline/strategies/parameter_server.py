@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -70,6 +70,8 @@ class ParameterServerTrainer(Trainer):
 
     _inside = 0
     """How many blocks of `team.step()` the script is in, one in the other."""
+    _doors: Sequence[str] = ()
+    """By machine, the address at which its workers talk to the server, if there are several."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
         _refuse(optimizer, options)
@@ -161,7 +163,6 @@ class ParameterServerTrainer(Trainer):
         self._fill(memories)
 
         coordinator = members.gather(new_address().encode(), Intent.ALLOCATE)[0].decode()
-        self._doors: list[str] = []
         if self._spread:
             self._doors = self._open_office(coordinator, memories, around)
         address = self._doors[members.machine] if self._spread else coordinator
@@ -334,7 +335,7 @@ class ParameterServerTrainer(Trainer):
             if self._rank == 0 or where == "all":
                 self._thread = serve_in_thread(address, self._rank, patience, say)
             if self._rank == 0:
-                start_servers(self._launch, Start(0, address, patience, [], False, doors=self._doors))
+                start_servers(self._launch, Start(0, address, patience, [], False, doors=list(self._doors)))
             return
         kind = type(self._optimizer)
         if kind.__module__ == "__main__":
@@ -346,7 +347,7 @@ class ParameterServerTrainer(Trainer):
         if self._members.local.rank == 0 and count:
             paths = [path for path in sys.path if path]
             first = self._machine_of_server.index(machine)
-            start = Start(count, address, patience, paths, spare, first, self._doors)
+            start = Start(count, address, patience, paths, spare, first, list(self._doors))
             self._processes = start_servers(self._launch, start)
 
     def _import_state(self) -> None:
