@@ -123,6 +123,7 @@ def test_an_office_that_is_killed_is_noticed_long_before_the_timeout(tmp_path: P
     assert there.kind in ("ServerLost", "WorkerLost"), there
 
 
+@pytest.mark.alone
 def test_a_slow_link_under_k_async_leaves_the_team_its_pace(tmp_path: Path) -> None:
     few = 6
     """Steps of the worker behind that link, each of which takes as long as a dozen of the others'."""

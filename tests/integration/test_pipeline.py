@@ -606,6 +606,7 @@ def asleep(team: Team, microbatches: int) -> None:
     ("schedule", "stages", "microbatches", "formula"),
     [("gpipe", 2, 4, 1 / 5), ("1f1b", 2, 2, 1 / 3), ("1f1b", 4, 4, 3 / 7)],
 )
+@pytest.mark.alone
 def test_the_bubble_is_the_formulas_where_stages_are_equally_long(
     schedule: str, stages: int, microbatches: int, formula: float, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alone import alone
 from checker import played
 from pages import TIMELINE, Watched, browsing, colours, join, line, step
 from playwright.sync_api import Browser
@@ -81,7 +82,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     cwd = tmp_path_factory.mktemp("reports")
     script = write_script(cwd, TRAIN)
     for name, more in (("together", []), ("served", ["--strategy", "k-batch-sync:k=3"])):
-        outcome = played([script, *SLOW, *more, "--name", name], cwd)
+        with alone():
+            outcome = played([script, *SLOW, *more, "--name", name], cwd)
         assert outcome.code == 0, outcome.err
     make_long(cwd / "runs" / "long")
     both = ["runs/together", "runs/served", "--name", "all", "--name", "three of four", "--title", EVIL]
