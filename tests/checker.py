@@ -143,6 +143,7 @@ class _Replay:
         """Bounds of the steps that each has finished: who had nothing to compute is not waited for, and need not
         catch up."""
         self.starved: set[int] = set()
+        self.quit: set[int] = set()
         self.carries = False
 
     def over(self, events: Sequence[Event]) -> list[str]:
@@ -298,7 +299,8 @@ class _Replay:
     def _check_groups(self, what: str, used: list[Push]) -> None:
         present = {push.rank for push in used}
         for group in {self.unit[rank] for rank in present} if self.promise.grouped else ():
-            members = {rank for rank in self.here - self.late if self.unit[rank] == group}
+            # Who has left its loop, and so given its samples back, computes no more; that it goes is heard later.
+            members = {rank for rank in self.here - self.late - self.quit if self.unit[rank] == group}
             for rank in members - present:
                 computes = rank in self._holders() and not self.carries
                 if computes or not (self._free() == 0 or self.gone_since_update):
@@ -320,6 +322,7 @@ class _Replay:
     # -- samples -----------------------------------------------------------------------------------------------------
 
     def _lease(self, lease: Lease) -> None:
+        self.quit.discard(lease.rank)
         key = (lease.loader, lease.epoch)
         what = f"lease {lease.number} of rank {lease.rank}"
         if lease.number in self.leases:
@@ -360,6 +363,8 @@ class _Replay:
                 self.done[lease.loader, lease.epoch].update(range(lease.first, lease.first + lease.samples))
 
     def _return(self, back: Return) -> None:
+        if back.why == "abandoned":
+            self.quit.add(back.rank)
         for number in back.leases:
             lease = self.leases.get(number)
             if lease is None or self.state[number] not in ("out", "pushed") or lease.rank != back.rank:
