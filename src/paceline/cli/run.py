@@ -290,7 +290,7 @@ def _tell(endings: list[Ending], progress: Progress) -> int:
     # Who was started again, or came too late to join, is no loss.
     lost = [ending for ending in endings if ending.spared and not ending.replaced and ending.farewell is None]
     failed = failures(endings)
-    for ending in lost if not any(ending in failed for ending in lost) else ():
+    for ending in [one for one in lost if one not in failed]:
         progress.note(f"warning: {ending.spoken}; the others went on without it")
     if not failed:
         return 0

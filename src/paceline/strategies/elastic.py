@@ -26,7 +26,7 @@ from paceline.cluster.servers import Start, start_servers
 from paceline.config import AllReduce
 from paceline.errors import JoinError, TeamError, UsageError, names
 from paceline.events import Lost, Reduce, Roster
-from paceline.parameters.reduction import CHUNK, together, weighted_sum
+from paceline.parameters.reduction import CHUNK, Weights, together, weighted_sum
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.strategies.agreement import Agreement
@@ -262,7 +262,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
 
     def _left_of(self, agreed: Agreement) -> Agreement:
         """The same without the gradients that were lost with their machines."""
-        if self._ties is None:
+        if self._ties is None or not agreed.weights:
             return agreed
         weights = [(rank, weight) for rank, weight in agreed.weights if self._ties.alive(rank)]
         part = sum(weight for _, weight in weights) / sum(weight for _, weight in agreed.weights)
@@ -300,12 +300,15 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         for start, size in own.ranges():
             self._kept.bytes(start, size)[:] = self._state.bytes(start, size)
         self._begun.write(shard, (self.version + 1) & 0xFFFFFFFF)
-        move = self._buffer, self._buffer ^ 1
+        read = own.update(*self._sources(agreed), self._scale, (self._buffer, self._buffer ^ 1))
+        return read if self._ties is None else 0  # what came from other machines is counted there
+
+    def _sources(self, agreed: Agreement) -> tuple[Weights, list[bytes] | None]:
+        """What an update is made of here: everybody's gradients, or the sums that were made over machines."""
         if self._ties is None:
-            return own.update(agreed.weights, agreed.used, self._scale, move)
+            return agreed.weights, agreed.used
         anywhere, place = agreed.anywhere(), self._ties.place
-        own.update([(place, 1.0)], None if anywhere is None else [anywhere] * (place + 1), self._scale, move)
-        return 0
+        return [(place, 1.0)], None if anywhere is None else [anywhere] * (place + 1)
 
     def _whole(self, agreed: Agreement) -> float:
         """What makes a mean of the gradients, if one is missing whose samples were counted on."""
@@ -346,10 +349,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
     def _norm(self, agreed: Agreement, kind: float) -> float:
         """The norm of the mean gradient of this worker's shards, raised to `kind` so that parts can be added."""
         values, scale = [0.0], self._whole(agreed)
-        weights, used = agreed.weights, agreed.used
-        if self._ties is not None:
-            anywhere, place = agreed.anywhere(), self._ties.place
-            weights, used = [(place, 1.0)], None if anywhere is None else [anywhere] * (place + 1)
+        weights, used = self._sources(agreed)
         for number, flat in enumerate(self._layout.flats):
             step = max(1, CHUNK // flat.dtype.itemsize)
             parts: Sequence[torch.Tensor] = [tensors[number] for tensors in self._gradients.flats]
