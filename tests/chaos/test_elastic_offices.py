@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 import torch
 from checker import violations
-from hosts import hosts
+from hosts import Host, hosts
 from spread import Spread, member
 from support import wait_until
 from torch.nn.functional import mse_loss
@@ -98,3 +99,20 @@ def test_a_killed_worker_joins_again(strategy: str, servers: str, each: int, whe
     assert any(
         isinstance(event, Push) and event.rank == victim and event.start > joined[-1].start for event in recorded
     )
+
+
+@pytest.mark.parametrize("servers", ["lead", "1"])
+def test_where_all_are_killed_no_office_waits_for_them(servers: str, tmp_path: Path) -> None:
+    launch = Launch(strategy="async", elastic=True, servers=servers, timeouts=Timeouts(meeting=60.0, join=60.0))
+    with hosts(2) as made, Spread(work, made, 1, str(tmp_path), launch=launch) as team:
+        wait_until((tmp_path / "epoch-0-1").exists, 60, "the first epoch")
+        assert all(processes_on(host) > 1 for host in made)
+        for process in team.processes:
+            process.kill()
+            process.join()
+        wait_until(lambda: not any(processes_on(host) for host in made), 30, "the end of everything there")
+
+
+def processes_on(host: Host) -> int:
+    listed = subprocess.run(["ip", "netns", "pids", host.name], check=True, capture_output=True, text=True)
+    return len(listed.stdout.split())

@@ -139,8 +139,6 @@ class Office:
         """Machines from which nothing more comes."""
         self._told: dict[str, int] = {}
         self._came = False
-        self._until = 0.0
-        """Until when somebody may come for those who were lost, if nobody is left."""
         self._clocks: dict[int, tuple[float, float]] = {}
         """By machine: the shortest time that an answer took, and by how much its clock is ahead of this one's then."""
 
@@ -194,8 +192,8 @@ class Office:
 
     def run(self) -> None:
         """Until nobody of this machine is left, and at home nobody at all; in an elastic run, nobody anywhere."""
-        self._until = time.monotonic() + self._patience
-        while self._needed():
+        until = time.monotonic() + self._patience
+        while self._needed(until):
             self._turn(_BEAT)
         if self._me == HOME:
             for machine, sender in self._control.items():
@@ -211,12 +209,20 @@ class Office:
         self._farewell(until, self._all_said)
         self._streams.remove()
 
-    def _needed(self) -> bool:
+    def _needed(self, until: float) -> bool:
+        """until: when somebody must have come."""
         if self._near or self._far or self._early:
             return True
-        if self._came and self._charter.elastic and self._me != HOME:
-            return not {HOME} & (self._over | self._finished)
-        return time.monotonic() < self._until
+        if not (self._came and self._charter.elastic):
+            return not self._came and time.monotonic() < until
+        # Somebody may come for those who were lost, as long as there is something to join.
+        if self._me != HOME:
+            return HOME not in self._over | self._finished
+        try:
+            connect(self._charter.coordinator, ToWorker, 0.0).close()
+        except JoinError:
+            return False
+        return True
 
     def _farewell(self, until: float, over: Callable[[], bool]) -> None:
         while time.monotonic() < until and not over():
@@ -295,7 +301,6 @@ class Office:
                 word = Unreachable(why) if who >= 0 else Failed("ServerLost", why, [])
                 with contextlib.suppress(Closed):
                     self._far[who].send(word)
-                self._expect_another()
                 self._rise(who)
         if machine == HOME or (machine in self._charter.servers and self._me != HOME):
             holds = "decides" if machine == HOME else "holds a shard of the parameters"
@@ -328,7 +333,7 @@ class Office:
             self._haul.adopt(who)
             self._streams.move(who, self._me)
         self._near[who] = near = _Near(who, wire)
-        self._came, self._until = True, 0.0
+        self._came = True
         self._watch(wire.descriptor, lambda: self._hear(near))
         self._tell_coordinator(who, hello, descriptors)
 
@@ -390,21 +395,13 @@ class Office:
 
     def _left(self, near: _Near) -> None:
         """One of this machine has gone."""
-        if near.bye:
-            self._until = 0.0
-        else:
+        if not near.bye:
             self._streams.lost(near.who)
-            self._expect_another()
         self._part(near)
         if self._me == HOME:
             self._rise(near.who)
         else:
             self._control[HOME].send(_encode(Gone(near.who)))
-
-    def _expect_another(self) -> None:
-        """One was lost that may be started again."""
-        if self._charter.elastic:
-            self._until = time.monotonic() + self._patience
 
     def _part(self, near: _Near) -> None:
         if self._near.pop(near.who, None) is not None:
@@ -490,7 +487,7 @@ class Office:
             if who in self._far or who in self._early:
                 raise ValueError("a worker that has come before")
             self._early[who] = []
-            self._came, self._until = True, 0.0
+            self._came = True
         if who in self._early:
             self._early[who].append((message, descriptors))
             self._knock()
@@ -506,7 +503,6 @@ class Office:
         except Closed:
             self._risen(who)
         if isinstance(message, Bye):
-            self._until = 0.0
             self._rise(who)
 
     def _knock(self) -> None:
@@ -598,7 +594,6 @@ class Office:
         if isinstance(message, Hello) and message.joins and self._may_join(letter.who):
             self._where[letter.who] = machine
             self._streams.move(letter.who, machine)
-            self._until = 0.0
         if self._where.get(letter.who) != machine:
             raise ValueError("words of another machine's worker")
         if letter.who >= 0:
@@ -619,8 +614,6 @@ class Office:
             if who in self._near:
                 self._part(self._near[who])
         elif self._me == HOME and self._where.get(who) == machine:
-            if who in self._far:
-                self._expect_another()
             self._rise(who)
         else:
             raise ValueError("the end of another machine's worker")
