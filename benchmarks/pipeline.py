@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import transformer
 from torch import distributed
 
-STEPS, ROUNDS = 6, 7
+STEPS, ROUNDS = 6, 15
 
 
 def ours(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -126,7 +126,7 @@ def main() -> None:
         given = sys.argv[1:]
         command = [sys.executable, "-m", "paceline", "run", str(Path(__file__).resolve()), "--workers", "2", "--quiet"]
         command += ["--strategy", spec, "--", *given, "--meet", f"{folder}/meet", "--answer", str(answer)]
-        subprocess.run(command, check=True, cwd=folder, timeout=320)
+        subprocess.run(command, check=True, cwd=folder, timeout=500)
         told = json.loads(answer.read_text(encoding="utf-8"))
     print(json.dumps(told, indent=2))
     print(f"{told['ratio_median']:.2f} times the steps per second of torch's pipeline on gloo")

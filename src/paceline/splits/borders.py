@@ -64,7 +64,8 @@ class _Copied(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, space: Space) -> torch.Tensor:
         ctx.space = space
-        return tensor.view_as(tensor)
+        # No view, which would hold on to the tensor that keeps this one (see `copied`): neither would ever be freed.
+        return tensor.detach()
 
     @staticmethod
     @once_differentiable

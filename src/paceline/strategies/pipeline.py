@@ -182,7 +182,8 @@ class PipelineTrainer(Trainer):
             with torch.enable_grad():
                 loss = closure()
         start = time.perf_counter()
-        self._takeover.plain_step()
+        with self._takeover.values(_in_one_pass(self._optimizer)):
+            self._takeover.plain_step()
         if self._line is not None:
             self._line.home.settle()
             self._line.updated()
@@ -369,6 +370,23 @@ class PipelineTrainer(Trainer):
 
 def _rota(spec: Pipeline) -> Rota:
     return Rota.of(spec.by_stage, spec.chunks if spec.schedule == "interleaved" else 1)
+
+
+def _in_one_pass(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """For each group, what lets torch do all of Adam in one pass over memory, if the script has not chosen a way."""
+    return [{"fused": True} if _fusable(optimizer, group) else {} for group in optimizer.param_groups]
+
+
+def _fusable(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or group["differentiable"] or group["capturable"]:
+        return False
+    return group["fused"] is None and group["foreach"] is None and all(map(_is_flat, group["params"]))
+
+
+def _is_flat(parameter: torch.nn.Parameter) -> bool:
+    """Whether its elements and its gradient's lie in memory in the same order: one pass looks at nothing else."""
+    plain = parameter.is_floating_point() and parameter.is_contiguous()
+    return plain and (parameter.grad is None or parameter.grad.is_contiguous())
 
 
 def _like(old: Any, values: dict[Any, Any]) -> Any:

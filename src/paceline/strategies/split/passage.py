@@ -133,7 +133,12 @@ class Passage:
             )
         self._shares.check(loss)
         self._loss = loss
-        self._line.backward(self, forwarded=self._forwarded)
+        try:
+            self._line.backward(self, forwarded=self._forwarded)
+        finally:
+            self._loss = (
+                None  # it keeps this passage, with all that has arrived: together they would wait for the collector
+            )
         self.over = True
         losses = self._line.to_end(self._losses)
         total = sum(value for (value,) in losses.values()) if self._line.is_end else None

@@ -92,18 +92,12 @@ class Shares:
 
     def loss(self, loss: Deferred, results: Sequence[Tensor], microbatch: int) -> Tensor:
         """The part of the loss that is this microbatch's; those of all add up to it."""
-        made: dict[int, Tensor] = {}
+        return _Made(self, results, microbatch).value(loss)
 
-        def value(of: Deferred) -> Tensor:
-            if id(of) not in made:
-                made[id(of)] = self._value(of, value, results, microbatch)
-            return made[id(of)]
-
-        return value(loss)
-
-    def _value(
+    def made(
         self, of: Deferred, value: Callable[[Deferred], Tensor], results: Sequence[Tensor], microbatch: int
     ) -> Tensor:
+        """One step on the way to it; `value` knows those before."""
         if of.function is None:
             return results[of.number]
         if len(self._sizes) == 1:
@@ -148,6 +142,19 @@ class Shares:
     def _weight(self, of: Deferred, microbatch: int) -> float:
         """What the mean over a microbatch counts in the mean over the batch."""
         return 1.0 if _reduction(of) == "sum" else self._sizes[microbatch] / self._batch
+
+
+class _Made:
+    """What has been made of one microbatch's results; a function that calls itself would hold on to all of it."""
+
+    def __init__(self, shares: Shares, results: Sequence[Tensor], microbatch: int) -> None:
+        self._shares, self._results, self._microbatch = shares, results, microbatch
+        self._known: dict[int, Tensor] = {}
+
+    def value(self, of: Deferred) -> Tensor:
+        if id(of) not in self._known:
+            self._known[id(of)] = self._shares.made(of, self.value, self._results, self._microbatch)
+        return self._known[id(of)]
 
 
 def _picked(of: Deferred) -> Tensor | None:
