@@ -1,8 +1,9 @@
 """`tensor` against DTensor on gloo, on a transformer. One command: `python benchmarks/tensor.py [--workers 2]`.
 
-Contestants take turns in the same processes, on the same batches; what counts is the ratio of their best rounds. Both
-split the same layers: queries, keys and values and the first half of an MLP by their outputs, what follows by its
-inputs, the head by its outputs. `bound` is what the ratio would be if communication cost nothing: one worker's part of
+The transformer is as large as that of the examples, but has a layer each for queries, keys and values, as DTensor does
+not split one that makes all three. Contestants take turns in the same processes, on the same batches; what counts is
+the ratio of their best rounds. Both split the same layers: queries, keys and values and the first half of an MLP by
+their outputs, what follows by its inputs, the head by its outputs. `bound` is what the ratio would be if communication cost nothing: one worker's part of
 the layers alone, all workers at once, without a word to each other. Nothing else should run on the machine meanwhile.
 """
 
@@ -149,10 +150,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="sequences in a step, one or several")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16], help="sequences in a step, one or several")
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--length", type=int, default=64)
     options = parser.parse_args()
     if "BENCH_PORT" in os.environ:

@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[2]
 RESUME = ROOT / "examples" / "train_resume.py"
 SIZE = 8 * 2**20
 """Bytes of the gradients whose way is watched."""
+HEADER = 14 + 20 + 32
+"""Of Ethernet, IP, and TCP with its timestamps."""
 
 
 def crossed(team: Team) -> tuple[list[float], int]:
@@ -41,31 +43,32 @@ def crossed(team: Team) -> tuple[list[float], int]:
     model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     statistics = Path("/proc/net/dev")
     found = []
-    for _ in range(3):
+    for _ in range(5):
         model(torch.ones(1, 2048)).sum().backward()
         team.barrier()
-        before = _bytes(statistics)
+        before = _payload(statistics)
         team.barrier()
         optimizer.step()
         team.barrier()
-        found.append(_bytes(statistics) - before)
+        found.append(_payload(statistics) - before)
         optimizer.zero_grad()
     return found, len(team._members.machines)
 
 
-def _bytes(path: Path) -> int:
-    """Sent over the cable since it was plugged in."""
+def _payload(path: Path) -> int:
+    """Bytes sent over the cable since it was plugged in, without the headers of packets."""
     line = next(line for line in path.read_text().splitlines() if "eth0" in line)
-    return int(line.split(":")[1].split()[8])
+    sent, packets = (int(number) for number in line.split(":")[1].split()[8:10])
+    return sent - HEADER * packets
 
 
 def test_each_byte_crosses_the_cable_once() -> None:
     with hosts(2) as made, Spread(crossed, made, 2, strategy="all-reduce") as team:
         for found, machines in team.values():
             assert machines == 2
-            for sent in found:
-                # Of M = 2 machines each sends 2(M−1)/M·S = S, and some headers and notes.
-                assert SIZE <= sent <= 1.06 * SIZE
+            # Of M = 2 machines each sends 2(M−1)/M·S = S, and some notes; at times TCP sends a little of it again.
+            assert SIZE <= min(found) <= 1.001 * SIZE
+            assert max(found) <= 1.1 * SIZE
 
 
 def test_learns_over_hosts_what_one_process_learns(tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ def is_stopped(pid: int) -> bool:
 def _tune(map_from: int, trim_from: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         tune = ctypes.CDLL(None).mallopt
-        tune(_M_MMAP_THRESHOLD, map_from)
+        if not tune(_M_MMAP_THRESHOLD, map_from):  # older C libraries take no more than this
+            tune(_M_MMAP_THRESHOLD, 32 << 20)
         tune(_M_TRIM_THRESHOLD, trim_from)
 
 
