@@ -150,7 +150,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16], help="sequences in a step, one or several")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 4, 8, 16], help="sequences in a step, one or several"
+    )
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=6)

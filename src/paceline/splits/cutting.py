@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from paceline.errors import UsageError
 from paceline.splits.borders import Space
 from paceline.splits.layers import install, pieces
 from paceline.splits.placement import Placement, cut, join
@@ -58,6 +59,9 @@ class Cutting:
     def _cut_tensors(self) -> dict[str, torch.Tensor]:
         return {self.names[key]: tensor for key, tensor in self._by_id().items()}
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Cutting:
+        raise UsageError("a model that is split over workers cannot be copied; make a plain one, and load its state")
+
     def besides(self, held: set[int]) -> list[torch.Tensor]:
         """What is cut besides these: buffers, and parameters that are not trained."""
         return [tensor for key, tensor in self._by_id().items() if key not in held]
@@ -83,9 +87,11 @@ class Cutting:
             self._undo.append(layer.register_state_dict_post_hook(show).remove)
             self._undo.append(layer.register_load_state_dict_pre_hook(self._take).remove)
         for module in self._model.modules():
+            # Their short cuts for evaluation take the parameters without asking the layers.
             if isinstance(module, nn.TransformerEncoderLayer):
-                # Its short cut for evaluation takes the parameters without asking its layers.
-                self._undo.append(_without_short_cut(module))
+                self._undo.append(_set(module, "activation_relu_or_gelu", 0))
+            elif isinstance(module, nn.TransformerEncoder):
+                self._undo.append(_set(module, "use_nested_tensor", False))
 
     @contextlib.contextmanager
     def bare(self) -> Iterator[None]:
@@ -134,7 +140,10 @@ def _wholes_for_own_gradients() -> Callable[[], None]:
     before = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return before.__get__(None, cls)(*(whole(one) for one in args), **kwargs)
+        given = [whole(one) for one in args]
+        if cls.__name__ == "CheckpointFunction":  # which calls what it is given, and returns what that does
+            given[0] = _returning_wholes(given[0])
+        return before.__get__(None, cls)(*given, **kwargs)
 
     def undo() -> None:
         torch.autograd.Function.apply = before  # type: ignore[method-assign]
@@ -143,11 +152,15 @@ def _wholes_for_own_gradients() -> Callable[[], None]:
     return undo
 
 
-def _without_short_cut(layer: nn.TransformerEncoderLayer) -> Callable[[], None]:
-    before = layer.activation_relu_or_gelu
-    layer.activation_relu_or_gelu = 0
+def _returning_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return tree_map(whole, function(*args, **kwargs))
 
-    def undo() -> None:
-        layer.activation_relu_or_gelu = before
+    return call
 
-    return undo
+
+def _set(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+    """Let a module have this for an attribute; returns what undoes it."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    return lambda: setattr(module, name, before)

@@ -34,6 +34,11 @@ _LARGE = 1 << 20
 """Elements of an embedding that is cut for the memory that it takes, though nothing is saved by it."""
 
 WHOLE = Role("whole")
+_NAMES = """__getitem__ narrow select slice view view_as reshape reshape_as flatten unflatten squeeze unsqueeze
+transpose swapaxes swapdims movedim permute t T mT expand expand_as chunk split split_with_sizes tensor_split unbind
+diagonal"""
+_VIEWS = frozenset(_NAMES.split())
+"""What gives the same memory, or a part of it."""
 _CALLS: dict[str, tuple[type[nn.Module], ...]] = {
     "linear": (nn.Linear,),
     "embedding": (nn.Embedding,),
@@ -98,7 +103,10 @@ class Finder:
         self._dear: set[str] = set()
         """Layers that are whole only because gathering what they make would cost more than it saves."""
         self._given = set(given)
+        self._fixed.update((name, WHOLE) for name in self._used_outside() if name not in self._given)
         self._states: dict[int, _Parts] = {}
+        self._views: dict[int, list[tuple[int, _Parts]]] = {}
+        """What is gathered and then looked at in part: to change that would not change the parts."""
         self._roles: dict[str, Role] = {}
         self._saved: dict[str, float] = {}
         self._failures: list[_Failure] = []
@@ -115,6 +123,10 @@ class Finder:
             found[f"{name}.out_proj"] = Role("row", (self._layers[name].embed_dim,))  # type: ignore[arg-type]
         return found
 
+    def impossible(self) -> set[str]:
+        """Layers of which the user wants what cannot be."""
+        return {name for failure in self._failures if failure.final for name in failure.sources & self._given}
+
     def _cut(self) -> dict[str, Role]:
         return {name: role for name, role in self._roles.items() if role is not WHOLE}
 
@@ -127,7 +139,7 @@ class Finder:
                 return
 
     def _try(self) -> None:
-        self._states, self._roles, self._saved, self._failures = {}, {}, {}, []
+        self._states, self._views, self._roles, self._saved, self._failures = {}, {}, {}, {}, []
         for call in self._graph.calls:
             layer = self._layers.get(call.path[-1]) if call.path else None
             if layer is not None and isinstance(layer, _CALLS.get(call.name, ())):
@@ -145,6 +157,8 @@ class Finder:
         """An operation between layers."""
         refs = [value for value in tree_flatten((call.args, call.kwargs))[0] if isinstance(value, Ref)]
         cut = [(ref.number, self._states[ref.number]) for ref in refs if ref.number in self._states]
+        if refs and call.args and refs[0] is call.args[0] and refs[0].number in self._views:
+            self._look(call, self._views[refs[0].number])
         if not cut:
             for out in call.outs:
                 self._states.pop(out, None)
@@ -161,11 +175,37 @@ class Finder:
             for number, parts in cut:
                 blocks = outcome.blocks if isinstance(outcome, Refusal) else None
                 self._fail(parts, number, blocks, final=changed)
+            if not changes:
+                self._look(call, cut)
             return
         sources = frozenset().union(*(parts.sources for _, parts in cut))
         places = [outcome.out] * len(call.outs) if isinstance(outcome.out, Placement) else outcome.out
         for out, place in zip(call.outs, places, strict=False):
             self._states[out] = _Parts(place, sources)
+
+    def _look(self, call: Call, at: list[tuple[int, _Parts]]) -> None:
+        """Something is done with the whole of what is in parts, or with a view of that."""
+        if call.name == "__setitem__" or (call.name[-1] == "_" and call.name[-2:] != "__"):
+            for number, parts in at:
+                self._fail(parts, number, final=True)
+        elif call.name in _VIEWS:
+            self._views.update(dict.fromkeys(call.outs, at))
+
+    def _used_outside(self) -> set[str]:
+        """Layers whose parameters the model also uses in another way than by calling them."""
+        owners: dict[int, list[str]] = {}
+        for name, layer in self._layers.items():
+            for parameter in layer.parameters():
+                number = self._graph.parameters.get(id(parameter))
+                if number is not None:
+                    owners.setdefault(number, []).append(name)
+        found: set[str] = set()
+        for call in self._graph.calls:
+            for value in tree_flatten((call.args, call.kwargs))[0]:
+                names = owners.get(value.number, ()) if isinstance(value, Ref) else ()
+                if not any(name in call.path for name in names):
+                    found.update(names)
+        return found
 
     def _shadow(self, value: Any) -> Any:
         if not isinstance(value, Ref):
@@ -187,6 +227,8 @@ class Finder:
         role = self._fixed.get(name) or self._roles.get(name)
         if role is None or (role.name == "column" and not role.blocks):
             role = self._role(name, layer, parts.placement if fits and parts is not None else None, role)
+        elif role.name == "vocabulary" and not role.blocks and isinstance(layer, nn.Embedding):
+            role = Role("vocabulary", (layer.num_embeddings,))
         elif role.name == "row" and not role.blocks:
             role = Role("row", parts.placement.blocks if fits and parts is not None else (_inputs(layer),))
         self._roles[name] = role

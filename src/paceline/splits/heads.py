@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.splits.borders import Space, summed
+from paceline.splits.borders import Space, gathered, summed
+from paceline.splits.placement import Placement
 from paceline.splits.roles import Role, entering, leaving
 from paceline.splits.split import whole
 
@@ -53,7 +54,7 @@ def attending(role: Role, space: Space) -> Callable[..., Any]:
             out = out.transpose(0, 1)
         out = leaving(out, role, space)
         if self.out_proj.bias is not None:
-            out = out + self.out_proj.bias
+            out = out + self.out_proj.bias.to(out.dtype)  # under autocast it is of another
         if weights is not None:
             weights = _shown(weights, self.num_heads, average_attn_weights, space)
             weights = weights.squeeze(0) if single else weights
@@ -122,4 +123,4 @@ def _attended(
 def _shown(weights: torch.Tensor, heads: int, average: bool, space: Space) -> torch.Tensor:
     if average:
         return summed(weights.sum(1) / heads, space)
-    return torch.cat(space.parts(weights), 1)
+    return gathered(weights, Placement(1, (heads,)), space)

@@ -106,7 +106,7 @@ def _row_linear(role: Role, space: Space) -> Callable[..., Any]:
     def forward(self: nn.Linear, value: torch.Tensor) -> torch.Tensor:
         part = _input_part(value, Placement(value.dim() - 1, role.blocks), space)
         out = leaving(functional.linear(part, self.weight), role, space)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else out + self.bias.to(out.dtype)  # under autocast it is of another
 
     return forward
 
@@ -179,7 +179,9 @@ def _row_conv(role: Role, space: Space) -> Callable[..., Any]:
     def forward(self: _ConvNd, value: torch.Tensor) -> torch.Tensor:
         dim = _channel_dim(self, value)
         out = summed(_convolved(self, _input_part(value, Placement(dim, role.blocks), space), None), space)
-        return out if self.bias is None else out + self.bias.view(-1, *[1] * len(self.kernel_size))
+        if self.bias is None:
+            return out
+        return out + self.bias.to(out.dtype).view(-1, *[1] * len(self.kernel_size))
 
     return forward
 

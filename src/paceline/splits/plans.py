@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.splits.find import WHOLE, Finder, layers_of
+from paceline.splits.layers import CONVOLUTIONS
 from paceline.splits.roles import ROLES, Role
 from paceline.splits.trace import traced
 
@@ -25,7 +26,13 @@ def find_plan(
     """The role of every layer that is to be cut; refused in one sentence if there is none."""
     given = _wished(model, wishes or {})
     graph = traced(model, inputs)
-    found = Finder(model, graph, workers, given).find()
+    finder = Finder(model, graph, workers, given)
+    found = finder.find()
+    for name in finder.impossible():
+        raise UsageError(
+            f"tensor_plan says '{given[name].name}' of '{name}', but the model changes what it makes in place, in a "
+            "way that cannot be done in parts; let it be 'whole'"
+        )
     _check(model, found, workers)
     if not found:
         others = [n for n in range(2, 17) if n != workers and Finder(model, graph, n, given).find()]
@@ -52,8 +59,27 @@ def _wished(model: nn.Module, wishes: Mapping[str, Any]) -> dict[str, Role]:
                 f"tensor_plan names '{pattern}', but the model has no such layer that could be split; "
                 f"it has {', '.join(list(known)[:8])}{', …' if len(known) > 8 else ''}"
             )
-        given.update(dict.fromkeys(names, _role(pattern, wish)))
+        role = _role(pattern, wish)
+        for name in names:
+            can = _possible(known[name])
+            if role.name not in can:
+                raise UsageError(
+                    f"tensor_plan says '{role.name}' of '{name}', which is a {type(known[name]).__name__}; it can be "
+                    + " or ".join(f"'{one}'" for one in can)
+                )
+            given[name] = role
     return given
+
+
+def _possible(layer: nn.Module) -> tuple[str, ...]:
+    """What a layer can be."""
+    if isinstance(layer, nn.Embedding):
+        return ("column", "vocabulary", "whole")
+    if isinstance(layer, nn.MultiheadAttention):
+        return ("heads", "whole")
+    if isinstance(layer, nn.Linear) or (isinstance(layer, CONVOLUTIONS) and layer.groups == 1):
+        return ("column", "row", "whole")
+    return ("channels", "whole")
 
 
 def _role(pattern: str, wish: Any) -> Role:
@@ -70,6 +96,11 @@ def _role(pattern: str, wish: Any) -> Role:
 
 def _check(model: nn.Module, found: Mapping[str, Role], workers: int) -> None:
     for name, role in found.items():
+        if role.name == "channels" and not role.blocks:
+            raise UsageError(
+                f"layer '{name}' gets the whole, and can be split by its channels only behind a layer that is split; "
+                "let it be 'whole'"
+            )
         odd = [block for block in role.blocks if block % workers]
         if odd:
             raise UsageError(

@@ -50,6 +50,11 @@ def together(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outco
     return Local([fit(value) for value in args], fitted, where)
 
 
+def chosen(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcome:
+    """`where`; of a condition alone it tells places, whose number is not known."""
+    return together(args, kwargs, workers) if len(args) + len(kwargs) == 3 else NO
+
+
 def along(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcome:
     """`softmax` and the like: something happens along one dimension, and the shape stays."""
     place = placed(args[0])
@@ -63,7 +68,7 @@ def reduced(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcom
     """`sum`, `mean` and the like along some dimensions."""
     place, dims = placed(args[0]), len(args[0].shape)
     given = argument(args, kwargs, 1, "dim")
-    if place is None or given is None or is_tensor(given):
+    if place is None or given is None or is_tensor(given) or isinstance(given, bool):
         return NO
     gone = {dimension(dim, dims) for dim in ([given] if isinstance(given, int) else given)}
     if place.dim in gone or not gone:
@@ -238,7 +243,7 @@ sin sinh softplus softshrink softsign sqrt square tan tanh tanhshrink threshold 
 zeros_like bool fill_ zero_"""
 _TOGETHER = """add addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor clamp clamp_max clamp_min clip copysign div
 divide eq floor_divide fmod ge greater gt heaviside hypot le lerp less logaddexp logical_and logical_or logical_xor lt
-masked_fill max_ maximum minimum mul multiply ne not_equal pow remainder rsub sub subtract true_divide where xlogy
+masked_fill max_ maximum minimum mul multiply ne not_equal pow remainder rsub sub subtract true_divide xlogy
 __and__ __or__ __xor__ __eq__ __ne__ __rdiv__ __rpow__ __rsub__ __radd__ __rmul__ __truediv__ __rtruediv__ __invert__
 float_power __pow__ __mod__"""
 _DRAWN = (
@@ -253,6 +258,7 @@ RULES = {
     **dict.fromkeys(_DRAWN.split(), drawn),
     **dict.fromkeys(_ALONG.split(), along),
     **dict.fromkeys(_REDUCED.split(), reduced),
+    "where": chosen,
     "std": spread,
     "var": spread,
     "glu": gated,

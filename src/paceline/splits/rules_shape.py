@@ -122,6 +122,11 @@ def last_two(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outco
     return Local(args, kwargs, place.at({dims - 1: dims - 2, dims - 2: dims - 1}.get(place.dim, place.dim)))
 
 
+def reversed_dims(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcome:
+    """`T`, which turns round all dimensions there are."""
+    return last_two(args, kwargs, workers) if len(args[0].shape) == 2 else NO
+
+
 def permute(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outcome:
     place, dims = placed(args[0]), len(args[0].shape)
     assert place is not None
@@ -259,7 +264,7 @@ def elsewhere(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Outc
     """Something is done along given dimensions: fine along all but the one that is cut."""
     place, dims = placed(args[0]), len(args[0].shape)
     name = next((name for name in ("dim", "dims", "axis") if name in kwargs), "dim")
-    given = argument(args, kwargs, 1, name)
+    given = args[1:] if len(args) > 2 else argument(args, kwargs, 1, name)
     if place is None or given is None:
         return NO
     along = [given] if isinstance(given, int) else given
@@ -279,7 +284,7 @@ RULES = {
     "swapaxes": transpose,
     "swapdims": transpose,
     "t": last_two,
-    "T": last_two,
+    "T": reversed_dims,
     "mT": last_two,
     "permute": permute,
     "expand": expand,

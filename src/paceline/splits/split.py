@@ -50,8 +50,9 @@ class Split(torch.Tensor):
     def whole(self) -> torch.Tensor:
         """All parts together, on every worker."""
         known: tuple[int, torch.Tensor] | None = self.__dict__.get("_whole")
-        if known is None or known[0] != self.local._version or known[1].requires_grad != self.local.requires_grad:
-            known = (self.local._version, gathered(self.local, self.placed, self.space))
+        version = 0 if self.local.is_inference() else self.local._version
+        if known is None or known[0] != version or known[1].requires_grad != self.local.requires_grad:
+            known = (version, gathered(self.local, self.placed, self.space))
             self.__dict__["_whole"] = known
         return known[1]
 
@@ -73,6 +74,11 @@ class Split(torch.Tensor):
                 # What is changed must be in parts already.
                 if isinstance(outcome, Local) and not (in_place and type(args[0]) is not Split):
                     return _run(func, outcome, _space(args, kwargs), args[0] if in_place else None)
+            if func is torch.autograd.grad:
+                raise UsageError(
+                    "torch.autograd.grad is asked for the gradient of a tensor of which each worker has a part; let "
+                    "the layer that it comes from be whole: team.setup(…, tensor_plan={'its.name': 'whole'})"
+                )
             if name in ("grad_fn", "_version", "grad"):
                 return getattr(args[0].local, name)
             if name in ("__repr__", "__str__"):

@@ -41,16 +41,20 @@ def example(loaders: Sequence[DataLoader[Any]], model: torch.nn.Module) -> list[
             "are (inputs, targets)"
         )
     loader: Any = loaders[0]
-    count = min(loader.batch_size or 1, len(loader.dataset))
+    size = loader.batch_size
+    if size is None and loader.batch_sampler is not None:
+        size = len(next(iter(loader.batch_sampler)))
+    count = min(size or 1, len(loader.dataset))
     samples = [loader.dataset[number] for number in range(count)]
     batch = loader.collate_fn(samples if loader.batch_sampler is not None else samples[0])
     takes = inspect.signature(model.forward)
     if isinstance(batch, (list, tuple)):
         fewer = list(batch[:-1]) if len(batch) > 1 else list(batch)
         return fewer if _fits(takes, fewer) or not _fits(takes, batch) else list(batch)
-    if isinstance(batch, Mapping) and not _fits(takes, [batch]):
-        named = [name for name in takes.parameters if name in batch]
-        return [batch[name] for name in named]
+    named = [name for name in takes.parameters if isinstance(batch, Mapping) and name in batch]
+    if named and (len(named) == len(batch) or not _fits(takes, [batch])):
+        names = list(takes.parameters)[: list(takes.parameters).index(named[-1]) + 1]
+        return [batch[name] if name in named else takes.parameters[name].default for name in names]
     return [batch]
 
 
