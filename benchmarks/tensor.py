@@ -3,8 +3,9 @@
 The transformer is as large as that of the examples, but has a layer each for queries, keys and values, as DTensor does
 not split one that makes all three. Contestants take turns in the same processes, on the same batches; what counts is
 the ratio of their best rounds. Both split the same layers: queries, keys and values and the first half of an MLP by
-their outputs, what follows by its inputs, the head by its outputs. `bound` is what the ratio would be if communication cost nothing: one worker's part of
-the layers alone, all workers at once, without a word to each other. Nothing else should run on the machine meanwhile.
+their outputs, what follows by its inputs, the head by its outputs. `bound` is what the ratio would be if communication
+cost nothing: one worker's part of the layers alone, all workers at once, without a word to each other. Nothing else
+should run on the machine meanwhile.
 """
 
 import argparse
