@@ -43,7 +43,7 @@ def example(loaders: Sequence[DataLoader[Any]], model: torch.nn.Module) -> list[
     loader: Any = loaders[0]
     size = loader.batch_size
     if size is None and loader.batch_sampler is not None:
-        size = len(next(iter(loader.batch_sampler)))
+        size = getattr(loader.batch_sampler, "batch_size", None) or len(next(iter(loader.batch_sampler)))
     count = min(size or 1, len(loader.dataset))
     samples = [loader.dataset[number] for number in range(count)]
     batch = loader.collate_fn(samples if loader.batch_sampler is not None else samples[0])

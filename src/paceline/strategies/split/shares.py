@@ -32,6 +32,10 @@ def _spoken(function: Any) -> str:
     return _SAME.get(name, name)
 
 
+_BY_AND_BY = (
+    "the loss takes means over samples and over other things one after the other, and it cannot be seen what each "
+    "microbatch is to count in it; take the mean, or the sum, of everything at once, or write microbatches=1"
+)
 _BY_CLASS = (functional.cross_entropy, functional.nll_loss, functional.multi_margin_loss)
 
 
@@ -66,10 +70,15 @@ class Shares:
                     "the loss picks rows of the batch by their numbers, which are others in a microbatch; let it "
                     "count rows more or less by a weight or ignore_index instead, or write microbatches=1"
                 )
-            if of.outline.dim():
-                continue
             name, scalars = _spoken(of.function), [leaf for leaf in leaves_of(of) if not leaf.outline.dim()]
+            if of.outline.dim():
+                if name == "mean" and _over_rows(of):
+                    raise UsageError(_BY_AND_BY)
+                continue
             if len(scalars) < len(leaves_of(of)):
+                without = any(leaf.outline.dim() and leaf.outline.shape[0] % self._batch for leaf in leaves_of(of))
+                if _reduction(of) == "mean" and without:
+                    raise UsageError(_BY_AND_BY)
                 if _reduction(of) is None:
                     raise UsageError(
                         f"the loss takes '{name}' over the whole batch, which cannot be put together from "
@@ -164,6 +173,13 @@ def _picked(of: Deferred) -> Tensor | None:
     index = of.arguments[1]
     first = index[0] if isinstance(index, tuple) and index else index
     return first if isinstance(first, Tensor) and not isinstance(first, Deferred) and first.dim() else None
+
+
+def _over_rows(of: Deferred) -> bool:
+    """Whether a mean is taken over samples."""
+    given = of.arguments[1] if len(of.arguments) > 1 else of.options.get("dim", of.options.get("axis"))
+    dims = given if isinstance(given, tuple | list) else [given]
+    return any(isinstance(dim, int) and dim % max(1, leaf.outline.dim()) == 0 for dim in dims for leaf in leaves_of(of))
 
 
 def _reduction(of: Deferred) -> str | None:
