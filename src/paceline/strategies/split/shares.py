@@ -118,7 +118,7 @@ class Shares:
                 whole, here = leaf.outline.shape[0], value(leaf).shape[0]
                 if here * self._batch == whole * self._sizes[microbatch]:
                     counts.add(whole)
-        of_classes = bound(of).get("weight") if of.function in _BY_CLASS else None
+        of_classes = bound(of).get("weight" if of.function in _BY_CLASS else "pos_weight")
         picked = _picked(of)
 
         def other(tensor: Tensor) -> Tensor:
