@@ -467,6 +467,8 @@ def refused(team: Team, case: str) -> str:
             "penalty": lambda: output.mean() + sum(p.square().sum() for p in model.parameters()),
             "place": lambda: output.mean().mul_(2),
             "picked": lambda: output[torch.arange(7, -1, -1)].mean() * 2,
+            "means": lambda: output.square().mean(0).sum(),
+            "sums": lambda: output.square().sum(0)[:3].mean() * 2,
             "mask": lambda: output[torch.arange(8) > 2].mean() * 2,
             "values": lambda: output[output > 0].mean() * 2,
         }
@@ -496,6 +498,8 @@ def refused(team: Team, case: str) -> str:
         ("lbfgs", "LBFGS looks at all parameters at once"),
         ("input", "an input of the model requires a gradient"),
         ("root", "the loss does 'sqrt' to a mean or sum over the batch, .* write microbatches=1"),
+        ("means", "the loss takes means over samples and over other things one after the other, .* microbatches=1"),
+        ("sums", "the loss takes means over samples and over other things one after the other, .* microbatches=1"),
         ("penalty", "the loss uses parameters besides the split model's output, .* use the optimizer's weight_decay"),
         ("place", "'mul_' changes a split model's output in place; use 'mul'"),
         ("picked", "the loss picks rows of the batch by their numbers, .* write microbatches=1"),

@@ -46,8 +46,6 @@ BETWEEN: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
     "changed through a view": scaled_in_place,
     "weights used elsewhere": lambda net, x: net.up(x) + net.up.weight.sum(1),
     "turned round": lambda net, x: net.up(x).unflatten(1, (2, -1)).flip(0, 1).flatten(1),
-    "all dimensions turned round": lambda net, x: net.up(x).unsqueeze(1).T.squeeze(1).t(),
-    "without correction": lambda net, x: net.up(x) / (1 + net.up(x).std(False)),
 }
 
 
