@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,29 @@ def test_an_empty_file_arrives_and_a_known_one_is_not_sent_back(folder: Path) ->
     outbox = Outbox(folder)
     outbox.knows("checkpoints/1.pt")
     assert everything(outbox) == [("file", "empty", 0, b"", True)]
+
+
+def test_what_others_remove_while_it_is_looked_at_is_passed_over(folder: Path) -> None:
+    stream, named, inner = folder / "streams" / "3.jsonl", folder / "metrics.json", folder / "checkpoints" / "old"
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            inner.mkdir()
+            for path in (stream, named, inner / "0.pt"):
+                path.write_bytes(b"line\n")
+            for path in (stream, named, inner / "0.pt"):
+                path.unlink()
+            inner.rmdir()
+
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        for _ in range(3000):
+            Outbox(folder).news(1 << 20, at_once=True)
+    finally:
+        over.set()
+        other.join()
 
 
 def test_room_holds_the_servers_beside_the_first_worker() -> None:

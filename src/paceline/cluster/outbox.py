@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import time
@@ -34,7 +35,8 @@ class Outbox:
         for path in sorted((self._folder / "streams").glob("*.jsonl")):
             name = f"streams/{path.name}"
             sent = self._sent.get(name, 0)
-            with path.open("rb") as file:
+            data = b""
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 file.seek(sent)
                 data = file.read(most)
             if data:
@@ -60,18 +62,27 @@ class Outbox:
         return ("file", name, start, data, last)
 
     def _new_file(self) -> tuple[str, Any, int] | None:
-        for path in sorted(self._folder.rglob("*")):
-            inside = path.relative_to(self._folder)
-            hidden = any(part.startswith(".") for part in inside.parts)
-            if hidden or inside.parts[0] in ("streams", "farewells") or not path.is_file():
+        for inside in self._files():
+            try:
+                file = (self._folder / inside).open("rb")
+            except FileNotFoundError:
                 continue
-            file = path.open("rb")
             written = os.fstat(file.fileno()).st_mtime_ns
             if self._sent.get(str(inside)) != written:
                 self._sent[str(inside)] = written
                 return str(inside), file, 0
             file.close()
         return None
+
+    def _files(self) -> list[pathlib.Path]:
+        """Of the run, but for its streams. Any of them may be gone when it is looked at: others write and remove."""
+        found = []
+        for folder, inner, names in os.walk(self._folder):
+            inside = pathlib.Path(folder).relative_to(self._folder)
+            unwanted = ("streams", "farewells") if inside == pathlib.Path() else ()
+            inner[:] = [name for name in inner if not name.startswith(".") and name not in unwanted]
+            found += [inside / name for name in names if not name.startswith(".")]
+        return sorted(path for path in found if (self._folder / path).is_file())
 
     def close(self) -> None:
         if self._open is not None:

@@ -123,6 +123,10 @@ class Cluster:
     def get(self, reference: Any) -> Any:
         return self._ray.get(reference)
 
+    def cause(self, error: BaseException) -> str:
+        """Why an agent is not there any more, where it failed by itself: " (so)", or nothing."""
+        return f" ({error.cause!r})" if isinstance(error, self._ray.exceptions.RayTaskError) else ""
+
     def reserve(self, wait: Callable[[list[Any], float], list[Any]], seconds: float = 60.0) -> None:
         """Get the places; `wait` may raise to give up."""
         strategy = {"spread": "SPREAD", "pack": "PACK"}[self.room.place]

@@ -244,11 +244,12 @@ class RayEngine:
         """Take what an agent has told."""
         try:
             news = self._cluster.get(reference)
-        except self._cluster.Lost:
+        except self._cluster.Lost as error:
             member.lost = True
             ranks, member.running = sorted(member.running, reverse=True), set()
+            where = member.host + self._cluster.cause(error)
             for rank in ranks:
-                self._replace(member, self._supervision.record(Gone(rank, -signal.SIGKILL, None), member.host))
+                self._replace(member, self._supervision.record(Gone(rank, -signal.SIGKILL, None), where))
             return
         for kind, *facts in news:
             match kind:
