@@ -33,9 +33,9 @@ class Floor:
             if row[0] != made.signature:
                 other = Operation.of(row[0])
                 raise Mismatch(
-                    f"rank {rank} is at {other.spoken if other else 'something else'} while rank {self.rank} is at "
-                    f"{made.spoken}: all members must do the same",
-                    [rank],
+                    f"{self.board.called([rank])} is at {other.spoken if other else 'something else'} while "
+                    f"{self.board.called([self.rank])} is at {made.spoken}: all members must do the same",
+                    [self.board.ranks[rank]],
                 )
 
     def named(self, error: TeamError, made: Operation) -> TeamError:
@@ -43,5 +43,6 @@ class Floor:
         for rank in error.ranks:
             reason = self.board.gone_soon(rank)
             if reason is not None:
-                return WorkerLost(f"rank {rank} {reason} in the middle of {made.spoken}", [rank])
+                who = self.board.called([rank])
+                return WorkerLost(f"{who} {reason} in the middle of {made.spoken}", [self.board.ranks[rank]])
         return error

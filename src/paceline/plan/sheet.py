@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from torch import nn
 
 from paceline.config import Launch, Profiling
 from paceline.errors import UsageError
 from paceline.plan.costs import Cost, measure
+from paceline.plan.mixing import mixes
 from paceline.plan.partition import Problem
+from paceline.plan.rows import batch_of, has_rows
 from paceline.plan.trace import Trace, trace
 
 _PATIENCE = 600.0
@@ -37,23 +38,13 @@ class Sheet(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     microbatch: int
     """Samples that the costs are of."""
+    mixes: bool = False
+    """Whether samples have something to do with each other, so that a batch is not cut."""
 
     def problem(self, stages: int = 1) -> Problem:
         """Not cut where something is in parts, which would be made whole for it, if it can be cut elsewhere."""
         whole = [cut for cut in self.cuts if all(self.costs[value].whole for value in self.crossing[cut])]
         return Problem(self.costs, whole if len(whole) >= stages - 1 else self.cuts, self.crossing)
-
-
-def batch_of(inputs: Sequence[Any]) -> int:
-    """How many samples are in a batch: the rows of the first tensor."""
-    for one in inputs:
-        if isinstance(one, torch.Tensor) and one.dim():
-            return int(one.shape[0])
-    raise UsageError("the model is called without a tensor that has a row for every sample; a pipeline cuts batches")
-
-
-def has_rows(value: Any, batch: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch
 
 
 def undivided(model: nn.Module, traced: Trace, norm: str) -> str:
@@ -78,6 +69,11 @@ def undivided(model: nn.Module, traced: Trace, norm: str) -> str:
             "the model changes its buffers with every call, so a batch is not cut into microbatches; norm=microbatch "
             "lets each microbatch change them"
         )
+    if norm == "batch" and traced.mixes:
+        return (
+            "what the model returns for a sample depends on the others of its batch, so this is not cut into "
+            "microbatches; norm=microbatch lets each microbatch be by itself"
+        )
     return ""
 
 
@@ -97,8 +93,12 @@ def sheet(
     """Measure a traced model, with as many samples as a microbatch has."""
     inputs = traced.flat_inputs(args, kwargs)
     batch = batch_of(inputs)
-    few = batch if undivided(model, traced, norm) else max(1, batch // microbatches)
+    few = max(1, batch // microbatches)
     some = [one[:few] if has_rows(one, batch) else one for one in inputs]
+    if few < batch and norm == "batch" and not undivided(model, traced, norm):
+        traced.mixes = mixes(traced, model, inputs, batch, few)
+    if undivided(model, traced, norm):
+        few, some = batch, inputs
     return Sheet(
         names=[operation.name for operation in traced.operations],
         shown=[operation.shown for operation in traced.operations],
@@ -108,6 +108,7 @@ def sheet(
         crossing=traced.crossing(),
         batch=batch,
         microbatch=few,
+        mixes=traced.mixes,
     )
 
 

@@ -73,7 +73,7 @@ class Coordinator:
         self._policy: Policy = make_policy(parse_strategy(plan.strategy), range(plan.workers))
         folder = None if plan.folder is None else Path(plan.folder)
         self._recorder = Recorder(folder, -1) if plan.replica == 1 else ReplicaRecorder(folder, -1, plan.replica)
-        self._seats = Seats(seats, plan.capacity)
+        self._seats = Seats(seats, plan.capacity, plan.replica)
         self._updates = Updates(plan, self._seats, shards, self._recorder, self._policy.k)
         self._samples = Samples(
             self._seats, self._policy, self._updates, self._recorder, plan.timeouts.meeting, self._execute
@@ -179,17 +179,17 @@ class Coordinator:
                 continue
             if waited >= limits.meeting:
                 raise TeamTimeout(
-                    f"rank {seat.rank} waited {waited:.1f} s for {self._seats.named(late)} at {seat.state.value}; "
-                    f"the timeout is {limits.meeting:g} s",
-                    late,
+                    f"{self._seats.called([seat.rank])} waited {waited:.1f} s for {self._seats.named(late)} at "
+                    f"{seat.state.value}; the timeout is {limits.meeting:g} s",
+                    self._seats.processes(late),
                 )
             if waited < limits.notice:
                 self._notices.pop(seat.rank, None)
             elif waited >= notice:
                 self._notices[seat.rank] = 2 * waited
                 self._say(
-                    f"rank {seat.rank} waits for {self._seats.named(late)} at {seat.state.value}: {waited:.0f} s "
-                    f"so far, the timeout is {limits.meeting:g} s"
+                    f"{self._seats.called([seat.rank])} waits for {self._seats.named(late)} at {seat.state.value}: "
+                    f"{waited:.0f} s so far, the timeout is {limits.meeting:g} s"
                 )
         self._unstick()
 
@@ -381,14 +381,15 @@ class Coordinator:
 
     def _lost(self, seat: Seat, how: str = "died") -> None:
         """A worker has died."""
-        how = f"on {seat.host} {how}" if seat.host else how
+        who, how = self._seats.called([seat.rank]), f"on {seat.host} {how}" if seat.host else how
         state = seat.state
         self._recorder.add(events.Lost(seat.rank, time.perf_counter()))
         leases = self._remove(seat, "lost")
         if not (self._policy.spare or self._plan.elastic):
             if self._seats:
                 raise WorkerLost(
-                    f"rank {seat.rank} {how}; under {self._plan.strategy} every update needs all workers", [seat.rank]
+                    f"{who} {how}; under {self._plan.strategy} every update needs all workers",
+                    self._seats.processes([seat.rank]),
                 )
             return
         if not self._seats:
@@ -398,7 +399,7 @@ class Coordinator:
             return
         again = f"; what it trained on ({leases} minibatches) goes to the others" if leases else ""
         doing = "" if state is State.COMPUTING else f" while it waited for {state.value}"
-        self._say(f"rank {seat.rank} {how}{doing}; the other {len(self._seats)} go on without it{again}")
+        self._say(f"{who} {how}{doing}; the other {len(self._seats)} go on without it{again}")
 
     def _remove(self, seat: Seat, why: str) -> int:
         """A worker is gone: its version is free, its samples are for others; what it has pushed still counts."""

@@ -98,8 +98,10 @@ class Shelf:
 class Seats(dict[int, Seat]):
     """All workers who are here, by rank, and the versions that they hold."""
 
-    def __init__(self, seats: dict[int, Seat], capacity: int) -> None:
+    def __init__(self, seats: dict[int, Seat], capacity: int, replica: int = 1) -> None:
+        """replica: processes that are one worker here."""
         super().__init__(seats)
+        self._replica = replica
         self.shelf = Shelf(capacity + 2)
         for seat in seats.values():
             self.shelf.hold(seat.buffer)
@@ -120,7 +122,16 @@ class Seats(dict[int, Seat]):
     def named(self, ranks: list[int]) -> str:
         """How messages speak of these workers."""
         hosts = sorted({self[rank].host for rank in ranks if rank in self and self[rank].host})
-        return f"{names(ranks)} on {' and '.join(hosts)}" if hosts else names(ranks)
+        return f"{self.called(ranks)} on {' and '.join(hosts)}" if hosts else self.called(ranks)
+
+    def called(self, ranks: list[int]) -> str:
+        if self._replica == 1:
+            return names(ranks)
+        return " and ".join(f"the replica of {names(self.processes([rank]))}" for rank in ranks)
+
+    def processes(self, ranks: list[int]) -> list[int]:
+        """The ranks in the team of those whom the server has as these."""
+        return [rank * self._replica + place for rank in ranks for place in range(self._replica)]
 
     def tell(self, seat: Seat, message: msgspec.Struct) -> None:
         try:

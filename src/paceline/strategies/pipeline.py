@@ -8,6 +8,7 @@ that is when it is known what it is called with.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +24,8 @@ from paceline.errors import UsageError
 from paceline.events import Update
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.plan.partition import Device, partition
-from paceline.plan.sheet import batch_of, sheet, undivided
+from paceline.plan.rows import batch_of
+from paceline.plan.sheet import sheet, undivided
 from paceline.plan.trace import Trace, trace
 from paceline.strategies.base import Options, Surroundings, Trainer
 from paceline.strategies.split.deferred import Deferred
@@ -132,9 +134,9 @@ class PipelineTrainer(Trainer):
         self._calls += 1
         passage = Passage(line, call, training)
         if not training:
-            return known.returned(passage.outputs())
+            return known.returned(passage.outputs(), inputs)
         outlines = line.outlines(kind, args, kwargs, batch)
-        return known.returned([Deferred.made(passage, one, number) for number, one in enumerate(outlines)])
+        return known.returned([Deferred.made(passage, one, number) for number, one in enumerate(outlines)], inputs)
 
     def _check_rows(self, inputs: list[Any]) -> None:
         """Refuse to cut what has its samples elsewhere than in its rows."""
@@ -149,7 +151,7 @@ class PipelineTrainer(Trainer):
     def _sizes(self, traced: Trace, batch: int, first: bool) -> tuple[int, ...]:
         """Samples of each microbatch."""
         wanted = self._spec.microbatches
-        why = self._undivided(traced)
+        why = self._undivided(traced) if batch > 1 else ""
         if why:
             self._say_once(why)
             wanted = 1
@@ -199,10 +201,9 @@ class PipelineTrainer(Trainer):
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
         own = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], norm)  # type: ignore[misc]
-        parts = [
-            msgspec.json.decode(part, type=float)
-            for part in self._members.gather(msgspec.json.encode(float(own)), Intent.CLIP)
-        ]
+        # JSON has no word for what is infinite or not a number.
+        told = self._members.gather(msgspec.msgpack.encode(float(own)), Intent.CLIP)
+        parts = [msgspec.msgpack.decode(part, type=float) for part in told]
         total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
         return total
@@ -295,7 +296,7 @@ class PipelineTrainer(Trainer):
                 traced = trace(self._model, args, kwargs, len(self._rota.workers))
             except UsageError as caught:
                 error = str(caught)
-        answer = {"error": error, "names": len(traced.operations) if traced else 0}
+        answer = {"error": error, "operations": _fingerprint(traced) if traced else ""}
         self._agree(answer)
         assert traced is not None
         self._undivided(traced)
@@ -308,6 +309,7 @@ class PipelineTrainer(Trainer):
             return [everybody[rank] for rank in ranks]
 
         group = Group(self._rank, self._size, exchange, members.meeting.timeouts, self._around.say)
+        group.board.ranks = [members.meeting.ranks[rank] for rank in ranks]
         place = Place(
             ranks=ranks,
             rota=self._rota,
@@ -358,14 +360,21 @@ class PipelineTrainer(Trainer):
                     microbatches=spec.microbatches,
                     slack=_SLACK,
                 )
-                answer["bounds"] = found.bounds
+                answer["bounds"], answer["mixes"] = found.bounds, known.mixes
             except UsageError as caught:
                 answer["error"] = str(caught)
         payload = msgspec.json.encode(answer)
         told: dict[str, Any] = msgspec.json.decode(self._members.gather(payload)[0])
         if "error" in told:
             raise UsageError(told["error"])
+        traced.mixes = told["mixes"]
+        self._undivided(traced)
         return list(told["bounds"])
+
+
+def _fingerprint(traced: Trace) -> str:
+    """Equal for traces of the same operations."""
+    return hashlib.sha256(repr(traced.operations).encode()).hexdigest()
 
 
 def _rota(spec: Pipeline) -> Rota:

@@ -26,12 +26,12 @@ class ReplicaMeeting:
     """Where the workers of a replica meet."""
 
     def __init__(self, members: Members, seat: Seat, say: Callable[[str], None]) -> None:
-        self._seat = seat
-        self._ranks = seat.replica_ranks()
-        size = len(self._ranks)
+        ranks = seat.replica_ranks()
+        size = len(ranks)
         memories = [members.share(Meeting.memory_size(size)) for _ in range(seat.shape.data)]
         memory: Memory = memories[seat.replica]
         self._meeting = Meeting(memory, seat.place, size, members.meeting.timeouts, say)
+        self._meeting.ranks = ranks
         self._meeting.crowd(members.size)
         self._meeting.sign_in()
         members.meeting.meet(Intent.ALLOCATE)
@@ -48,17 +48,8 @@ class ReplicaMeeting:
                 f"what a replica's first worker was told takes {len(payload)} bytes, more than can be passed on"
             )
         meeting.note[: len(payload)] = payload
-        try:
-            meeting.meet(intent, len(payload))
-        except TeamError as error:
-            raise self._named(error) from None
+        meeting.meet(intent, len(payload))
         return [bytes(note[: meeting.length(place)]) for place, note in enumerate(meeting.notes)]
-
-    def _named(self, error: TeamError) -> TeamError:
-        ranks = [self._ranks[place] for place in error.ranks]
-        first, last = self._ranks[0], self._ranks[-1]
-        where = f"in replica {self._seat.replica} (ranks {first} to {last}, there counted from 0)"
-        return type(error)(f"{where}: {error}", ranks)
 
     def leave(self) -> None:
         self._meeting.sign_out()

@@ -89,6 +89,7 @@ def come_together(members: Members, ranks: list[int], say: Callable[[str], None]
         return [everybody[rank] for rank in ranks]
 
     group = Group(ranks.index(members.rank), len(ranks), exchange, members.meeting.timeouts, say)
+    group.board.ranks = [members.meeting.ranks[rank] for rank in ranks]
     group.board.crowd(members.size)
     return Member(group.rank, group.size, MailChannel(group.mailbox), group)
 

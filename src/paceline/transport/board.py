@@ -70,7 +70,9 @@ class Board(Steps):
         self.come(topic, spin)
         for rank in self._peers:
             if self.failed(rank):
-                raise TeamError(f"rank {rank} {self.gone(rank)} in the middle of {topic.spoken}", [rank])
+                raise TeamError(
+                    f"{self.called([rank])} {self.gone(rank)} in the middle of {topic.spoken}", [self.ranks[rank]]
+                )
 
 
 def _row(size: int) -> int:

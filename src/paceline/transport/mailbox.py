@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -65,15 +65,9 @@ class Transfer:
 class Sending(Transfer):
     """On its way to `peer`."""
 
-    def __repr__(self) -> str:
-        return f"a message to rank {self.peer}"
-
 
 class Receiving(Transfer):
     """Awaited from `peer`, or from anybody; then `peer` is who sent it."""
-
-    def __repr__(self) -> str:
-        return "a message from anybody" if self.peer == ANY else f"a message from rank {self.peer}"
 
 
 class _Ring:
@@ -289,9 +283,9 @@ class Mailbox:
                 if signature & 3 == _REFUSED:
                     wanted = f"{signature >> 10} x {self._dtypes[signature >> 2 & 255]}"
                     refused = Mismatch(
-                        f"rank {self.rank} sent {sending.tensor.numel()} x {sending.tensor.dtype} to rank {peer}, "
-                        f"which expects {wanted}",
-                        [peer],
+                        f"rank {self._ranks[self.rank]} sent {sending.tensor.numel()} x {sending.tensor.dtype} to rank "
+                        f"{self._ranks[peer]}, which expects {wanted}",
+                        [self._ranks[peer]],
                     )
                 self._finish(sending, refused)
 
@@ -324,9 +318,9 @@ class Mailbox:
         if message.size != tensor.nbytes or self._dtypes[message.dtype] != tensor.dtype:
             sent = self._dtypes[message.dtype]
             error = Mismatch(
-                f"rank {source} sent {message.size // sent.itemsize} x {sent} to rank {self.rank}, "
-                f"which expects {tensor.numel()} x {tensor.dtype}",
-                [source],
+                f"rank {self._ranks[source]} sent {message.size // sent.itemsize} x {sent} to rank "
+                f"{self._ranks[self.rank]}, which expects {tensor.numel()} x {tensor.dtype}",
+                [self._ranks[source]],
             )
         else:
             try:
@@ -337,8 +331,9 @@ class Mailbox:
                     self._reach.view(source, message.where).copy(0, tensor)
             except (TeamError, OSError) as failure:
                 reason = self._steps.gone_soon(source)
-                words = f"rank {source} {reason or failure}; its message to rank {self.rank} is lost"
-                error = WorkerLost(words, [source]) if reason else TeamError(words, [source])
+                who, here = self._ranks[source], self._ranks[self.rank]
+                words = f"rank {who} {reason or failure}; its message to rank {here} is lost"
+                error = WorkerLost(words, [who]) if reason else TeamError(words, [who])
         if message.ticket >= 0:
             wanted = tensor.numel() << 10 | self._numbers[tensor.dtype] << 2
             self._in[source].signatures[message.ticket] = _REFUSED | wanted if error else _SIGNED
@@ -368,21 +363,32 @@ class Mailbox:
 
     def _check(self, transfer: Transfer, waited: float, limit: float) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
-        ranks = others if transfer.peer == ANY else [transfer.peer]
-        gone = {rank: self._steps.gone(rank) for rank in ranks}
-        if ranks and all(gone.values()):
+        peers = others if transfer.peer == ANY else [transfer.peer]
+        gone = [self._steps.gone(peer) for peer in peers]
+        here, ranks = self._ranks[self.rank], [self._ranks[peer] for peer in peers]
+        if peers and all(gone):
             self.look()  # it may have sent, and only then ended
             if not transfer.done:
                 error = WorkerLost(
-                    f"rank {ranks[0]} {gone[ranks[0]]}; rank {self.rank} was waiting for {transfer!r}", ranks
+                    f"rank {ranks[0]} {gone[0]}; rank {here} was waiting for {self._spoken(transfer)}", ranks
                 )
                 self._abandon(transfer, error)
         elif waited >= limit:
             error_late = TeamTimeout(
-                f"rank {self.rank} waited {waited:.1f} s for {transfer!r} ({names(ranks)}); the timeout is {limit:g} s",
+                f"rank {here} waited {waited:.1f} s for {self._spoken(transfer)} ({names(ranks)}); the timeout is "
+                f"{limit:g} s",
                 ranks,
             )
             self._abandon(transfer, error_late)
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        """What the members are called."""
+        return self._steps.ranks
+
+    def _spoken(self, transfer: Transfer) -> str:
+        who = "anybody" if transfer.peer == ANY else f"rank {self._ranks[transfer.peer]}"
+        return f"a message {'to' if isinstance(transfer, Sending) else 'from'} {who}"
 
     def _abandon(self, transfer: Transfer, error: Exception) -> None:
         with self._lock:
@@ -395,7 +401,8 @@ class Mailbox:
 
     def _withdraw(self, transfer: Transfer) -> None:
         if isinstance(transfer, Receiving):
-            self._abandon(transfer, TeamError(f"the wait of rank {self.rank} for {transfer!r} was interrupted"))
+            here = self._ranks[self.rank]
+            self._abandon(transfer, TeamError(f"the wait of rank {here} for {self._spoken(transfer)} was interrupted"))
 
     def _look_after(self) -> None:
         while not self._closed:

@@ -71,6 +71,7 @@ class SpreadMeeting:
     ) -> None:
         """memory: shared by the members of this machine, zeroed. wires: the lead's."""
         self.rank, self.size = rank, sum(map(len, machines))
+        self.ranks: Sequence[int] = range(self.size)
         self._local, self._wires, self._say = local, wires, say
         self._machines, self._hosts = machines, hosts
         self._machine_of = {member: number for number, ranks in enumerate(machines) for member in ranks}

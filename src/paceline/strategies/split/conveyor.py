@@ -23,6 +23,7 @@ from paceline.events import Pass, Recorder, Wait
 from paceline.plan.trace import Part
 from paceline.simulate.schedules import Operation
 from paceline.splits.split import whole
+from paceline.strategies.split.later import backward_of_inputs, separable
 from paceline.strategies.split.rota import Rota
 from paceline.transport.mailbox import Mailbox, Receiving, Sending
 
@@ -120,6 +121,8 @@ class Conveyor:
         self._here: dict[tuple[int, int, int, int], Any] = {}
         """Values and gradients between two stages of this worker."""
         self._kept: dict[tuple[int, int], _Kept] = {}
+        self._separable: dict[Any, bool] = {}
+        """By stage and kind of microbatch, whether gradients of weights can be made after those of inputs."""
         self._sending: list[Sending] = []
         self._expected: dict[tuple[int, int, int], list[Receiving]] = {}
         """Gradients that are to come, by stage, value and microbatch."""
@@ -213,17 +216,30 @@ class Conveyor:
             # There is nobody to send a gradient to, so all of it can wait.
             kept.late = (lambda: _backward(outputs, gradients)) if outputs else None
         elif outputs:
-            # Only where it is needed: this takes seconds to import.
-            from torch.distributed.pipelining._backward import stage_backward_input
-
-            flat = [value.clone() if value._is_view() else value for value in outputs]
-            _, groups = stage_backward_input(flat, gradients, list(inputs.values()), iter(weights))
-            kept.late = lambda: _weight_gradients(weights, groups)
+            kept.late = self._in_parts(
+                (stage.index, batch.kind(microbatch)), outputs, gradients, [*inputs.values()], weights
+            )
         kept.given = {}
         self._note("B", stage, microbatch, batch, start)
         for number, value in inputs.items():
             gradient = value.grad if value.grad is not None else torch.zeros_like(value)
             self._send(self._makers[number], stage.index, number, microbatch, _GRADIENT, gradient)
+
+    def _in_parts(
+        self,
+        kind: Any,
+        outputs: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        weights: list[torch.nn.Parameter],
+    ) -> Callable[[], None] | None:
+        """Make what others wait for; returns what makes the rest."""
+        if kind not in self._separable:
+            self._separable[kind] = separable(outputs, inputs)
+        if self._separable[kind]:
+            return backward_of_inputs(outputs, gradients, inputs, weights)
+        _backward(outputs, gradients)
+        return None
 
     def _weights(self, stage: Stage, microbatch: int, batch: Batch, _: bool) -> None:
         start = time.perf_counter()
@@ -371,9 +387,3 @@ def _label(value: Any) -> Label:
         dtype = str(value.dtype).removeprefix("torch.")
         return Label(dtype, list(value.shape), value.requires_grad, None, laid_out(value))
     return Label("", [], False, value)
-
-
-def _weight_gradients(weights: list[torch.nn.Parameter], groups: list[dict[str, Any]]) -> None:
-    from torch.distributed.pipelining._backward import stage_backward_weight
-
-    stage_backward_weight(iter(weights), groups)

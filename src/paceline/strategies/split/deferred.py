@@ -190,7 +190,13 @@ def _outlined(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     if known:
         return _shapes[key]
     outlines = pytree.tree_map_only(Tensor, _outline, (args, options))
-    result = func(*outlines[0], **outlines[1])
+    try:
+        result = func(*outlines[0], **outlines[1])
+    except RuntimeError as error:
+        if "item()" not in str(error):  # it looks whether its arguments are allowed, which those without values are not
+            raise
+        made_up = pytree.tree_map_only(Tensor, _ones, (args, options))
+        result = pytree.tree_map_only(Tensor, _outline, func(*made_up[0], **made_up[1]))
     if key is not None and len(_shapes) < 10_000:
         _shapes[key] = result
     return result
@@ -198,6 +204,11 @@ def _outlined(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 def _outline(tensor: Tensor) -> Tensor:
     return tensor.outline if isinstance(tensor, Deferred) else tensor.detach().to("meta")
+
+
+def _ones(tensor: Tensor) -> Tensor:
+    outline = _outline(tensor)
+    return torch.ones(outline.shape, dtype=outline.dtype)
 
 
 def _settled(value: Deferred) -> Tensor:

@@ -16,16 +16,22 @@ from torch.utils import _pytree as pytree
 from paceline.collectives.group import Group
 from paceline.errors import UsageError
 from paceline.events import Recorder
-from paceline.plan.sheet import batch_of, has_rows
+from paceline.plan.rows import batch_of, has_rows
+from paceline.plan.settings import settings
 from paceline.plan.trace import GraphTrace, Trace
 from paceline.simulate.schedules import SCHEDULES, Operation, Order, shared
+from paceline.strategies.split import rehearsal
 from paceline.strategies.split.conveyor import Conveyor, Stage, laid_out, lifted
+from paceline.strategies.split.deferred import Deferred
 from paceline.strategies.split.home import Home
-from paceline.strategies.split.outlines import outlines
+from paceline.strategies.split.outlines import outlined
 from paceline.strategies.split.owners import Owners
 from paceline.strategies.split.passage import Passage
 from paceline.strategies.split.rota import Rota
+from paceline.strategies.split.shares import Shares
 
+_TRACES = 64
+"""How many are kept."""
 _END = -7
 """Tag of what the last stage tells all; those below are its owners'."""
 
@@ -76,6 +82,8 @@ class Line:
             start = end
         self._traces: dict[Any, tuple[Trace, Conveyor]] = {}
         self._shapes: dict[Any, list[torch.Tensor]] = {}
+        self._rehearsed: set[Any] = set()
+        """Kinds of losses that are known to be the sum of what microbatches give to them."""
         self._orders: dict[int, list[Operation]] = {}
         self._owners = Owners(self._rota, home.parameters, group.mailbox, place.recorder, place.ranks)
         conveyor = self._conveyor(traced, bounds)
@@ -101,8 +109,9 @@ class Line:
         )
         modes = tuple(module.training for module in self._model.modules())
         frozen = tuple(parameter.requires_grad for parameter in self._model.parameters())
+        read = settings(self._model) if isinstance(self._first, GraphTrace) else ()
         # A trace with one sample takes it that there always is one.
-        return (shapes, str(spec), modes, frozen, batch if self._first.counts else batch == 1)
+        return (shapes, str(spec), modes, frozen, read, batch if self._first.counts else batch == 1)
 
     def trace(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         """The model as it is called now: in another mode, or with inputs of another kind, it is another one."""
@@ -110,14 +119,20 @@ class Line:
             if isinstance(self._first, GraphTrace):
                 with self._place.traceable():
                     traced: Trace = GraphTrace(self._model, args, kwargs)
+                traced.mixes = self._first.mixes
             else:
                 traced = self._first
             bounds = self._bounds(traced)
             conveyor = self._conveyor(traced, bounds)
             self._note_users(traced, bounds)
             self._owners.find_routes()
+            if len(self._traces) == _TRACES:
+                del self._traces[next(iter(self._traces))]
             self._traces[key] = (traced, conveyor)
-        return self._traces[key][0]
+        traced = self._traces[key][0]
+        for module, name, value in traced.changed:
+            setattr(module, name, value)
+        return traced
 
     def _bounds(self, traced: Trace) -> list[int]:
         """The same cut of another trace: operations stay with those of the same name, others with their inputs.
@@ -138,11 +153,14 @@ class Line:
         return [*bounds, len(stages)]
 
     def outlines(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> list[torch.Tensor]:
-        """What the model returns for a batch of this size, without values."""
+        """What the model computes and returns for a batch of this size, without values."""
         key = (kind, batch, torch.is_autocast_enabled("cpu"))
         if key not in self._shapes:
             with self._place.traceable():
-                self._shapes[key] = outlines(self._model, args, kwargs)
+                made = outlined(self._model, args, kwargs)
+            if len(self._shapes) == _TRACES:
+                del self._shapes[next(iter(self._shapes))]
+            self._shapes[key] = self._traces[kind][0].computed(made)
         return self._shapes[key]
 
     # -- who does what -----------------------------------------------------------------------------------------------
@@ -247,6 +265,20 @@ class Line:
     def updated(self) -> None:
         """This worker's optimizer has made its step."""
         self._owners.updated()
+
+    def rehearse(self, loss: Deferred, shares: Shares) -> None:
+        """Once for every kind of loss, where the last stage is; all are told."""
+        kind = rehearsal.kind(loss, shares.sizes)
+        if kind in self._rehearsed:
+            return
+        outcome = self.from_end(torch.tensor(rehearsal.adds_up(loss, shares)) if self.is_end else None)
+        if not outcome:
+            raise UsageError(
+                "what microbatches give to the loss does not add up to that of the batch: it compares samples with "
+                "each other, or their rows are not outermost where it computes with them; let it keep samples in the "
+                "first dimension, or write microbatches=1"
+            )
+        self._rehearsed.add(kind)
 
     def to_end(self, own: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
         end, *others = self._rota.workers[-1]

@@ -9,11 +9,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from paceline.plan.settings import Settings
 from paceline.strategies.cancellation import Snapshot
 
 
-def outlines(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Of all that it returns, on the meta device; random numbers and buffers are put back."""
+def outlined(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What it returns, with tensors on the meta device; random numbers, buffers and plain attributes are put back."""
+    own = Settings(model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             made = _without_values(model, args, kwargs)
@@ -24,9 +26,12 @@ def outlines(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 made = model(*args, **kwargs)
             finally:
                 snapshot.restore()
-    return [
-        torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in pytree.tree_leaves(made)
-    ]
+    own.restore()
+    return pytree.tree_map_only(torch.Tensor, _outline, made)
+
+
+def _outline(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _without_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

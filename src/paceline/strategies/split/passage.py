@@ -49,6 +49,9 @@ class Line(Protocol):
     def from_end(self, value: torch.Tensor | None) -> torch.Tensor:
         """The end's tensor, on every worker."""
 
+    def rehearse(self, loss: Deferred, shares: Shares) -> None:
+        """Refuse a loss that the parts of microbatches do not add up to."""
+
     def after_backward(self, passage: Passage) -> None: ...
 
 
@@ -132,6 +135,8 @@ class Passage:
                 f"backward needs a loss of one element; this one has the shape {tuple(loss.outline.shape)}"
             )
         self._shares.check(loss)
+        if len(self.sizes) > 1:
+            self._line.rehearse(loss, self._shares)
         self._loss = loss
         try:
             self._line.backward(self, forwarded=self._forwarded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from paceline.errors import UsageError
 from paceline.strategies.split.deferred import Deferred, bound, leaves_of, replay
 
 Tensor = torch.Tensor
+Results = Sequence[Tensor] | Mapping[int, Tensor]
+"""What a model returns for a microbatch, by numbers."""
 
 _SAME = {
     "rmul": "mul",
@@ -25,6 +27,11 @@ _SAME = {
 }
 _LINEAR = {"mul", "div", "add", "sub", "rsub", "neg", "float", "double", "to", "type", "clone", "reshape", "view"}
 """What may be done to a scalar of every microbatch and be summed after: it comes to the same."""
+
+
+_ELEMENTWISE = _LINEAR | {"pow", "rpow", "rdiv", "rtruediv", "maximum", "minimum", "where", "lerp", "fmod", "remainder"}
+_ELEMENTWISE |= {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and", "or", "masked_fill"}
+"""What is done to the elements of tensors that are laid one upon the other, beginning with their last dimension."""
 
 
 def _spoken(function: Any) -> str:
@@ -43,14 +50,14 @@ class Shares:
     """How what each microbatch gives to the loss adds up to the loss of the batch."""
 
     def __init__(self, batch: int, sizes: Sequence[int]) -> None:
-        self._batch, self._sizes = batch, sizes
+        self._batch, self.sizes = batch, sizes
         self._counted: dict[int, Tensor | None] = {}
         self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
 
     def check(self, loss: Deferred) -> None:
         """Refuse a loss that cannot be put together from microbatches; the same on every worker."""
         seen: set[int] = set()
-        left = [loss] if len(self._sizes) > 1 else []
+        left = [loss] if len(self.sizes) > 1 else []
         while left:
             of = left.pop()
             if id(of) in seen:
@@ -97,34 +104,34 @@ class Shares:
         """A microbatch's rows of a tensor with so many for every sample."""
         each = tensor.shape[0] // self._batch
         start = self._starts[microbatch] * each
-        return tensor[start : start + self._sizes[microbatch] * each]
+        return tensor[start : start + self.sizes[microbatch] * each]
 
-    def loss(self, loss: Deferred, results: Sequence[Tensor], microbatch: int) -> Tensor:
+    def loss(self, loss: Deferred, results: Results, microbatch: int) -> Tensor:
         """The part of the loss that is this microbatch's; those of all add up to it."""
         return _Made(self, results, microbatch).value(loss)
 
-    def made(
-        self, of: Deferred, value: Callable[[Deferred], Tensor], results: Sequence[Tensor], microbatch: int
-    ) -> Tensor:
+    def made(self, of: Deferred, value: Callable[[Deferred], Tensor], results: Results, microbatch: int) -> Tensor:
         """One step on the way to it; `value` knows those before."""
         if of.function is None:
             return results[of.number]
-        if len(self._sizes) == 1:
+        if len(self.sizes) == 1:
             return replay(of, value, lambda tensor: tensor)
         # Another tensor goes with a value if it has as many rows, and the value's rows are the batch's.
         counts = set()
         for leaf in leaves_of(of):
             if leaf.outline.dim():
                 whole, here = leaf.outline.shape[0], value(leaf).shape[0]
-                if here * self._batch == whole * self._sizes[microbatch]:
+                if here * self._batch == whole * self.sizes[microbatch]:
                     counts.add(whole)
         of_classes = bound(of).get("weight" if of.function in _BY_CLASS else "pos_weight")
         picked = _picked(of)
 
         def other(tensor: Tensor) -> Tensor:
             if tensor is picked:
-                return tensor[: self._sizes[microbatch] * len(tensor) // self._batch]
+                return tensor[: self.sizes[microbatch] * len(tensor) // self._batch]
             with_rows = tensor.dim() and tensor.shape[0] in counts and tensor is not of_classes
+            if with_rows and _spoken(of.function) in _ELEMENTWISE:
+                with_rows = tensor.dim() == of.outline.dim()  # otherwise its first dimension meets a later one
             return self.rows(tensor, microbatch) if with_rows else tensor
 
         if of.outline.dim():
@@ -143,20 +150,20 @@ class Shares:
         name, scalars = _spoken(of.function), leaves_of(of)
         if name in ("add", "sub", "rsub") and len(scalars) == 1:
             # A constant counts once, not once for every microbatch.
-            share = self._sizes[microbatch] / self._batch
+            share = self.sizes[microbatch] / self._batch
             alone = replay(of, lambda leaf: torch.zeros((), dtype=leaf.outline.dtype), lambda tensor: tensor)
             return made - alone * (1 - share)
         return made
 
     def _weight(self, of: Deferred, microbatch: int) -> float:
         """What the mean over a microbatch counts in the mean over the batch."""
-        return 1.0 if _reduction(of) == "sum" else self._sizes[microbatch] / self._batch
+        return 1.0 if _reduction(of) == "sum" else self.sizes[microbatch] / self._batch
 
 
 class _Made:
     """What has been made of one microbatch's results; a function that calls itself would hold on to all of it."""
 
-    def __init__(self, shares: Shares, results: Sequence[Tensor], microbatch: int) -> None:
+    def __init__(self, shares: Shares, results: Results, microbatch: int) -> None:
         self._shares, self._results, self._microbatch = shares, results, microbatch
         self._known: dict[int, Tensor] = {}
 
