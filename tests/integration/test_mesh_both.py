@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Team, UsageError
+from paceline.config import Slowness
 from paceline.events import Event, Push, Update, decode
 
 ONE = "mesh:data=1,pipeline=2,tensor=2,microbatches=2"
@@ -52,6 +53,15 @@ def test_losses_of_two_replicas_are_those_of_the_plain_model(kind: str, sync: st
         assert all(found[rank] == found[ranks[0]] for rank in ranks)
     mean = [(first + second) / 2 for first, second in zip(found[0], found[4], strict=True)]
     assert apart(mean, train(None, kind, 8, batch=20)) < 1e-5
+
+
+def test_workers_with_parts_of_a_layer_keep_one_order_though_gradients_come_at_different_times() -> None:
+    # Stage 1 has the first gradient after 20 ms, and one of its workers sends it 20 ms later: when stage 0 has ended two
+    # passes, at 60 ms, only one of its workers has got it.
+    paused = {rank: Slowness(shift=0.03) for rank in (0, 1)} | {3: Slowness(shift=0.02)}
+    launch = launched("mesh:data=1,pipeline=2,tensor=2,microbatches=5", slow=paused)
+    found = run_team(losses, 4, "chain", 6, 20, {}, launch=launch, timeout=100)
+    assert apart(found[0], train(None, "chain", 6, batch=20)) < 1e-5
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble"])

@@ -317,9 +317,15 @@ class PipelineTrainer(Trainer):
             recorder=self._recorder,
             slow=self._stopwatch.slow_pass,
             traceable=self._traceable,
+            in_step=self._in_step,
             meet=lambda: members.meeting.meet(Intent.BARRIER),
         )
         return Line(self._model, home, group, place, traced, bounds, (args, kwargs))
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether other workers do the same with their parts of the same layers."""
+        return False
 
     def _home(self) -> Home:
         return Home(self._members, self._model, self._optimizer)

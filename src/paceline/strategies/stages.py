@@ -138,6 +138,10 @@ class Stages(PipelineTrainer):
     def version(self, _value: int) -> None:
         raise AssertionError("versions are the mesh's")
 
+    @property
+    def _in_step(self) -> bool:
+        return self._inside is not None
+
     def _home(self) -> Any:
         cut = () if self._inside is None else self._inside.cutting.placements
         return _Home(self._members, self._model, self._seat, cut)

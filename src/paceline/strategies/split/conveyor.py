@@ -109,8 +109,13 @@ class Conveyor:
         recorder: Recorder,
         ranks: Sequence[int],
         slow: Callable[[float], None],
+        in_step: bool,
     ) -> None:
-        """stages: this worker's own; makers, takers: by value; ranks: in the team, by place in the mailbox."""
+        """stages: this worker's own; makers, takers: by value; ranks: in the team, by place in the mailbox.
+
+        in_step: whether the order must be kept, as others do the same at the same time.
+        """
+        self._in_step = in_step
         self._chunks = [stage for _, stage in sorted(stages.items())]
         self._makers, self._takers, self._results = makers, takers, results
         self._last = len(rota.workers) - 1
@@ -133,7 +138,7 @@ class Conveyor:
         left = deque(order)
         while left:
             operation = left.popleft()
-            if left and self._goes_first(left[0], operation):
+            if left and not self._in_step and self._goes_first(left[0], operation):
                 operation, left[0] = left[0], operation
             work = {"F": self._forward, "B": self._backward, "W": self._weights}[operation.kind]
             work(self._chunks[operation.chunk], operation.microbatch, batch, apart)

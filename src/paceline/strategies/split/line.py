@@ -49,6 +49,8 @@ class Place:
     """Called with the seconds of every pass: it may let it take longer."""
     traceable: Callable[[], contextlib.AbstractContextManager[None]]
     """While in there, the model can be traced, or called without values."""
+    in_step: bool
+    """Whether others do the same at the same time, so that the schedule's order must be kept, come what may."""
     meet: Callable[[], object]
     """Returns once all workers of the replica have called it."""
 
@@ -192,6 +194,7 @@ class Line:
             self._place.recorder,
             self._place.ranks,
             self._place.slow,
+            in_step=self._place.in_step,
         )
 
     def _check_buffers(self, traced: Trace, starts: list[int], ends: list[int]) -> None:
