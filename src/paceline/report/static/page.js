@@ -235,25 +235,28 @@ function report(data) {
     run.update(facts);
     drawn.push(run);
   }
-  window.paceline = { runs: drawn, ready: true };
-  only();
+  window.paceline = { runs: drawn, figures, show, ready: true };
 }
 
-// `#figures` tells which figures there are and how high; `#figure=N` shows one alone: what pictures are taken of.
-function only() {
-  const wanted = /^#figure=(\d+)$/.exec(location.hash);
-  if (!wanted && location.hash !== "#figures") return;
+let shown = [];
+
+
+// What pictures are taken of: the names of all figures; and one of them alone, with its height.
+function figures() {
   const main = document.getElementById("page");
-  const figures = [...document.querySelectorAll("[data-figure]")].filter((element) => !element.hidden);
   main.style.maxWidth = "none";
   main.style.width = "1220px";
   main.style.padding = "20px";
-  for (const figure of figures) figure.style.margin = "0";
-  main.replaceChildren(...(wanted ? [figures[Number(wanted[1])]] : figures));
-  for (const plot of document.querySelectorAll(".plot")) Plotly.Plots.resize(plot);
+  shown = [...document.querySelectorAll("[data-figure]")].filter((element) => !element.hidden);
+  for (const figure of shown) figure.style.margin = "0";
+  return shown.map((figure) => figure.dataset.figure);
+}
+
+async function show(number) {
+  document.getElementById("page").replaceChildren(shown[number]);
+  await Promise.all([...document.querySelectorAll(".plot")].map((plot) => Plotly.Plots.resize(plot)));
   for (const run of window.paceline.runs) run.timeline.draw();
-  const known = figures.map((figure) => [figure.dataset.figure, Math.ceil(figure.getBoundingClientRect().height)]);
-  document.body.dataset.figures = encodeURIComponent(JSON.stringify(known));
+  return Math.ceil(shown[number].getBoundingClientRect().height);
 }
 
 function live() {
