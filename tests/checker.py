@@ -121,6 +121,8 @@ class _Replay:
         self.groups = began // self.promise.size
         self.gone_since_update = False
         self.pushes: dict[int, Push] = {}
+        self.free_at: dict[int, int] = {}
+        """By ticket: samples that could be given out when it came."""
         self.ended: dict[int, str] = {}
         """By ticket: used, dropped or skipped."""
         self.leases: dict[int, Lease] = {}
@@ -218,6 +220,7 @@ class _Replay:
             self._say(f"{who} came twice")
             return
         self.pushes[push.ticket] = push
+        self.free_at[push.ticket] = self._free()
         if push.staleness != self.version - push.version:
             self._say(f"{who} is {self.version - push.version} versions stale, not {push.staleness}")
         if not self.last_version[push.rank] <= push.version <= self.version:
@@ -291,7 +294,7 @@ class _Replay:
             return
         if self.lockstep and not self.changed and not self._last_of_epoch(used):
             self._say(f"{what} is of {count} of {self.k}, and is not the last of its epoch")
-        if not self.lockstep and self._free():
+        if not self.lockstep and self._free_for(used):
             self._say(f"{what} is of {count} of {self.k}, though there are samples left to train on")
         if not self.carries and (late := self._holders() - {push.rank for push in used}):
             self._say(f"{what} is of {count} of {self.k}, though rank {min(late)} is not done")
@@ -303,7 +306,7 @@ class _Replay:
             members = {rank for rank in self.here - self.late - self.quit if self.unit[rank] == group}
             for rank in members - present:
                 computes = rank in self._holders() and not self.carries
-                if computes or not (self._free() == 0 or self.gone_since_update):
+                if computes or not (self._free_for(used) == 0 or self.gone_since_update):
                     self._say(f"{what} uses group {group} without rank {rank}")
 
     def _check_bound(self, what: str, used: list[Push]) -> None:
@@ -420,6 +423,11 @@ class _Replay:
             for key, epoch in self.epochs.items()
             if key not in self.over_at and key[0] in self.training
         )
+
+    def _free_for(self, used: list[Push]) -> int:
+        """As many when an update was decided, if that was by a push: what this drops is free only after it."""
+        newest = max(used, key=lambda push: push.ticket, default=None)
+        return self._free() if newest is None else min(self._free(), self.free_at[newest.ticket])
 
     def _last_of_epoch(self, used: list[Push]) -> bool:
         left = sum(

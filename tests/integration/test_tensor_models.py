@@ -160,13 +160,15 @@ def test_an_encoder_that_evaluates_padded_sequences_has_the_plain_models_results
 
 
 def refused(team: Team, what: str) -> str:
-    kind = "turned round"
-    model: Any = made(kind)
+    model: Any = made("tied" if what == "column" else "turned round")
     loader: Any = DataLoader(data(), batch_size=8)
-    plan = {"up": what} if what in ("channels", "vocabulary", "heads") else None
+    plans = {"column": {"inner": what}} | {wish: {"up": wish} for wish in ("channels", "vocabulary", "heads")}
+    plan = plans.get(what)
     try:
         model, _, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, tensor_plan=plan)
-        if what == "copy":
+        if what == "column":
+            model(next(iter(loader))[0])
+        elif what == "copy":
             copy.deepcopy(model)
         elif what == "gradient":
             hidden = model.up(torch.randn(8, WIDTH))
@@ -184,6 +186,7 @@ def refused(team: Team, what: str) -> str:
         ("channels", "tensor_plan says 'channels' of 'up', which is a Linear; it can be 'column' or 'row' or 'whole'"),
         ("vocabulary", "it can be 'column' or 'row' or 'whole'"),
         ("heads", "it can be 'column' or 'row' or 'whole'"),
+        ("column", "tensor_plan says 'column' of 'inner', but the model also uses its weights in another way"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(what: str, said: str) -> None:

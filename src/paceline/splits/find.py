@@ -103,7 +103,8 @@ class Finder:
         self._dear: set[str] = set()
         """Layers that are whole only because gathering what they make would cost more than it saves."""
         self._given = set(given)
-        self._fixed.update((name, WHOLE) for name in self._used_outside() if name not in self._given)
+        self._outside = self._used_outside()
+        self._fixed.update((name, WHOLE) for name in self._outside if name not in self._given)
         self._states: dict[int, _Parts] = {}
         self._views: dict[int, list[tuple[int, _Parts]]] = {}
         """What is gathered and then looked at in part: to change that would not change the parts."""
@@ -123,9 +124,13 @@ class Finder:
             found[f"{name}.out_proj"] = Role("row", (self._layers[name].embed_dim,))  # type: ignore[arg-type]
         return found
 
-    def impossible(self) -> set[str]:
-        """Layers of which the user wants what cannot be."""
-        return {name for failure in self._failures if failure.final for name in failure.sources & self._given}
+    def impossible(self) -> dict[str, str]:
+        """Layers of which the user wants what cannot be, and why."""
+        changed = "the model changes what it makes in place, in a way that cannot be done in parts"
+        used = "the model also uses its weights in another way than by calling it"
+        failed = {name for failure in self._failures if failure.final for name in failure.sources & self._given}
+        outside = {name for name in self._outside & self._given if self._fixed[name] is not WHOLE}
+        return dict.fromkeys(failed, changed) | dict.fromkeys(outside, used)
 
     def _cut(self) -> dict[str, Role]:
         return {name: role for name, role in self._roles.items() if role is not WHOLE}

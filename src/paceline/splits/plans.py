@@ -28,11 +28,8 @@ def find_plan(
     graph = traced(model, inputs)
     finder = Finder(model, graph, workers, given)
     found = finder.find()
-    for name in finder.impossible():
-        raise UsageError(
-            f"tensor_plan says '{given[name].name}' of '{name}', but the model changes what it makes in place, in a "
-            "way that cannot be done in parts; let it be 'whole'"
-        )
+    for name, why in finder.impossible().items():
+        raise UsageError(f"tensor_plan says '{given[name].name}' of '{name}', but {why}; let it be 'whole'")
     _check(model, found, workers)
     if not found:
         others = [n for n in range(2, 17) if n != workers and Finder(model, graph, n, given).find()]
