@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Team, TeamError, UsageError
 from paceline.config import Launch, Timeouts
-from paceline.events.summary import merge
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -568,59 +567,6 @@ def report_to(team: Team, work: Any, fault: str, path: str, folder: str) -> str:
     said: str = work(team, fault, path)
     (Path(folder) / f"heard-{team.rank}").write_text(said)
     return said
-
-
-# -- the bubble ------------------------------------------------------------------------------------------------------
-
-
-class _Nap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        time.sleep(ctx.seconds)
-        return gradient, None, None
-
-
-class Nap(nn.Module):
-    """Takes its time, and changes nothing: layers that sleep do not slow each other down on few cores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Nap.apply(x * self.scale, 0.03, 0.06)  # type: ignore[no-any-return]
-
-
-def asleep(team: Team, microbatches: int) -> None:
-    model: Any = nn.Sequential(*(Nap() for _ in range(2 * team.world_size)))
-    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    for _ in range(5):
-        model(torch.ones(microbatches, 2)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("schedule", "stages", "microbatches", "formula"),
-    [("gpipe", 2, 4, 1 / 5), ("1f1b", 2, 2, 1 / 3), ("1f1b", 4, 4, 3 / 7)],
-)
-@pytest.mark.alone
-def test_the_bubble_is_the_formulas_where_stages_are_equally_long(
-    schedule: str, stages: int, microbatches: int, formula: float, tmp_path: Path
-) -> None:
-    spec = f"pipeline:stages={stages},microbatches={microbatches},schedule={schedule}"
-    run_team(asleep, stages, microbatches, launch=launched(spec, folder=str(tmp_path)))
-    summary = merge(tmp_path, stages)
-    assert summary.bubble is not None and summary.bubble.formula == pytest.approx(formula)
-    assert summary.bubble.measured == pytest.approx(formula, rel=0.1)
-    assert summary.updates == 5 and summary.minibatches == 5
-    assert sum(worker.samples for worker in summary.workers.values()) == 5 * microbatches
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from support import write_script
 from paceline.report.source import open_run
 
 WORKERS, VICTIM, STEPS = 4, 2, 16
-pytestmark = pytest.mark.alone
 
 SCRIPT = """
 import json, sys, time
