@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import process as multiprocessing_process
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
@@ -28,7 +29,10 @@ from typing import Any
 
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
-from support import PACELINE, PYTHON, Outcome, Run, environment, shared_files
+import torch.export
+from support import PACELINE, PYTHON, TORCHRUN, Outcome, Run, environment, shared_files
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import paceline.cli
 import paceline.cli.live
@@ -473,21 +477,28 @@ _Popen = subprocess.Popen
 
 
 class Fork:
-    """Runs a Python program in a fork of this process, which has imported torch already; else as `subprocess.Popen`.
+    """Runs a Python program, or torchrun, in a fork of this process, which has imported torch already.
+
+    Anything else as `subprocess.Popen` does.
 
     A run of four workers and a server spends most of its time importing torch; here it starts at once. What runs is
     the real command line, with real processes, signals and pipes.
     """
 
-    def __new__(cls, words: Sequence[str], **options: Any) -> Any:
-        ours = words[0] == PACELINE or (words[0] == PYTHON and (words[1].endswith(".py") or words[2] == "paceline"))
-        return super().__new__(cls) if ours else _Popen(words, **options)
+    def __new__(cls, args: Sequence[str], **options: Any) -> Any:
+        return super().__new__(cls) if _ours(_plain(args)) else _Popen(args, **options)
 
-    def __init__(self, words: Sequence[str], **options: Any) -> None:
-        self.returncode: int | None = None
+    def __init__(self, args: Sequence[str], **options: Any) -> None:
+        words = _plain(args)
+        self.args, self.returncode = words, None
         pipes = {name: os.pipe() for name in ("stdout", "stderr") if options.get(name) == subprocess.PIPE}
         streams = {1: options.get("stdout"), 2: options.get("stderr")}
+        streams = {
+            number: one if one is None or isinstance(one, int) else one.fileno() for number, one in streams.items()
+        }
         streams |= {1 if name == "stdout" else 2: ends[1] for name, ends in pipes.items()}
+        if streams[2] == subprocess.STDOUT:
+            streams[2] = streams[1]
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -500,6 +511,23 @@ class Fork:
         for name, (ours, theirs) in pipes.items():
             os.close(theirs)
             setattr(self, name, os.fdopen(ours, "rb", buffering=0))
+
+    def __enter__(self) -> Fork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
+    def communicate(self, _input: None = None, timeout: float | None = None) -> tuple[bytes | None, bytes | None]:
+        """All that it says, and its end."""
+        with ThreadPoolExecutor(2) as readers:
+            said = [one and readers.submit(one.readall) for one in (self.stdout, self.stderr)]
+            self.wait(timeout)
+            out, err = (one and one.result() for one in said)
+        return out, err
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -527,6 +555,17 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
+def _plain(words: Sequence[Any]) -> list[str]:
+    """Without what makes no difference here."""
+    return [str(word) for place, word in enumerate(words) if not (place == 1 and word == "-u" and words[0] == PYTHON)]
+
+
+def _ours(words: list[str]) -> bool:
+    """Whether a fork can do it."""
+    ours = words[0] == PYTHON and (words[1].endswith(".py") or words[1:3] == ["-m", "paceline"])
+    return ours or words[0] in (PACELINE, TORCHRUN)
+
+
 def _program(words: list[str], options: dict[str, Any], streams: dict[int, int | None]) -> int:
     """What a fork does instead of what it was forked from."""
     gc.freeze()  # or every collection would touch, and so copy, all that was imported before
@@ -548,19 +587,14 @@ def _program(words: list[str], options: dict[str, Any], streams: dict[int, int |
     multiprocessing_process._children.clear()
     atexit.register(multiprocessing_util._exit_function)
     if options.get("env") is not None:
+        variables = dict(options["env"])
         os.environ.clear()
-        os.environ.update(options["env"])
+        os.environ.update(variables)
     os.chdir(options.get("cwd", "."))
     torch.set_num_threads(1)
     code: Any = 0
     try:
-        if words[0] == PACELINE or words[1:3] == ["-m", "paceline"]:
-            sys.argv = words if words[0] == PACELINE else [PACELINE, *words[3:]]
-            subprocess.Popen = Fork  # type: ignore[misc,assignment]
-            paceline.cli.main()
-        else:
-            sys.argv = words[1:]
-            runpy.run_path(words[1], run_name="__main__")
+        _run(words)
     except SystemExit as end:
         code = end.code
         if isinstance(code, str):
@@ -573,6 +607,20 @@ def _program(words: list[str], options: dict[str, Any], streams: dict[int, int |
     sys.stdout.flush()
     sys.stderr.flush()
     return int(code or 0)
+
+
+def _run(words: list[str]) -> None:
+    if words[0] == TORCHRUN:
+        sys.argv = words
+        subprocess_handler.Popen = Fork  # type: ignore[misc,assignment]
+        torchrun.main()
+    elif words[0] == PACELINE or words[1:3] == ["-m", "paceline"]:
+        sys.argv = words if words[0] == PACELINE else [PACELINE, *words[3:]]
+        subprocess.Popen = Fork  # type: ignore[misc,assignment]
+        paceline.cli.main()
+    else:
+        sys.argv = words[1:]
+        runpy.run_path(words[1], run_name="__main__")
 
 
 _MARKS: set[int] = set()
@@ -617,6 +665,12 @@ def starting(words: Sequence[str | Path], cwd: Path, **extra: Any) -> Iterator[Q
 def playing(words: Sequence[str | Path], cwd: Path, **extra: Any) -> contextlib.AbstractContextManager[QuickRun]:
     """`paceline run` with these words."""
     return starting([PACELINE, "run", *words], cwd, **extra)
+
+
+def done(words: Sequence[str | Path], cwd: Path, seconds: float = 60.0, **extra: str) -> Outcome:
+    """A program that starts at once, at its end."""
+    with starting(words, cwd, **extra) as run:
+        return run.finish(seconds)
 
 
 def played(command: Sequence[str | Path], cwd: Path, seconds: float = 60.0, **extra: str) -> Outcome:

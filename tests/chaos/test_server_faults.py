@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import QuickRun, events_of, played, playing, starting, violations
+from checker import QuickRun, done, events_of, played, playing, starting, violations
 from support import (
     PACELINE,
     PREAMBLE,
     PYTHON,
+    TORCHRUN,
     Outcome,
     Run,
-    finished,
     free_port,
     left_behind,
     started,
@@ -404,10 +404,8 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     temporary = folder / "temporary"
     temporary.mkdir()
     script = write_script(folder, SCRIPT)
-    launcher = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    return finished(
-        [*launcher, script, json.dumps({"strategy": "async", "name": "hand"})], folder, TMPDIR=str(temporary)
-    )
+    launcher = [TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_port())]
+    return done([*launcher, script, json.dumps({"strategy": "async", "name": "hand"})], folder, TMPDIR=str(temporary))
 
 
 def test_a_script_that_torchrun_starts_brings_its_own_server(by_torchrun: Outcome) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
+from checker import done
 from groups import Pool
 from oracle import fold, seen
 from primitives import (
@@ -27,7 +28,7 @@ from primitives import (
     topologies,
     whole,
 )
-from support import PACELINE, PYTHON, TORCHRUN, Outcome, finished, free_port, write_script
+from support import PACELINE, PYTHON, TORCHRUN, Outcome, free_port, write_script
 from teams import run_script, run_team
 from torch import distributed
 from torch.nn.functional import mse_loss
@@ -826,7 +827,7 @@ def launch(launcher: str, script: Path) -> list[Any]:
 def test_a_script_can_do_everything_under_any_launcher(tmp_path: Path, launcher: str) -> None:
     members = 1 if launcher == "python" else 2
     script = write_script(tmp_path, SCRIPT)
-    assert [count > 50 for count in counts(finished(launch(launcher, script), tmp_path))] == [True] * members
+    assert [count > 50 for count in counts(done(launch(launcher, script), tmp_path))] == [True] * members
 
 
 def test_a_script_can_do_everything_beside_training_with_its_team(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from checker import starting
+from checker import done, starting
 from support import PACELINE, TORCHRUN, finished
 
 from paceline.cluster.process import WITHOUT_AMX  # spares all but the first test a look for it in another process
@@ -35,7 +35,7 @@ def test_members_of_one_machine_measure_each_other(tmp_path: Path) -> None:
 
 def test_under_torchrun_the_lead_tells_it_once(tmp_path: Path) -> None:
     words = [TORCHRUN, "--nproc-per-node", "2", "-m", "paceline", "doctor"]
-    outcome = finished(words, tmp_path, 170, **WITHOUT_AMX)
+    outcome = done(words, tmp_path, 170, **WITHOUT_AMX)
     assert outcome.code == 0, outcome.err
     assert outcome.out.count("bandwidth from row to column, MB/s") == 1
     assert outcome.out.count("memory of others") == 1

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import PACELINE, finished, write_script
+from checker import done
+from support import PACELINE, write_script
 from teams import run_command
 
 from paceline.cli import partition
@@ -33,7 +34,7 @@ def script(tmp_path: Path) -> Path:
 
 def test_a_scripts_model_is_cut_and_drawn(script: Path, tmp_path: Path) -> None:
     command = [PACELINE, "plan", "--partition", str(script), "--stages", "2", "--microbatches", "4"]
-    told = json.loads(finished([*command, "--figure", "cut.svg", "--pace", "1:0.25", "--json"], tmp_path).out)
+    told = json.loads(done([*command, "--figure", "cut.svg", "--pace", "1:0.25", "--json"], tmp_path).out)
     assert len(told["operations"]) == 8
     assert [stage["last"] for stage in told["stages"]][-1] == 8
     assert told["stages"][0]["last"] > 4
@@ -63,6 +64,6 @@ def test_more_stages_than_layers_are_refused_in_one_sentence(tmp_path: Path) -> 
     assert refused.returncode == 2
     assert "the model can be cut into 4 parts at most" in refused.stderr
     assert "Traceback" not in refused.stderr
-    outcome = finished([PACELINE, "run", str(script), "--workers", "3", "--strategy", "pipeline:stages=2"], tmp_path)
+    outcome = done([PACELINE, "run", str(script), "--workers", "3", "--strategy", "pipeline:stages=2"], tmp_path)
     assert outcome.code == 2
     assert "'pipeline:stages=2' needs 2 workers" in outcome.err and "pipeline:stages=3" in outcome.err

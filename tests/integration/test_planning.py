@@ -1,12 +1,11 @@
 """Choosing a strategy with real runs: profiles, `auto`, and timelines that are marked as predicted."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import write_script
+from checker import done
+from support import PACELINE, Outcome, write_script
 from teams import run_command, run_script
 
 from paceline.config import Launch, parse_slowness
@@ -43,10 +42,8 @@ def events_of(run: Path) -> list[Event]:
     return list(read(run / "events.jsonl"))
 
 
-def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", *words], cwd=folder, capture_output=True, text=True, timeout=110, check=False
-    )
+def paceline(folder: Path, *words: str) -> Outcome:
+    return done([PACELINE, *words], folder, 110)
 
 
 def train(folder: Path, name: str, strategy: str, slow: str, *arguments: str) -> Summary:
@@ -62,9 +59,9 @@ def test_a_plan_profiles_the_script_and_knows_its_straggler(tmp_path: Path) -> N
     write_script(tmp_path, SCRIPT)
     words = ["plan", "train.py", "--workers", "3", "--seconds", "8", "--json"]
     words += ["--slow", "all:0.05+exp(0.01)", "--slow", "1:0.3+exp(0.05)"]
-    done = paceline(tmp_path, *words, "--", "4000", "100")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    outcome = paceline(tmp_path, *words, "--", "4000", "100")
+    assert outcome.code == 0, outcome.err
+    told = json.loads(outcome.out)
     assert told["learned"]["workers"] == 3
     assert told["learned"]["uneven"]["1"] == pytest.approx(350 / 60, rel=0.2)
     by = {(one["strategy"], one["balance"]): one for one in told["choices"]}
@@ -77,10 +74,10 @@ def test_a_plan_profiles_the_script_and_knows_its_straggler(tmp_path: Path) -> N
 
 def test_a_script_that_fails_under_the_profile_is_said_to(tmp_path: Path) -> None:
     write_script(tmp_path, "import paceline\nteam = paceline.join()\nraise ValueError('no data')\n")
-    done = paceline(tmp_path, "plan", "train.py", "--workers", "2", "--seconds", "3")
-    assert done.returncode == 2
-    assert "could not be profiled under async" in done.stderr
-    assert "no data" in done.stderr
+    outcome = paceline(tmp_path, "plan", "train.py", "--workers", "2", "--seconds", "3")
+    assert outcome.code == 2
+    assert "could not be profiled under async" in outcome.err
+    assert "no data" in outcome.err
 
 
 def test_auto_watches_and_then_goes_on_as_another_policy(tmp_path: Path) -> None:
@@ -112,10 +109,10 @@ def test_auto_survives_the_death_of_a_worker_while_it_watches(tmp_path: Path) ->
     script = begin + SCRIPT.replace("            team.report", dies + "            team.report")
     write_script(tmp_path, script)
     words = ["run", "train.py", "--workers", "3", "--strategy", "auto:steps=8", "--name", "auto"]
-    done = paceline(tmp_path, *words, "--slow", "all:0.01+exp(0.005)", "--", "1200", "1")
-    assert done.returncode == 0, done.stderr
-    assert "rank 2" in done.stderr
-    assert "auto goes on as" in done.stderr
+    outcome = paceline(tmp_path, *words, "--slow", "all:0.01+exp(0.005)", "--", "1200", "1")
+    assert outcome.code == 0, outcome.err
+    assert "rank 2" in outcome.err
+    assert "auto goes on as" in outcome.err
 
 
 def test_a_real_run_is_learned_from_and_predicted(tmp_path: Path) -> None:
@@ -131,8 +128,8 @@ def test_a_predicted_timeline_is_a_run_s_and_marked(tmp_path: Path) -> None:
     specs = ["k-sync:k=2", "pipeline:stages=3,microbatches=6", "all-reduce"]
     words = [word for spec in specs for word in ("-s", spec)]
     words += ["-w", "3", "--size", "1MB", "--bandwidth", "1GB/s", "--out", "told"]
-    done = run_command(["simulate", *words], tmp_path)
-    assert done.returncode == 0, done.stderr
+    predicted = run_command(["simulate", *words], tmp_path)
+    assert predicted.returncode == 0, predicted.stderr
     page = (tmp_path / "told" / "report.html").read_text()
     assert "Predicted by simulation" in page
     folder = tmp_path / "told" / "k-sync-k-2"

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from checker import done
 from splits import apart, launched, made, train
-from support import PACELINE, finished, write_script
+from support import PACELINE, write_script
 from teams import run_team
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -285,17 +286,17 @@ def lines(text: str) -> Iterator[str]:
 def test_what_a_plan_finds_can_be_run_as_it_says(tmp_path: Path) -> None:
     script = write_script(tmp_path, SCRIPT)
     command = [PACELINE, "plan", "--partition", str(script), "--stages", "3", "--microbatches", "4", "--replicate"]
-    told = finished([*command, "--bandwidth", "10MB/s", "--figure", "cut.svg"], tmp_path)
+    told = done([*command, "--bandwidth", "10MB/s", "--figure", "cut.svg"], tmp_path)
     (line,) = lines(told.out)
     assert line.endswith("--workers 3 --strategy pipeline:stages=2,microbatches=4,schedule=1f1b,replicas=1+2")
     assert "1 × 2" in told.out
     assert "worker 2" in (tmp_path / "cut.svg").read_text()
-    ran = finished([PACELINE, *line.split()[1:], "--name", "shared"], tmp_path)
+    ran = done([PACELINE, *line.split()[1:], "--name", "shared"], tmp_path)
     assert ran.code == 0, ran.err
     passes = [one for part in read_run(tmp_path / "runs" / "shared") for one in part if isinstance(one, Pass)]
     assert {(one.rank, one.stage) for one in passes} == {(0, 0), (1, 1), (2, 1)}
     # It is cut where the plan says: the longer nap is in the second stage.
     forward = {stage: [one.seconds for one in passes if (one.kind, one.stage) == ("F", stage)] for stage in (0, 1)}
     assert min(forward[0]) < 0.055 <= min(forward[1])
-    told = finished([*command, "--schedule", "zero-bubble"], tmp_path)
+    told = done([*command, "--schedule", "zero-bubble"], tmp_path)
     assert told.code == 2 and "with --replicate, --schedule is 'zero-bubble'; it must be one of 'gpipe'" in told.err

@@ -10,9 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 import torch.distributed.nn.functional as differentiable
+from checker import done
 from groups import Pool
+from support import TORCHRUN
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -1082,12 +1081,11 @@ for word in sys.argv[1:]:
 def test_torchrun_launches_it_with_checks_and_without(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", script]
     # With these checks, torch 2.13 dies of data parallel training on gloo.
     words = ["gloo", "paceline", "paceline:checks"]
-    run = subprocess.run([*command, *words], capture_output=True, text=True, timeout=100, env=environment, check=False)
-    assert run.returncode == 0, run.stderr
-    on_gloo, on_paceline, with_checks = [line for line in run.stdout.splitlines() if line.startswith("result:")]
+    outcome = done([*command, *words], tmp_path, 100, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert outcome.code == 0, outcome.err
+    on_gloo, on_paceline, with_checks = [line for line in outcome.out.splitlines() if line.startswith("result:")]
     assert on_paceline == on_gloo
     assert with_checks == on_gloo

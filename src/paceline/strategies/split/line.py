@@ -30,8 +30,8 @@ from paceline.strategies.split.passage import Passage
 from paceline.strategies.split.rota import Rota
 from paceline.strategies.split.shares import Shares
 
-_TRACES = 64
-"""How many are kept."""
+_TRACES = 512
+"""How many are kept, of the model as it was called in different ways."""
 _END = -7
 """Tag of what the last stage tells all; those below are its owners'."""
 
@@ -128,9 +128,9 @@ class Line:
             conveyor = self._conveyor(traced, bounds)
             self._note_users(traced, bounds)
             self._owners.find_routes()
-            if len(self._traces) == _TRACES:
-                del self._traces[next(iter(self._traces))]
+            _make_room(self._traces)
             self._traces[key] = (traced, conveyor)
+        self._traces[key] = self._traces.pop(key)  # the one that was used last comes last
         traced = self._traces[key][0]
         for module, name, value in traced.changed:
             setattr(module, name, value)
@@ -160,8 +160,7 @@ class Line:
         if key not in self._shapes:
             with self._place.traceable():
                 made = outlined(self._model, args, kwargs)
-            if len(self._shapes) == _TRACES:
-                del self._shapes[next(iter(self._shapes))]
+            _make_room(self._shapes)
             self._shapes[key] = self._traces[kind][0].computed(made)
         return self._shapes[key]
 
@@ -321,6 +320,11 @@ class Line:
         made = torch.empty(shape, dtype=getattr(torch, dtype))
         mailbox.receive(peer, made, _END).wait()
         return lifted(made, order)
+
+
+def _make_room(kept: dict[Any, Any]) -> None:
+    if len(kept) == _TRACES:
+        del kept[next(iter(kept))]
 
 
 def _forwards(microbatches: int, chunks: int) -> Order:
