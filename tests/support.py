@@ -121,7 +121,7 @@ class Run:
                 stderr=err if stderr is None else stderr,
             )
 
-    def note(self, name: str, seconds: float = 30.0) -> dict[str, Any]:
+    def note(self, name: str, seconds: float = 60.0) -> dict[str, Any]:
         """What a script noted under this name, as soon as it has."""
         path = self.notes / f"{name}.json"
         wait_until(lambda: path.exists() or self.ended, seconds, f"the note '{name}'")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import played
+from checker import done, played
 from pages import TIMELINE, Watched, browsing, colours, join, line, step
 from playwright.sync_api import Browser
 from support import PACELINE, finished, write_script
@@ -87,7 +87,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     both = ["runs/together", "runs/served", "--name", "all", "--name", "three of four", "--title", EVIL]
     pages = {"together": ["runs/together"], "served": ["runs/served"], "long": ["runs/long"], "compared": both}
     for name, words in pages.items():
-        outcome = finished([PACELINE, "report", *words, "-o", f"{name}.html"], cwd)
+        outcome = done([PACELINE, "report", *words, "-o", f"{name}.html"], cwd)
         assert (outcome.code, outcome.out, outcome.err) == (0, f"report: {name}.html\n", "")
     return Reports(cwd)
 
