@@ -41,6 +41,11 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         with torch.enable_grad(), _without_own_gradients(), contextlib.redirect_stderr(io.StringIO()):
             program = _program(model, args, kwargs, shapes)
     except Exception as error:  # whatever a model's own code raises, too
+        if "register a pytree" in str(error):
+            raise UsageError(
+                "the model takes or returns an object of a class that torch.export cannot look into; let it be a "
+                "tensor, a tuple, a list or a dict, or tell of the class with torch.export.register_dataclass"
+            ) from None
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
             f"the model cannot be traced by torch.export ({why}), nor is it an nn.Sequential with a layer for every "

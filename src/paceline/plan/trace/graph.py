@@ -192,7 +192,7 @@ class GraphTrace(Trace):
         given = given_to(node)
         calm = {name: value for name, value in (("train", False), ("dropout_p", 0.0)) if name in given}
         if not calm:
-            raise NotImplementedError(node.name)
+            return pytree.tree_map_only(torch.Tensor, _drawn_to_one, self._executed(number, values))
         return self._executed(number, values, {**given, **calm})
 
     def _executed(self, number: int, values: dict[int, Value], given: dict[str, Any] | None = None) -> Value:
@@ -208,3 +208,8 @@ class GraphTrace(Trace):
         kwargs = fx.map_arg(node.kwargs if given is None else given, value)
         target: Any = node.target
         return without_gradients(target, *args, **kwargs) if is_quiet(node) else target(*args, **kwargs)
+
+
+def _drawn_to_one(tensor: torch.Tensor) -> torch.Tensor:
+    """As if the same number had been drawn everywhere."""
+    return tensor.fill_(0.5) if tensor.is_floating_point() else tensor.zero_()

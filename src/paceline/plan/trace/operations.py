@@ -95,7 +95,7 @@ class Trace(ABC):
 
     @abstractmethod
     def execute_calmly(self, number: int, values: dict[int, Value]) -> Value:
-        """The same without anything drawn; NotImplementedError where that cannot be."""
+        """The same without anything that differs from draw to draw."""
 
     def cuts(self) -> list[int]:
         """Where the list may be cut: in front of which operations."""

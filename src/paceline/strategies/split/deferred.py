@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
@@ -147,6 +148,11 @@ def _recorded(func: Any, name: str, args: tuple[Any, ...], options: dict[str, An
             "the loss uses parameters besides the split model's output, and no worker has all of them; for a penalty "
             "on weights use the optimizer's weight_decay"
         )
+    if any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        raise UsageError(
+            "the loss uses a value that was kept when the model was traced, by a forward hook perhaps, and that has no "
+            "numbers; let the model return it"
+        )
     try:
         result = _outlined(func, args, options)
     except NotImplementedError:
@@ -166,7 +172,8 @@ def _recorded(func: Any, name: str, args: tuple[Any, ...], options: dict[str, An
         return Deferred._new(run, result, 0, func, args, options, -1)
     if isinstance(result, tuple | list) and any(isinstance(one, Tensor) for one in result):
         made = [Deferred._new(run, one, 0, func, args, options, place) for place, one in enumerate(result)]
-        return type(result)(made) if type(result) in (tuple, list) else tuple(made)
+        # Also of those that have names, as a sort has.
+        return type(result)(made) if type(result).__module__ in ("builtins", "torch.return_types") else tuple(made)
     return result
 
 

@@ -30,7 +30,7 @@ from paceline.strategies.split.passage import Passage
 from paceline.strategies.split.rota import Rota
 from paceline.strategies.split.shares import Shares
 
-_TRACES = 512
+_TRACES = 256
 """How many are kept, of the model as it was called in different ways."""
 _END = -7
 """Tag of what the last stage tells all; those below are its owners'."""
