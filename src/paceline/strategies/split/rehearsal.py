@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from paceline.strategies.split.deferred import Deferred, leaves_of
-from paceline.strategies.split.shares import Shares
+from paceline.strategies.split.shares import ELEMENTWISE, Shares, spoken
 
 Tensor = torch.Tensor
 
@@ -35,14 +35,16 @@ def _steps(loss: Deferred) -> list[Deferred]:
 
 
 def _step(of: Deferred) -> Any:
-    facts = tuple(_fact(leaf) for leaf in pytree.tree_leaves((of.arguments, of.options)))
+    # What a value is multiplied by, say, may be another number in every step, and changes nothing of how it is made.
+    alike = (float, int) if spoken(of.function) in ELEMENTWISE else (float,)
+    facts = tuple(_fact(leaf, alike) for leaf in pytree.tree_leaves((of.arguments, of.options)))
     return (of.function, of.number, of.place, of.outline.shape, facts)
 
 
-def _fact(leaf: Any) -> Any:
+def _fact(leaf: Any, alike: tuple[type, ...]) -> Any:
     if isinstance(leaf, Tensor):
         return (leaf.shape, leaf.dtype)
-    return None if isinstance(leaf, float) else repr(leaf)
+    return None if isinstance(leaf, alike) else repr(leaf)
 
 
 def adds_up(loss: Deferred, shares: Shares) -> bool:

@@ -29,12 +29,12 @@ _LINEAR = {"mul", "div", "add", "sub", "rsub", "neg", "float", "double", "to", "
 """What may be done to a scalar of every microbatch and be summed after: it comes to the same."""
 
 
-_ELEMENTWISE = _LINEAR | {"pow", "rpow", "rdiv", "rtruediv", "maximum", "minimum", "where", "lerp", "fmod", "remainder"}
-_ELEMENTWISE |= {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and", "or", "masked_fill"}
+ELEMENTWISE = _LINEAR | {"pow", "rpow", "rdiv", "rtruediv", "maximum", "minimum", "where", "lerp", "fmod", "remainder"}
+ELEMENTWISE |= {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and", "or", "masked_fill"}
 """What is done to the elements of tensors that are laid one upon the other, beginning with their last dimension."""
 
 
-def _spoken(function: Any) -> str:
+def spoken(function: Any) -> str:
     name = getattr(function, "__name__", str(function)).strip("_")
     return _SAME.get(name, name)
 
@@ -77,7 +77,7 @@ class Shares:
                     "the loss picks rows of the batch by their numbers, which are others in a microbatch; let it "
                     "count rows more or less by a weight or ignore_index instead, or write microbatches=1"
                 )
-            name, scalars = _spoken(of.function), [leaf for leaf in leaves_of(of) if not leaf.outline.dim()]
+            name, scalars = spoken(of.function), [leaf for leaf in leaves_of(of) if not leaf.outline.dim()]
             if of.outline.dim():
                 if name == "mean" and _over_rows(of):
                     raise UsageError(_BY_AND_BY)
@@ -130,7 +130,7 @@ class Shares:
             if tensor is picked:
                 return tensor[: self.sizes[microbatch] * len(tensor) // self._batch]
             with_rows = tensor.dim() and tensor.shape[0] in counts and tensor is not of_classes
-            if with_rows and _spoken(of.function) in _ELEMENTWISE:
+            if with_rows and spoken(of.function) in ELEMENTWISE:
                 with_rows = tensor.dim() == of.outline.dim()  # otherwise its first dimension meets a later one
             return self.rows(tensor, microbatch) if with_rows else tensor
 
@@ -147,7 +147,7 @@ class Shares:
 
     def _after(self, of: Deferred, made: Tensor, microbatch: int) -> Tensor:
         """A scalar that was made of scalars."""
-        name, scalars = _spoken(of.function), leaves_of(of)
+        name, scalars = spoken(of.function), leaves_of(of)
         if name in ("add", "sub", "rsub") and len(scalars) == 1:
             # A constant counts once, not once for every microbatch.
             share = self.sizes[microbatch] / self._batch
@@ -175,7 +175,7 @@ class _Made:
 
 def _picked(of: Deferred) -> Tensor | None:
     """The numbers of rows, where a value is made by picking these of another."""
-    if _spoken(of.function) != "getitem" or len(of.arguments) < 2:
+    if spoken(of.function) != "getitem" or len(of.arguments) < 2:
         return None
     index = of.arguments[1]
     first = index[0] if isinstance(index, tuple) and index else index
@@ -191,7 +191,7 @@ def _over_rows(of: Deferred) -> bool:
 
 def _reduction(of: Deferred) -> str | None:
     """How a scalar was made of what has rows: by their mean or their sum; None where by neither."""
-    name = _spoken(of.function)
+    name = spoken(of.function)
     if name in ("sum", "nansum", "mean"):
         return "mean" if name == "mean" else "sum"
     found = bound(of).get("reduction")
