@@ -379,7 +379,7 @@ def test_no_server_is_left_of_a_killed_launcher_in_processes_of_their_own(tmp_pa
 
 def assert_nothing_is_left(run: Run | QuickRun, number: signal.Signals) -> None:
     recorded = run.cwd / "runs" / "hurt" / "streams" / "-1.jsonl"
-    wait_until(lambda: recorded.stat().st_size > 0, 30, "the first events to be written down")
+    wait_until(lambda: b'"event":"update"' in recorded.read_bytes(), 30, "the first update to be written down")
     run.process.send_signal(number)
     wait_until(lambda: run.ended, 2 * SOON, "the launcher to end")
     wait_until(lambda: not run.processes(), SOON, "all processes of the run to end with the launcher")
