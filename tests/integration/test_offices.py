@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,20 @@ def test_nothing_overtakes_a_checkpoint_on_its_way_to_the_shards(two: list[Host]
     assert values[0] == values[1]
 
 
+def _bytes_sent() -> int:
+    """By this host, over whatever it has but loopback."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    counts = {name.strip(): numbers.split() for name, numbers in (line.split(":") for line in lines)}
+    return sum(int(numbers[8]) for name, numbers in counts.items() if name != "lo")
+
+
+def _wait_for_sending(before: int, _: torch.Tensor) -> None:
+    deadline = time.monotonic() + 20
+    while _bytes_sent() < before + 1_000_000:
+        assert time.monotonic() < deadline, "nothing was sent while the backward pass went on"
+        time.sleep(0.002)
+
+
 def wide(team: Any) -> None:
     torch.manual_seed(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
@@ -211,7 +226,8 @@ def wide(team: Any) -> None:
     for number in range(4):
         x = torch.randn(8, 512, generator=torch.Generator().manual_seed(number))
         first = model[0](x)
-        first.register_hook(lambda _: time.sleep(0.25))  # all but the first layer's gradients are made by then
+        if team.rank == 1:
+            first.register_hook(partial(_wait_for_sending, _bytes_sent()))  # by then most is made
         model[1:](first).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
