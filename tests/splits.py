@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -150,6 +151,30 @@ def train(team: Team | None, kind: str, steps: int, *, batch: int = 16, seed: in
             if len(losses) == steps:
                 break
     return losses
+
+
+class _Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+class Nap(nn.Module):
+    """Takes its time, and changes nothing: layers that sleep do not slow each other down on few cores."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.scale, self.seconds = nn.Parameter(torch.ones(1)), (forward, backward)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Nap.apply(x * self.scale, *self.seconds)  # type: ignore[no-any-return]
 
 
 def launched(strategy: str, **more: Any) -> Launch:

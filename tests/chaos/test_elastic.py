@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import QuickRun, events_of, playing, violations
+from checker import events_of, violations
+from forks import QuickRun, playing
 from support import PREAMBLE, Outcome, state_of, wait_until, write_script
 
 from paceline.cluster.control import ask

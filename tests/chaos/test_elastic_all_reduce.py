@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from checker import events_of, played
+from checker import events_of
+from forks import played
 from support import PREAMBLE, Outcome, write_script
 from torch.nn.functional import mse_loss
 

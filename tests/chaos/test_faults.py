@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checker import QuickRun, played, playing, starting
+from forks import QuickRun, played, playing, starting
 from support import (
     PACELINE,
     PREAMBLE,

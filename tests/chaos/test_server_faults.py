@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import QuickRun, done, events_of, played, playing, starting, violations
+from checker import events_of, violations
+from forks import QuickRun, done, played, playing, starting
 from support import (
     PACELINE,
     PREAMBLE,

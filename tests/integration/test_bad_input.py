@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checker import starting
+from forks import starting
 from support import PACELINE, write_script
 from teams import run_script
 

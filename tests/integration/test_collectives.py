@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
-from checker import done
+from forks import done
 from groups import Pool
 from oracle import fold, seen
 from primitives import (

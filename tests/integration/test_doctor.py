@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from checker import done, starting
+from forks import done, starting
 from support import PACELINE, TORCHRUN, finished
 
 from paceline.cluster.process import WITHOUT_AMX  # spares all but the first test a look for it in another process

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import playing
+from forks import playing
 from pages import TIMELINE, Watched, browsing, colours, heap, line, make_going, step
 from playwright.sync_api import Browser
 from prometheus_client.parser import text_string_to_metric_families

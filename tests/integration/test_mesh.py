@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from checker import events_of, playing
+from checker import events_of
+from forks import playing
 from meshes import parts_amiss
 from splits import MODELS, adam, apart, launched, made, score, train
 from support import Outcome, write_script

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import done
+from forks import done
 from support import PACELINE, write_script
 from teams import run_command
 

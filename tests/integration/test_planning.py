@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from checker import done
+from forks import done
 from support import PACELINE, Outcome, write_script
 from teams import run_command, run_script
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from checker import events_of, played, playing, violations
+from checker import events_of, violations
+from forks import played, playing
 from support import PREAMBLE, Outcome, state_of, wait_until, write_script
 
 from paceline.events import Cancel, Compute, Epoch, Event, Lease, Push, Return, Seen, Update

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checker import played, starting
+from forks import played, starting
 from rays import CORES, RayNetwork, ray_network
 from support import PACELINE, PREAMBLE, Run, finished, wait_until, write_script
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import done, played
+from forks import done, played
 from pages import TIMELINE, Watched, browsing, colours, join, line, step
 from playwright.sync_api import Browser
 from support import PACELINE, finished, write_script

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from checker import played, playing, starting
+from forks import played, playing, starting
 from support import PACELINE, PREAMBLE, PYTHON, TORCHRUN, Outcome, finished, free_port, write_script
 
 TRAIN = (

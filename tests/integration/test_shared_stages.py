@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from checker import done
-from splits import apart, launched, made, train
+from forks import done
+from splits import Nap, apart, launched, made, train
 from support import PACELINE, write_script
 from teams import run_team
 from torch import nn
@@ -185,33 +185,9 @@ def refused_or_left(team: Team, case: str) -> str:
 # -- that it is worth it ---------------------------------------------------------------------------------------------
 
 
-class _Nap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
-class Nap(nn.Module):
-    """Takes its time, and changes nothing: layers that sleep do not slow each other down on few cores."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.scale, self.seconds = nn.Parameter(torch.ones(1)), seconds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Nap.apply(x * self.scale, self.seconds)  # type: ignore[no-any-return]
-
-
 def asleep(team: Team, steps: int) -> float:
     """Seconds of a step in the middle of a run; the second half of the model takes twice as long as the first."""
-    model: Any = nn.Sequential(Nap(0.03), nn.Identity(), Nap(0.06), nn.Identity())
+    model: Any = nn.Sequential(Nap(0.03, 0.03), nn.Identity(), Nap(0.06, 0.06), nn.Identity())
     model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
     taken = []
     for _ in range(steps):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 import torch.distributed.nn.functional as differentiable
-from checker import done
+from forks import done
 from groups import Pool
 from support import TORCHRUN
 from torch import nn

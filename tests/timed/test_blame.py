@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import played
+from forks import played
 from support import write_script
 
 from paceline.report.source import open_run

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from splits import launched
+from splits import Nap, launched
 from teams import run_team
 from torch import nn
 
@@ -16,32 +15,8 @@ from paceline import Team
 from paceline.events.summary import merge
 
 
-class _Nap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        time.sleep(ctx.seconds)
-        return gradient, None, None
-
-
-class Nap(nn.Module):
-    """Takes its time, and changes nothing: layers that sleep do not slow each other down on few cores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Nap.apply(x * self.scale, 0.03, 0.06)  # type: ignore[no-any-return]
-
-
 def asleep(team: Team, microbatches: int) -> None:
-    model: Any = nn.Sequential(*(Nap() for _ in range(2 * team.world_size)))
+    model: Any = nn.Sequential(*(Nap(0.03, 0.06) for _ in range(2 * team.world_size)))
     model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
     for _ in range(5):
         model(torch.ones(microbatches, 2)).mean().backward()
