@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ from paceline.strategies.split.shares import Shares
 
 _TRACES = 256
 """How many are kept, of the model as it was called in different ways."""
+_REHEARSALS = (1, 2, 4, 8, 16)
+"""At which uses of a kind of loss it is tried."""
 _END = -7
 """Tag of what the last stage tells all; those below are its owners'."""
 
@@ -84,8 +87,8 @@ class Line:
             start = end
         self._traces: dict[Any, tuple[Trace, Conveyor]] = {}
         self._shapes: dict[Any, list[torch.Tensor]] = {}
-        self._rehearsed: set[Any] = set()
-        """Kinds of losses that are known to be the sum of what microbatches give to them."""
+        self._uses: Counter[Any] = Counter()
+        """Of each kind of loss."""
         self._orders: dict[int, list[Operation]] = {}
         self._owners = Owners(self._rota, home.parameters, group.mailbox, place.recorder, place.ranks)
         conveyor = self._conveyor(traced, bounds)
@@ -269,9 +272,13 @@ class Line:
         self._owners.updated()
 
     def rehearse(self, loss: Deferred, shares: Shares) -> None:
-        """Once for every kind of loss, where the last stage is; all are told."""
+        """Where the last stage is, now and then while a kind of loss is new; all are told.
+
+        Not only the first time: targets that are all the same hide with which rows they are compared.
+        """
         kind = rehearsal.kind(loss, shares.sizes)
-        if kind in self._rehearsed:
+        self._uses[kind] += 1
+        if self._uses[kind] not in _REHEARSALS:
             return
         outcome = self.from_end(torch.tensor(rehearsal.adds_up(loss, shares)) if self.is_end else None)
         if not outcome:
@@ -280,7 +287,6 @@ class Line:
                 "each other, or their rows are not outermost where it computes with them; let it keep samples in the "
                 "first dimension, or write microbatches=1"
             )
-        self._rehearsed.add(kind)
 
     def to_end(self, own: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
         end, *others = self._rota.workers[-1]
