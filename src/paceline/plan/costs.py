@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from paceline.plan.settings import untouched
 from paceline.plan.trace import Trace
 
 
@@ -33,11 +34,10 @@ class Cost(msgspec.Struct, frozen=True):
 
 def measure(trace: Trace, model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> list[Cost]:
     """Run every operation by itself, forward and backward, and take the shortest of some times."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     best: list[tuple[float, float]] = [(float("inf"), float("inf"))] * len(trace.operations)
     sizes, wholes = [0] * len(trace.operations), [True] * len(trace.operations)
-    with torch.random.fork_rng(devices=[]):
+    with untouched(model):
         for _ in range(repeats + 1):  # the first one is to warm up
             values: dict[int, Any] = {-1 - number: value for number, value in enumerate(inputs)}
             for number, operation in enumerate(trace.operations):
@@ -47,9 +47,6 @@ def measure(trace: Trace, model: nn.Module, inputs: Sequence[Any], repeats: int 
                 best[number] = (min(best[number][0], forward), min(best[number][1], backward))
                 sizes[number] = sum(one.nbytes for one in _tensors(value))
                 wholes[number] = all(_own(one) is one for one in _tensors(value))
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
     seen: set[int] = set()
     costs = []
     for number, operation in enumerate(trace.operations):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from paceline.plan.rows import has_rows
+from paceline.plan.settings import untouched
 from paceline.plan.trace import Trace
 
 _CLOSE = 1e-3
@@ -19,21 +20,15 @@ _FEW = 0.1
 
 def mixes(trace: Trace, model: nn.Module, inputs: Sequence[Any], batch: int, few: int) -> bool:
     """Whether the first or the last few samples have other results by themselves than within their batch."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            whole = _results(trace, inputs)
-            if any(not result.dim() or result.shape[0] % batch for result in whole):
+    with untouched(model), torch.no_grad():
+        whole = _results(trace, inputs)
+        if any(not result.dim() or result.shape[0] % batch for result in whole):
+            return True
+        for place in (slice(0, few), slice(batch - few, batch)):
+            some = [one[place] if has_rows(one, batch) else one for one in inputs]
+            if any(_differ(*pair, place, batch) for pair in zip(whole, _results(trace, some), strict=True)):
                 return True
-            for place in (slice(0, few), slice(batch - few, batch)):
-                some = [one[place] if has_rows(one, batch) else one for one in inputs]
-                if any(_differ(*pair, place, batch) for pair in zip(whole, _results(trace, some), strict=True)):
-                    return True
-            return False
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        return False
 
 
 def _results(trace: Trace, inputs: Sequence[Any]) -> list[torch.Tensor]:

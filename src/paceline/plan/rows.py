@@ -18,5 +18,11 @@ def batch_of(inputs: Sequence[Any]) -> int:
     raise UsageError("the model is called without a tensor that has a row for every sample; a pipeline cuts batches")
 
 
+def with_rows(inputs: Sequence[Any]) -> list[bool]:
+    """Of each input, whether it has one for every sample."""
+    batch = batch_of(inputs)
+    return [has_rows(one, batch) for one in inputs]
+
+
 def has_rows(value: Any, batch: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch

@@ -6,6 +6,8 @@ changed again whenever its trace is used.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,6 +49,19 @@ def settings(model: nn.Module) -> tuple[Any, ...]:
         for name, value in vars(module).items()
         if name not in _EVERY_MODULES and (worth := _worth(value)) is not None
     )
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """What is done meanwhile changes neither the model's buffers nor which random numbers come next."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
 
 
 class Settings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import random
 import sys
@@ -15,31 +14,17 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
+from paceline.plan.rows import batch_of, with_rows
 from paceline.plan.trace.nodes import GRADIENTS
 
 
-def batched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of each argument, whether it has a row for every sample."""
-    size = _samples(args, kwargs)
-    return pytree.tree_map(
-        lambda leaf: isinstance(leaf, torch.Tensor) and bool(leaf.dim()) and leaf.shape[0] == size, (args, kwargs)
-    )
-
-
-def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    return leaves[0].shape[0] if leaves else 0
-
-
 def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
-    # Of one sample torch takes it that there always is one, whatever it is told.
-    free = {0: torch.export.Dim.AUTO} if _samples(args, kwargs) > 1 else None
-    shapes = pytree.tree_map(lambda one: free if one else None, batched(args, kwargs))
+    """Its inputs are all that is in the arguments, one after the other."""
     before = _drawn()
     try:
         # What torch.export would print is more than the one sentence that it comes to.
         with torch.enable_grad(), _without_own_gradients(), contextlib.redirect_stderr(io.StringIO()):
-            program = _program(model, args, kwargs, shapes)
+            program = _program(model, args, kwargs)
     except Exception as error:  # whatever a model's own code raises, too
         if "register a pytree" in str(error):
             raise UsageError(
@@ -61,31 +46,25 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return module
 
 
-def _program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> Any:
-    if not takes_any_names(model):
-        by_name = inspect.signature(model.forward).bind(*shapes[0], **shapes[1]).arguments
-        return torch.export.export(model, args, kwargs, dynamic_shapes=by_name, strict=False)
-    # torch.export takes no shapes for `**names`: so they come one after the other.
+def _program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    flat = pytree.tree_leaves(shapes, is_leaf=lambda one: one is None or (isinstance(one, dict) and 0 in one))
+    # Of one sample torch takes it that there always is one, whatever it is told.
+    free = {0: torch.export.Dim.AUTO} if batch_of(leaves) > 1 else None
+    shapes = tuple(free if one else None for one in with_rows(leaves))
     plain, own = model.forward, vars(model).get("forward")
 
     def forward(*inputs: Any) -> Any:
         given, named = pytree.tree_unflatten(inputs, spec)
         return plain(*given, **named)
 
+    # Flat, as torch.export takes no shapes for `**names`.
     model.forward = forward
     try:
-        return torch.export.export(model, tuple(leaves), dynamic_shapes={"inputs": tuple(flat)}, strict=False)
+        return torch.export.export(model, tuple(leaves), dynamic_shapes={"inputs": shapes}, strict=False)
     finally:
         del model.forward
         if own is not None:
             model.forward = own
-
-
-def takes_any_names(model: nn.Module) -> bool:
-    kinds = (one.kind for one in inspect.signature(model.forward).parameters.values())
-    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _drawn() -> tuple[Any, ...]:

@@ -10,10 +10,11 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
+from paceline.plan.rows import with_rows
 from paceline.plan.sealed import LayerCall
 from paceline.plan.settings import Settings
 from paceline.plan.trace.chain import calmed
-from paceline.plan.trace.exporting import attribute, batched, exported, takes_any_names
+from paceline.plan.trace.exporting import attribute, exported
 from paceline.plan.trace.nodes import (
     aliases,
     changed_by,
@@ -47,10 +48,8 @@ class GraphTrace(Trace):
         finally:
             hook.remove()
             before.restore()
+        leaves, self._given = pytree.tree_flatten((args, kwargs))
         info: Any = module.graph._codegen
-        self._given: pytree.TreeSpec = info.pytree_info.in_spec
-        if takes_any_names(model):
-            self._given = pytree.tree_structure((args, kwargs))
         self._spec: pytree.TreeSpec = info.pytree_info.out_spec
         self._inputs: dict[fx.Node, int] = {}
         self._nodes: list[fx.Node] = []
@@ -74,8 +73,8 @@ class GraphTrace(Trace):
         self._returned: list[Any] = flat
         computed = [node for node in flat if node in self._number]
         self.results = tuple(self._number[node] for node in computed)
-        with_rows = pytree.tree_leaves(batched(args, kwargs))
-        self.counts = any(one and not has_free_rows(node) for node, one in zip(self._inputs, with_rows, strict=True))
+        samples = zip(self._inputs, with_rows(leaves), strict=True)
+        self.counts = any(rows and not has_free_rows(node) for node, rows in samples)
         self.summarises = not self.counts and not all(map(has_free_rows, computed))
         for node in self._nodes:
             if any(origin(changed) in self._inputs for changed in changed_by(node)):
