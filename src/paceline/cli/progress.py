@@ -108,8 +108,11 @@ class Progress:
                 self.note(line)
 
     def line(self) -> str:
-        """`update 120 · loss 0.312 · 5,120 samples/s · pace 0: 1,280/s 1: 320/s` from what the streams say last."""
-        update, metrics, samples, paces = 0, "", 0.0, []
+        """`update 120 · loss 0.312 · 5,120 samples/s · pace 0: 1,280/s 1: 320/s` from what the streams say last.
+
+        Where a worker has a part of the model, and not samples of its own, the end is `busy 0: 71% 1: 64%`.
+        """
+        update, metrics, samples, paces, shares, split = 0, "", 0.0, [], [], False
         for event in _tail(self.folder / "streams" / "-1.jsonl"):
             if isinstance(event, Update):
                 update = max(update, event.version)
@@ -128,9 +131,12 @@ class Progress:
             span = computed[-1].start + computed[-1].seconds - computed[0].start if computed else 0.0
             samples += done / span if span else 0.0
             paces.append(f"{rank}: {done / busy:,.0f}/s" if busy else f"{rank}: –")
+            shares.append(f"{rank}: {busy / span:.0%}" if span else f"{rank}: –")
+            split = split or (busy > 0 and not done)
         if not update:
             return ""
-        parts = [f"update {update}", metrics, f"{samples:,.0f} samples/s", f"pace {'  '.join(paces)}"]
+        each = f"busy {'  '.join(shares)}" if split else f"pace {'  '.join(paces)}"
+        parts = [f"update {update}", metrics, f"{samples:,.0f} samples/s", each]
         return " · ".join(part for part in parts if part)
 
 
