@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import signal
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 from forks import done, played
 from pages import TIMELINE, Watched, browsing, colours, join, line, step
 from playwright.sync_api import Browser
-from support import PACELINE, finished, write_script
+from support import PACELINE, Run, finished, started, wait_until, write_script
 
 TRAIN = """
 import time
@@ -455,10 +458,21 @@ def test_runs_stand_side_by_side_however_long_their_strategies(browser: Browser,
     watched.page.close()
 
 
-def test_every_visible_figure_becomes_a_picture(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def drawing(folder: Path, temporary: Path) -> Iterator[Run]:
+    """`paceline report --png` of a run of two workers."""
     lines = [step(rank, 100 + 0.01 * n, 0.01 + 0.001 * rank, n) for n in range(60) for rank in (0, 1)]
-    write_script(tmp_path, join(0, 99.0) + join(1, 99.0) + "".join(lines), "events.jsonl")
-    outcome = finished([PACELINE, "report", "events.jsonl", "--png", "-o", "drawn.html"], tmp_path, 110)
+    write_script(folder, join(0, 99.0) + join(1, 99.0) + "".join(lines), "events.jsonl")
+    command = [PACELINE, "report", "events.jsonl", "--png", "-o", "drawn.html"]
+    with started(command, folder, TMPDIR=str(temporary)) as run:
+        yield run
+
+
+def test_every_visible_figure_becomes_a_picture(tmp_path: Path) -> None:
+    temporary = tmp_path / "with a name that is too long for a socket in it"
+    temporary.mkdir()
+    with drawing(tmp_path, temporary) as run:
+        outcome = run.finish(110)
     assert outcome.code == 0, outcome.err
     # There was no server, nobody waited, nothing was reported and no byte was moved: nobody wants pictures of that.
     names = ["timeline", "workers", "where-the-time-goes", "own-pace"]
@@ -473,3 +487,13 @@ def test_every_visible_figure_becomes_a_picture(tmp_path: Path) -> None:
         assert width == 1220
         assert 150 < height < 800, picture.name
         assert len(data) > 3000, picture.name
+
+
+def test_nothing_is_left_of_pictures_that_were_given_up(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name, drawing(tmp_path, Path(name)) as run:
+        wait_until(lambda: any(Path(name).glob("paceline-png-*/*")), 60, "the browser")
+        run.process.send_signal(signal.SIGINT)
+        outcome = run.finish(30)
+        assert run.processes() == []
+        assert list(Path(name).iterdir()) == []
+    assert (outcome.code, outcome.err) == (130, "")

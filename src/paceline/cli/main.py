@@ -47,7 +47,7 @@ def main() -> None:
     """Entry point of the console script. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     try:
         code = assemble(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         code = 130
     except typer.TyperException as error:
         code = _complain(error.format_message(), error.exit_code)

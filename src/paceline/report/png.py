@@ -27,6 +27,8 @@ _PLUG = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
 """Becomes the browser, which reads from 3 and writes to 4, whatever these were here."""
+_LONG = 40
+"""Letters of a folder's name from which a browser's socket in it may have too long a one."""
 
 
 def find_browser() -> str:
@@ -62,7 +64,8 @@ class Browser:
         self._calls = 0
         self._session: str | None = None
         self._heard = b""
-        self._profile = tempfile.TemporaryDirectory(prefix="paceline-png-", ignore_cleanup_errors=True)
+        near = "/tmp" if len(tempfile.gettempdir()) > _LONG and os.access("/tmp", os.W_OK) else None
+        self._profile = tempfile.TemporaryDirectory(prefix="paceline-png-", dir=near, ignore_cleanup_errors=True)
         options = ["--headless=new", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--remote-debugging-pipe"]
         if os.geteuid() == 0:
             options.append("--no-sandbox")  # which a browser refuses to have as root
@@ -73,6 +76,7 @@ class Browser:
                 *[sys.executable, "-S", "-c", _PLUG, str(orders), str(answers)],
                 *[path, *options, f"--user-data-dir={self._profile.name}", "about:blank"],
             ],
+            env={**os.environ, "TMPDIR": self._profile.name},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
