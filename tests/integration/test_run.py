@@ -379,8 +379,8 @@ def test_drawn_slowness_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     script = write_script(tmp_path, PACED)
     lengths: list[dict[int, list[float]]] = []
     for name in ("one", "two"):
-        command = [script, "--name", name, "--slow", "all:exp(0.02)", "--seed", "3"]
-        outcome = played([*command, "--", "40", "0"], tmp_path)
+        command = [script, "--name", name, "--slow", "all:exp(0.06)", "--seed", "3"]
+        outcome = played([*command, "--", "24", "0"], tmp_path)
         assert outcome.code == 0, outcome.err
         steps = [event for event in outcome.run.events(name) if event["event"] == "compute"]
         for step in steps:
@@ -389,11 +389,11 @@ def test_drawn_slowness_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
         lengths.append({rank: [s["seconds"] for s in steps if s["rank"] == rank] for rank in (0, 1)})
     one, two = lengths
     for rank in (0, 1):
-        assert len(one[rank]) == len(two[rank]) == 40
-        assert median_gap(one[rank], two[rank]) < 0.004
-        assert 0.01 < statistics.mean(one[rank][1:]) < 0.04
+        assert len(one[rank]) == len(two[rank]) == 24
+        assert median_gap(one[rank], two[rank]) < 0.012
+        assert 0.03 < statistics.mean(one[rank][1:]) < 0.12
     # Ranks draw each for itself.
-    assert median_gap(one[0], one[1]) > 0.008
+    assert median_gap(one[0], one[1]) > 0.024
 
 
 def median_gap(some: list[float], others: list[float]) -> float:
