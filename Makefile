@@ -33,11 +33,11 @@ system:
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq $$missing >/dev/null; } \
 	  || { echo "make test: please install$$missing; this user may not" >&2; exit 1; }
 
-# Tests that hold runs to their times go first, by themselves. The others mostly wait, so four at a time take little more than a
+# Tests that hold runs to their times go first, by themselves. The others mostly wait, so three at a time take little more than a
 # third as long; long ones (chaos) come first.
 test: lint system
 	$(BIN)/python -m pytest tests/timed
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests/chaos tests/integration tests/unit
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/chaos tests/integration tests/unit
 
 bench: setup
 	$(BIN)/python benchmarks/all_reduce.py
