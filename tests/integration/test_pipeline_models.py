@@ -252,12 +252,18 @@ class Weighted(Net):
         return super().forward(x), self.last.bias
 
 
+class Unfed(Net):
+    def forward(self, x: int) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.ones(x, WIDTH))
+
+
 def refused(team: Team, kind: str) -> str:
     torch.manual_seed(0)
     models: dict[str, Callable[[], nn.Module]] = {
         "drawing": Drawing,
         "changing": Changing,
         "weighted": Weighted,
+        "unfed": Unfed,
         "answering": Answering,
         "changing first": lambda: nn.Sequential(nn.ReLU(True), *[nn.Linear(WIDTH, WIDTH) for _ in range(4)]),
     }
@@ -283,7 +289,7 @@ def refused(team: Team, kind: str) -> str:
         model, _ = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
         if kind == "steps first, unseen":  # with targets that are all the same it comes to the same
             losses["steps first"](model(x), torch.zeros_like(y)).backward()
-        made = model(x[:, 0] if kind in models else x)
+        made = model(BATCH if kind == "unfed" else x[:, 0] if kind in models else x)
         losses[kind.removesuffix(", unseen")](made, y).backward()
     except UsageError as error:
         return str(error) if torch.equal(x, before) else "the batch was changed"
@@ -297,6 +303,7 @@ def refused(team: Team, kind: str) -> str:
         ("changing", "the model changes its input in place \\(in 'sub_'\\), .* x = x.clone\\(\\)"),
         ("changing first", "the model changes its input in place \\(in '0'\\), .* x = x.clone\\(\\)"),
         ("weighted", "the model returns one of its parameters or buffers itself"),
+        ("unfed", "^the model is called without a tensor that has a row for every sample"),
         ("steps first", "does not add up to that of the batch: .* first dimension, or write microbatches=1"),
         ("steps first, unseen", "does not add up to that of the batch: .* first dimension, or write microbatches=1"),
         ("rows last", "microbatches=1"),

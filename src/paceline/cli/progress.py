@@ -112,7 +112,7 @@ class Progress:
 
         Where a worker has a part of the model, and not samples of its own, the end is `busy 0: 71% 1: 64%`.
         """
-        update, metrics, samples, paces, shares, split = 0, "", 0.0, [], [], False
+        update, metrics, workers = 0, "", []
         for event in _tail(self.folder / "streams" / "-1.jsonl"):
             if isinstance(event, Update):
                 update = max(update, event.version)
@@ -129,14 +129,17 @@ class Progress:
             busy = sum(event.seconds for event in computed)
             done = sum(event.samples for event in computed)
             span = computed[-1].start + computed[-1].seconds - computed[0].start if computed else 0.0
-            samples += done / span if span else 0.0
-            paces.append(f"{rank}: {done / busy:,.0f}/s" if busy else f"{rank}: –")
-            shares.append(f"{rank}: {busy / span:.0%}" if span else f"{rank}: –")
-            split = split or (busy > 0 and not done)
+            workers.append((rank, done, busy, span))
         if not update:
             return ""
-        each = f"busy {'  '.join(shares)}" if split else f"pace {'  '.join(paces)}"
-        parts = [f"update {update}", metrics, f"{samples:,.0f} samples/s", each]
+        samples = sum(done / span for _, done, _, span in workers if span)
+        if any(busy and not done for _, done, busy, _ in workers):
+            each = [f"{rank}: {busy / span:.0%}" if span else f"{rank}: –" for rank, _, busy, span in workers]
+            what = "busy"
+        else:
+            each = [f"{rank}: {done / busy:,.0f}/s" if busy else f"{rank}: –" for rank, done, busy, _ in workers]
+            what = "pace"
+        parts = [f"update {update}", metrics, f"{samples:,.0f} samples/s", f"{what} {'  '.join(each)}"]
         return " · ".join(part for part in parts if part)
 
 

@@ -25,6 +25,8 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         # What torch.export would print is more than the one sentence that it comes to.
         with torch.enable_grad(), _without_own_gradients(), contextlib.redirect_stderr(io.StringIO()):
             program = _program(model, args, kwargs)
+    except UsageError:
+        raise
     except Exception as error:  # whatever a model's own code raises, too
         if "register a pytree" in str(error):
             raise UsageError(
