@@ -50,7 +50,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Start the workers on their hosts; what the lead found out."""
-    from hosts import hosts
+    from helpers.hosts import hosts
 
     with hosts(options.hosts, f"{options.rate:.0f}bit") as made:
         processes = []
@@ -84,7 +84,7 @@ def work(options: argparse.Namespace) -> None:
     import paceline
 
     torch.set_num_threads(1)
-    team = paceline.join(timeouts=paceline.Timeouts(join=120.0, meeting=120.0))
+    team = paceline.join(timeouts=paceline.Timeouts(join=120.0, barrier=120.0))
     distributed.init_process_group("gloo")
     size, ours = all_reduce(team)
     theirs = torch.full((size // 4,), team.rank + 1.0)
@@ -115,25 +115,25 @@ def all_reduce(team: Any) -> tuple[int, Callable[[], None]]:
     from paceline.bench.workloads import WORKLOADS
     from paceline.parameters.gradients import Gradients
     from paceline.parameters.layout import Layout
-    from paceline.strategies.spread import SpreadReduction
-    from paceline.transport import Intent
+    from paceline.strategies.machines_reduction import MachinesReduction
+    from paceline.transport import BarrierKind
 
     members = team._members
     layout = Layout(WORKLOADS[WORKLOAD].build().named_parameters(), members.local.size)
     memory = members.share(Gradients.memory_size(layout, members.local.size))
     gradients = Gradients.shared(layout, memory, members.local.rank, members.local.size)
-    reduction = SpreadReduction(layout, gradients, members, "auto")
+    reduction = MachinesReduction(layout, gradients, members, "auto")
     weights = [(rank, 1.0 / team.world_size) for rank in range(team.world_size)]
     mean = (team.world_size + 1) / 2
     for flat in gradients.own:
         flat.fill_(team.rank + 1.0)  # whose mean stays what it is, however often it is made
-    members.meeting.meet(Intent.BARRIER)
+    members.barrier.wait(BarrierKind.BARRIER)
 
     def once() -> None:
         reduction.shard(weights, None)
-        members.meeting.meet(Intent.PUBLISH)
+        members.barrier.wait(BarrierKind.PUBLISH)
         reduction.gather()
-        members.meeting.meet(Intent.PUBLISH)
+        members.barrier.wait(BarrierKind.PUBLISH)
         assert all(abs(float(flat[place]) - mean) < 1e-3 for flat in gradients.own for place in (0, -1))
 
     return layout.size, once

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    from hosts import hosts
+    from helpers.hosts import hosts
 
     from paceline.transport.keys import VARIABLE, new_key
 
@@ -114,7 +114,7 @@ def servers(options: argparse.Namespace) -> None:
     import paceline
 
     model = _model()
-    team = paceline.join("sync", timeouts=paceline.Timeouts(join=120.0, meeting=120.0))
+    team = paceline.join("sync", timeouts=paceline.Timeouts(join=120.0, barrier=120.0))
     model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=1e-6), servers="each")
     sum(parameter.sum() for parameter in model.parameters()).backward()
     seconds = _timed(optimizer.step, team.barrier, options.rounds)
@@ -213,7 +213,7 @@ def hidden(options: argparse.Namespace) -> None:
     workload = WORKLOADS[WORKLOAD]
     model = _model()
     os.chdir(os.environ["FOLDER"])
-    team = paceline.join("sync", name="hidden", timeouts=paceline.Timeouts(join=120.0, meeting=120.0))
+    team = paceline.join("sync", name="hidden", timeouts=paceline.Timeouts(join=120.0, barrier=120.0))
     model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.01), servers="each")
     x, y = workload.batch_of(options.batch, seed=team.rank)
     for _ in range(options.steps + 1):

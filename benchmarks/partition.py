@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import convnet
 import transformer
 
-from paceline.plan.partition import Device, partition
-from paceline.plan.sheet import sheet
-from paceline.plan.trace import Part, Trace, trace
+from paceline.graph.model_profile import model_profile
+from paceline.graph.partition import Device, partition
+from paceline.graph.trace import ModelPart, ModelTrace, trace
 
 REPEATS = 4
 
 
-def once(parts: list[Part], inputs: list[Any]) -> list[float]:
+def once(parts: list[ModelPart], inputs: list[Any]) -> list[float]:
     """Seconds of each part, forward and backward."""
     seconds = [0.0] * len(parts)
     values: dict[int, Any] = {-1 - number: value for number, value in enumerate(inputs)}
@@ -58,7 +58,7 @@ def once(parts: list[Part], inputs: list[Any]) -> list[float]:
     return seconds
 
 
-def slowest(traced: Trace, cut: int, inputs: list[Any], paces: tuple[float, float] = (1.0, 1.0)) -> float:
+def slowest(traced: ModelTrace, cut: int, inputs: list[Any], paces: tuple[float, float] = (1.0, 1.0)) -> float:
     parts = [traced.part(0, cut), traced.part(cut, len(traced.operations))]
     runs = [once(parts, inputs) for _ in range(REPEATS + 1)][1:]
     return max(min(run[number] for run in runs) / paces[number] for number in range(2))
@@ -66,7 +66,7 @@ def slowest(traced: Trace, cut: int, inputs: list[Any], paces: tuple[float, floa
 
 def judge(name: str, model: nn.Module, x: torch.Tensor, microbatches: int) -> float:
     traced = trace(model, (x,), {}, 2)
-    known = sheet(traced, model, (x,), {}, microbatches, "microbatch")
+    known = model_profile(traced, model, (x,), {}, microbatches, "microbatch")
     inputs = [x[: known.microbatch]]
     for paces in ((1.0, 1.0), (1.0, 0.5)):
         devices = [Device(pace=pace) for pace in paces]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from paceline.simulate.cluster import Cluster, Link
+from paceline.simulate.cluster import SimulatedCluster, SimulatedLink
 from paceline.simulate.distributions import Exponential
 from paceline.simulate.predict import simulate
 
@@ -38,8 +38,8 @@ def steps(told: object) -> int:
 
 
 def main() -> None:
-    quiet = Cluster(workers=WORKERS, compute=Exponential(1.0, 1.0))
-    wired = Cluster(workers=WORKERS, compute=Exponential(1.0, 1.0), size=1e6, link=Link(1e-4, 1e9))
+    quiet = SimulatedCluster(workers=WORKERS, compute=Exponential(1.0, 1.0))
+    wired = SimulatedCluster(workers=WORKERS, compute=Exponential(1.0, 1.0), size=1e6, link=SimulatedLink(1e-4, 1e9))
     for spec, more in QUICK.items():
         updates = 40_000 * more
         start = time.perf_counter()

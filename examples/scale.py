@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.plan.choose import worth
-from paceline.simulate.cluster import Cluster, Failures, Link
+from paceline.planner.choose import worth
+from paceline.simulate.cluster import Failures, SimulatedCluster, SimulatedLink
 from paceline.simulate.distributions import Exponential
 from paceline.simulate.predict import simulate
 from paceline.simulate.result import Result
@@ -33,7 +33,9 @@ FEW = 3
 MEGABIT = 125e3
 
 
-def volunteers(workers: int, *, links: bool = True, failures: bool = True, servers: float = 1 / 200) -> Cluster:
+def volunteers(
+    workers: int, *, links: bool = True, failures: bool = True, servers: float = 1 / 200
+) -> SimulatedCluster:
     """Steps of 20 s at the median, up to several times as long on slow machines, jitter on top; a model of 25 million
     parameters, pushed as int8; home links of 100 Mbit/s at the median; a server with 10 Gbit/s for every 200 workers.
     """
@@ -43,19 +45,19 @@ def volunteers(workers: int, *, links: bool = True, failures: bool = True, serve
     speeds = 100 * MEGABIT * np.exp(source.standard_normal(workers))
     latencies = 0.02 * np.exp(0.7 * source.standard_normal(workers))
     own = tuple(
-        (rank, Link(float(latency), float(speed)))
+        (rank, SimulatedLink(float(latency), float(speed)))
         for rank, (latency, speed) in enumerate(zip(latencies, speeds, strict=True))
     )
-    return Cluster(
+    return SimulatedCluster(
         workers=workers,
         compute=Exponential(4.0, 16.0),
         factors=tuple(factors.tolist()),
         size=100e6 if links else 0.0,
         compress="int8",
-        link=Link(0.02, 100 * MEGABIT) if links else Link(),
+        link=SimulatedLink(0.02, 100 * MEGABIT) if links else SimulatedLink(),
         links=own if links else (),
         servers=str(count),
-        server_link=Link(0.0, 10_000 * MEGABIT) if links else None,
+        server_link=SimulatedLink(0.0, 10_000 * MEGABIT) if links else None,
         failures=Failures(4 * 3600.0, 300.0) if failures else None,
         update_seconds=0.05 / count if links else 0.0,  # every server updates its own shard
         batch=8,

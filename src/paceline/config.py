@@ -21,7 +21,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
 
     join: Positive = 120.0
     """Until all members of the team are there, once this one is."""
-    meeting: Positive = 300.0
+    barrier: Positive = 300.0
     """For the other workers, at an update, a barrier or the start of an epoch."""
     notice: Positive = 5.0
     """After which a waiting worker says for whom it waits."""
@@ -599,7 +599,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool = False
     """Whether the run goes on, under any strategy, when a worker is lost."""
     joins: str | None = None
-    """This worker joins a run that goes on already: the address of its server, or of its machine's office."""
+    """This worker joins a run that goes on already: the address of its server, or of its machine's relay."""
     machine: int = 0
     """The number of the machine on which it joins."""
     profiling: Profiling | None = None

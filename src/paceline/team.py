@@ -33,21 +33,21 @@ from paceline.config import (
     parse_strategy,
 )
 from paceline.data import TeamLoader
-from paceline.data.leased import LeasedLoader
+from paceline.data.leased_loader import LeasedLoader
 from paceline.data.loader import check_loader
 from paceline.errors import UsageError
 from paceline.events import Balance, Join, Leave, Metric, Recorder, folder_of
 from paceline.events.summary import merge
-from paceline.parameters.travel import pack, unpack
+from paceline.parameters.checkpoint_codec import pack, unpack
 from paceline.parameters.variables import Mirrored, PerReplica
 from paceline.policies import POLICIES, make_policy
-from paceline.strategies import ALONE, PROFILING, Make, Options, Surroundings, Trainer, load, trainer_of
+from paceline.strategies import PROFILING, SINGLE, Make, Options, Trainer, TrainerContext, load, trainer_of
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
-from paceline.strategies.choosing import is_whole
-from paceline.strategies.homeward import Homeward
-from paceline.strategies.stopwatch import Stopwatch, Turns
-from paceline.transport import Intent
+from paceline.strategies.event_forwarding import EventForwarding
+from paceline.strategies.mesh_factory import is_whole
+from paceline.strategies.stopwatch import BackwardTimer, Stopwatch
+from paceline.transport import BarrierKind
 
 _joined: Team | None = None
 
@@ -129,7 +129,7 @@ class Team:
         self._trainer: Trainer | None = None
         self._recorder = Recorder(self._streams_folder() if launch.record else None, self.rank)
         self._stopwatch = Stopwatch(self._recorder, self.rank, launch.slow.get(self.rank), launch.seed)
-        self._turns: Turns | None = None
+        self._turns: BackwardTimer | None = None
         self._round: tuple[TeamLoader, int] | None = None
         self._accumulations = 0
         """How many accumulating steps the script is in, one in the other."""
@@ -142,11 +142,11 @@ class Team:
         atexit.register(self._leave)
 
     def _streams_folder(self) -> Path | None:
-        """Where this worker records; what is recorded away from home is sent there, by the machine's office or lead."""
+        """Where this worker records; what is recorded away from home is sent there, by the machine's relay or lead."""
         if self._folder is None:
             return None
-        if self._members.wires is not None and self._launch.record and type(self.strategy) not in POLICIES:
-            Homeward(self._members, self._folder)
+        if self._members.connections is not None and self._launch.record and type(self.strategy) not in POLICIES:
+            EventForwarding(self._members, self._folder)
         return folder_of(self._folder, self._members.machine if self._launch.joins is None else self._launch.machine)
 
     @property
@@ -232,7 +232,7 @@ class Team:
             tensor_plan=tensor_plan,
             sequence_parallel=sequence_parallel,
         )
-        around = Surroundings(
+        context = TrainerContext(
             members=self._members,
             strategy=self.strategy,
             launch=self._launch,
@@ -244,10 +244,10 @@ class Team:
         )
         kind = self._kind()
         self._model, self._optimizer = model, optimizer
-        self._trainer = kind(model, optimizer, options, around)
+        self._trainer = kind(model, optimizer, options, context)
         self._trainer.updated = self._after_update
         self._trainer.lost = self._lose
-        self._turns = Turns(self._stopwatch)
+        self._turns = BackwardTimer(self._stopwatch)
         shared = [self._share(loader, global_batch, balance) for loader in loaders]
         return (model, optimizer, *shared)
 
@@ -256,7 +256,7 @@ class Team:
             return load(PROFILING)
         elastic = self._launch.elastic or self._launch.joins is not None
         if self._started_with == 1 and not (elastic and type(self.strategy) in POLICIES):
-            return load(ALONE)
+            return load(SINGLE)
         if isinstance(self.strategy, Pipeline | Tensor | Mesh):
             self._demand_one_machine(elastic)
         return trainer_of(type(self.strategy), elastic=elastic)
@@ -309,7 +309,7 @@ class Team:
 
     def barrier(self) -> None:
         """Wait until all workers are here."""
-        self._gather(b"", Intent.BARRIER)
+        self._gather(b"", BarrierKind.BARRIER)
 
     def mirrored(self, tensor: torch.Tensor, aggregation: str = "mean") -> Mirrored:
         """A value kept equal on all workers, the lead's to begin with; `assign` combines what they bring."""
@@ -319,7 +319,7 @@ class Team:
         """Each worker's own value, all of them known to all."""
         return PerReplica(value, self.rank, self._gather)
 
-    def _gather(self, payload: bytes, intent: Intent = Intent.GATHER) -> list[bytes]:
+    def _gather(self, payload: bytes, intent: BarrierKind = BarrierKind.GATHER) -> list[bytes]:
         brought = self._trainer.gather(payload, intent) if self._trainer is not None else None
         return self._members.gather(payload, intent) if brought is None else brought
 
@@ -462,7 +462,7 @@ class Team:
         return self._trainer is not None and self._trainer.lockstep
 
     def from_lead(self, payload: bytes) -> bytes:
-        found = self._members.gather(payload, Intent.EPOCH)[self.lead]
+        found = self._members.gather(payload, BarrierKind.EPOCH)[self.lead]
         if self._trainer is not None:
             self._trainer.drawn()
         return found
@@ -507,7 +507,7 @@ class Team:
     def _exchange_statistics(self, value: torch.Tensor) -> list[torch.Tensor]:
         copied = self._trainer is not None and self._trainer.weightless
         own = b"" if copied else value.numpy().tobytes()
-        parts = self._members.gather(own, Intent.STATISTICS)
+        parts = self._members.gather(own, BarrierKind.STATISTICS)
         each = self.world_size // self.replicas  # workers of a replica: those with the same part of it come together
         parts = parts[self.rank % each :: each]
         return [torch.frombuffer(bytearray(part), dtype=value.dtype) for part in parts if part]

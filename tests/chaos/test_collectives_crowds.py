@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import (
+from helpers.faults import (
     KINDS,
     LARGE,
     SMALL,
@@ -28,8 +28,8 @@ from faults import (
     in_operation,
     prepared,
 )
-from groups import run_group
-from support import left_behind, shared_files, state_of, wait_until
+from helpers.groups import run_group
+from helpers.support import left_behind, shared_files, state_of, wait_until
 from torch import distributed
 
 from paceline import collectives

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import (
+from helpers.faults import (
     IMPATIENT,
     KINDS,
     LARGE,
@@ -38,12 +38,12 @@ from faults import (
     struck,
     told,
 )
-from support import PYTHON, finished, state_of, wait_until, write_script
+from helpers.support import PYTHON, finished, state_of, wait_until, write_script
 from torch import distributed
 
 from paceline import collectives
-from paceline.collectives.lane import Lane
-from paceline.transport.reach import PrivateView
+from paceline.collectives.op_queue import OpQueue
+from paceline.transport.peer_memory import PrivateView
 
 
 def ones(count: int) -> torch.Tensor:
@@ -527,7 +527,7 @@ def interrupted_in_a_queue(rank: int, folder: Path) -> str:
     if rank == 1:
         wait_until((folder / "struck").exists, 30, "rank 0 to be interrupted")
         return ""
-    Lane._work = lambda self: None  # type: ignore[method-assign]  # so that whoever waits does the work
+    OpQueue._work = lambda self: None  # type: ignore[method-assign]  # so that whoever waits does the work
     begun: list[Any] = [distributed.all_reduce(ones(10), async_op=True) for _ in range(3)]
     (folder / "waiting").touch()
     try:
@@ -553,7 +553,7 @@ def interrupted_with_futures(rank: int, folder: Path) -> list[bool]:
         distributed.all_reduce(ones(10))  # of two, takes part in the first
         wait_until((folder / "struck").exists, 30, "rank 0 to be interrupted")
         return []
-    Lane._work = lambda self: None  # type: ignore[method-assign]  # so that whoever waits does the work
+    OpQueue._work = lambda self: None  # type: ignore[method-assign]  # so that whoever waits does the work
     begun: list[Any] = [distributed.all_reduce(ones(10), async_op=True) for _ in range(2)]
     futures = [work.get_future() for work in begun]
     (folder / "waiting").touch()

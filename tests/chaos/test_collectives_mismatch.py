@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from faults import IMPATIENT, KINDS, LARGE, SMALL, SOON, Told, band, prepared, told
-from groups import run_group
+from helpers.faults import IMPATIENT, KINDS, LARGE, SMALL, SOON, Told, band, prepared, told
+from helpers.groups import run_group
 from torch import distributed
 from torch.distributed import ReduceOp
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import events_of, violations
-from forks import QuickRun, playing
-from support import PREAMBLE, Outcome, state_of, wait_until, write_script
+from helpers.checker import events_of, violations
+from helpers.forks import QuickRun, playing
+from helpers.support import PREAMBLE, Outcome, state_of, wait_until, write_script
 
 from paceline.cluster.control import ask
 from paceline.errors import UsageError

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from checker import events_of
-from forks import played
-from support import PREAMBLE, Outcome, write_script
+from helpers.checker import events_of
+from helpers.forks import played
+from helpers.support import PREAMBLE, Outcome, write_script
 from torch.nn.functional import mse_loss
 
 from paceline.events import Compute, Event, Leave, Lost, Roster
@@ -26,7 +26,7 @@ import torch, paceline
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 from paceline.parameters.sharding import ShardedOptimizer
-from paceline.transport import Intent
+from paceline.transport import BarrierKind
 
 options = {"victim": 1, "when": None, "at": 5, "samples": 97, "epochs": 2, "clip": False, "adam": True}
 options |= json.loads(sys.argv[1])
@@ -62,14 +62,14 @@ if is_victim and options["when"] == "inside":
 
     ShardedOptimizer.update = update
 if is_victim and options["when"] == "after":
-    meet = trainer._meeting.meet
+    meet = trainer._barrier.wait
 
     def late(intent, length=0):
-        if intent is Intent.PUBLISH and trainer.version == options["at"]:
+        if intent is BarrierKind.PUBLISH and trainer.version == options["at"]:
             die()
         return meet(intent, length)
 
-    trainer._meeting.meet = late
+    trainer._barrier.wait = late
 
 if is_victim and options["when"] == "any":
     threading.Timer(options["within"], die).start()

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from hosts import hosts
-from spread import Failure, Spread
-from support import wait_until
-from teams import run_spread
+from helpers.hosts import hosts
+from helpers.machines import Failure, Spread
+from helpers.support import wait_until
+from helpers.teams import run_spread
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.collectives.between import Between
+from paceline.collectives.inter_machine import InterMachineReduce
 from paceline.config import Launch, Timeouts
 from paceline.events import Compute, Join, Leave, Lost, Roster
 from paceline.parameters.sharding import ShardedOptimizer
-from paceline.transport import Intent
+from paceline.transport import BarrierKind
 
 SAMPLES, BATCH, AT = 97, 4, 5
 MOMENTS = ["before", "exchange", "inside", "after"]
@@ -66,19 +66,19 @@ def _prepare(trainer: Any, when: str) -> None:
         return instead
 
     if when == "exchange":
-        Between.all_reduce = at_last(Between.all_reduce)  # type: ignore[method-assign]
+        InterMachineReduce.all_reduce = at_last(InterMachineReduce.all_reduce)  # type: ignore[method-assign]
     if when == "inside":
         ShardedOptimizer.update = at_last(ShardedOptimizer.update, second=True)  # type: ignore[method-assign]
     if when == "after":
-        meet = trainer._meeting.meet
+        meet = trainer._barrier.wait
 
-        def late(intent: Intent, length: int = 0) -> Intent:
-            if intent is Intent.PUBLISH and trainer.version == AT:
+        def late(intent: BarrierKind, length: int = 0) -> BarrierKind:
+            if intent is BarrierKind.PUBLISH and trainer.version == AT:
                 _die()
-            found: Intent = meet(intent, length)
+            found: BarrierKind = meet(intent, length)
             return found
 
-        trainer._meeting.meet = late
+        trainer._barrier.wait = late
 
 
 def work(team: Any, victims: dict[int, str], clip: bool = False, epochs: int = 2) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def rounds_of(workers: int, victims: set[int], counted: bool, epochs: int = 2) -
 
 
 def spread(places: str, victims: dict[int, str], **options: Any) -> list[Any]:
-    launch = Launch(strategy="all-reduce", elastic=True, timeouts=Timeouts(meeting=20.0, join=20.0))
+    launch = Launch(strategy="all-reduce", elastic=True, timeouts=Timeouts(barrier=20.0, join=20.0))
     results = run_spread(_with(options), places, victims, launch=launch, may_die=list(victims))
     return [result for rank, result in enumerate(results) if rank not in victims]
 
@@ -212,7 +212,7 @@ def test_nobody_lost_is_a_run_as_any_other() -> None:
 
 
 def test_without_rank_0_nobody_goes_on() -> None:
-    launch = Launch(strategy="all-reduce", elastic=True, timeouts=Timeouts(meeting=20.0, join=20.0))
+    launch = Launch(strategy="all-reduce", elastic=True, timeouts=Timeouts(barrier=20.0, join=20.0))
     results = run_spread(_ending, "ABB", launch=launch, may_die=[0])
     for kind, message, ranks in results[1:]:
         assert kind == "WorkerLost"
@@ -246,7 +246,7 @@ def paced(team: Any, steps: int, mark: str) -> tuple[int, list[float]]:
 
 @pytest.mark.parametrize("victims", [[2], [2, 3]])
 def test_workers_of_real_hosts_are_killed_at_any_moment(victims: list[int], tmp_path: Path) -> None:
-    launch = Launch(strategy="all-reduce", elastic=True, timeouts=Timeouts(meeting=20.0, join=20.0))
+    launch = Launch(strategy="all-reduce", elastic=True, timeouts=Timeouts(barrier=20.0, join=20.0))
     mark = tmp_path / "begun"
     with hosts(2) as made, Spread(paced, made, 2, 60, str(mark), launch=launch, folder=tmp_path / "run") as team:
         for rank in range(4):
@@ -271,7 +271,7 @@ def test_workers_of_real_hosts_are_killed_at_any_moment(victims: list[int], tmp_
 
 
 def test_a_host_that_is_cut_off_is_given_up_and_does_not_go_on_by_itself(tmp_path: Path) -> None:
-    launch = Launch(strategy="all-reduce", elastic=True, timeouts=Timeouts(meeting=3.0, join=20.0))
+    launch = Launch(strategy="all-reduce", elastic=True, timeouts=Timeouts(barrier=3.0, join=20.0))
     mark = tmp_path / "begun"
     with hosts(3) as made, Spread(paced, made, 1, 60, str(mark), launch=launch) as team:
         for rank in range(3):

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from forks import QuickRun, played, playing, starting
-from support import (
+from helpers.forks import QuickRun, played, playing, starting
+from helpers.support import (
     PACELINE,
     PREAMBLE,
     PYTHON,
@@ -54,7 +54,7 @@ def fault(rank):
 def test_a_worker_that_raises_is_shown_once_and_the_others_are_stopped(tmp_path: Path) -> None:
     outcome = played([drill(tmp_path, RAISE), "-w", "3"], tmp_path)
     raised = outcome.run.note("raised")["at"]
-    assert outcome.run.noted("busy"), "rank 2 should have been far from any meeting"
+    assert outcome.run.noted("busy"), "rank 2 should have been far from any barrier"
     assert outcome.code == 1
     assert outcome.ended - raised < SOON
     assert outcome.tracebacks == 1
@@ -183,7 +183,7 @@ def fault(rank):
 
 
 def test_a_stopped_worker_is_named_then_given_up_after_the_timeout(tmp_path: Path) -> None:
-    script = drill(tmp_path, STOP, "timeouts=paceline.Timeouts(meeting=1.0, notice=0.4)")
+    script = drill(tmp_path, STOP, "timeouts=paceline.Timeouts(barrier=1.0, notice=0.4)")
     with playing([script, "-w", "2"], tmp_path) as run:
         run.note("stopped")
         outcome = run.finish()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.local import LocalEngine
+from paceline.cluster.engines.local import LocalEngine
 from paceline.cluster.supervision import Interrupted
 from paceline.config import Launch
 

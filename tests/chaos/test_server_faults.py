@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import events_of, violations
-from forks import QuickRun, done, played, playing, starting
-from support import (
+from helpers.checker import events_of, violations
+from helpers.forks import QuickRun, done, played, playing, starting
+from helpers.support import (
     PACELINE,
     PREAMBLE,
     PYTHON,
@@ -256,11 +256,11 @@ EARLY = (
     PREAMBLE
     + """
 import paceline, torch
-from paceline.server import desk
+from paceline.server import client
 from torch.utils.data import DataLoader, TensorDataset
 
 victim, before = json.loads(sys.argv[1])
-plain = getattr(desk.Desk, before)
+plain = getattr(client.ServerClient, before)
 
 def struck(self, *arguments):
     if os.environ["RANK"] == str(victim):
@@ -269,7 +269,7 @@ def struck(self, *arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return plain(self, *arguments)
 
-setattr(desk.Desk, before, struck)
+setattr(client.ServerClient, before, struck)
 team = paceline.join()
 model = torch.nn.Linear(2, 1)
 loader = DataLoader(TensorDataset(torch.randn(48, 2)), batch_size=2)

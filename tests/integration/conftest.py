@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from training import adafactor, adamw, plain, sgd
+from helpers.training import adafactor, adamw, plain, sgd
 
 
 @pytest.fixture(scope="session")

@@ -18,12 +18,12 @@ import pytest
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
 import yaml
-from hosts import Host, hosts
-from spread import Failure, Spread
-from support import PYTHON, TORCHRUN, finished, free_port, started, wait_until, write_script
-from teams import run_team
+from helpers.hosts import Host, hosts
+from helpers.machines import Failure, Spread
+from helpers.support import PYTHON, TORCHRUN, finished, free_port, started, wait_until, write_script
+from helpers.teams import run_team
+from helpers.training import adamw, apart, in_team, plain, same_bits
 from torch import nn
-from training import adamw, apart, in_team, plain, same_bits
 
 from paceline import Team
 from paceline.config import Timeouts
@@ -140,7 +140,7 @@ def keep_training(team: Team, folder: str, seconds: float) -> int:
 
 @pytest.mark.parametrize(("pulled", "timeout"), [(3.0, 20.0), (8.0, 3.0)], ids=["3 s", "too long"])
 def test_a_pulled_cable_heals_or_is_named(tmp_path: Path, pulled: float, timeout: float) -> None:
-    timeouts = Timeouts(join=30.0, meeting=timeout)
+    timeouts = Timeouts(join=30.0, barrier=timeout)
     arguments = (str(tmp_path), pulled + 3.0)
     with hosts(2) as made, Spread(keep_training, made, 2, *arguments, strategy="all-reduce", timeouts=timeouts) as team:
         wait_until(lambda: len(list(tmp_path.glob("began-*"))) == 4, 40.0, "the team")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from forks import starting
-from support import PACELINE, write_script
-from teams import run_script
+from helpers.forks import starting
+from helpers.support import PACELINE, write_script
+from helpers.teams import run_script
 
 from paceline.config import Launch
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from checker import violations
-from teams import run_team
+from helpers.checker import violations
+from helpers.teams import run_team
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -313,7 +313,7 @@ def play(
         return seen
 
     settings = {"strategy": "k-sync:k=1", "servers": "lead", "folder": str(folder)}
-    timeouts = Timeouts(meeting=30.0, join=20.0)
+    timeouts = Timeouts(barrier=30.0, join=20.0)
     fast, victim = run_team(work, 2, launch=Launch(timeouts=timeouts, **{**settings, **launch}))
     merge(folder, 2)
     return victim | {"other": fast["batch"]}, list(read(folder / "events.jsonl"))

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
-from forks import done
-from groups import Pool
-from oracle import fold, seen
-from primitives import (
+from helpers.forks import done
+from helpers.groups import Pool
+from helpers.oracle import fold, seen
+from helpers.primitives import (
     CHECKS,
     LARGE,
     Groups,
@@ -28,8 +28,8 @@ from primitives import (
     topologies,
     whole,
 )
-from support import PACELINE, PYTHON, TORCHRUN, Outcome, free_port, write_script
-from teams import run_script, run_team
+from helpers.support import PACELINE, PYTHON, TORCHRUN, Outcome, free_port, write_script
+from helpers.teams import run_script, run_team
 from torch import distributed
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -37,8 +37,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline import collectives
 from paceline.collectives.algorithms import ALGORITHMS, costs
-from paceline.collectives.here import member
-from paceline.collectives.member import Member
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.default_group import member
 from paceline.errors import UsageError
 from paceline.transport import segments
 from paceline.transport.channel import Traffic
@@ -764,7 +764,7 @@ TESTS = Path(__file__).parents[1]
 SCRIPT = f"""
 import os, sys
 sys.path.insert(0, {str(TESTS)!r})
-from primitives import check_everything
+from helpers.primitives import check_everything
 
 rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 count = check_everything(rank, size)
@@ -775,7 +775,7 @@ import os, pathlib, sys
 sys.path.insert(0, {str(TESTS)!r})
 import torch, paceline
 from paceline import collectives
-from primitives import check_everything
+from helpers.primitives import check_everything
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -867,7 +867,7 @@ def test_collectives_leave_the_training_of_their_team_as_it_is() -> None:
 
 def know(rank: int) -> tuple[bool, bool, int, int]:
     known = member()
-    return member() is known, isinstance(known, Member), known.rank, known.size
+    return member() is known, isinstance(known, Communicator), known.rank, known.size
 
 
 def test_a_group_is_one_member_here_however_often_it_is_asked_for(groups: Groups) -> None:

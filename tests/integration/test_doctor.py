@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from forks import done, starting
-from support import PACELINE, TORCHRUN, finished
+from helpers.forks import done, starting
+from helpers.support import PACELINE, TORCHRUN, finished
 
 from paceline.cluster.process import WITHOUT_AMX  # spares all but the first test a look for it in another process
 

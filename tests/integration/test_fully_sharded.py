@@ -21,15 +21,15 @@ import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
 import torch.distributed.fsdp  # so does what shards
 import torch.distributed.tensor
-from hosts import hosts
-from splits import apart as losses_apart
-from splits import made, score
-from spread import Failure, Spread
-from teams import run_spread, run_team
+from helpers.hosts import hosts
+from helpers.machines import Failure, Spread
+from helpers.split_models import apart as losses_apart
+from helpers.split_models import made, score
+from helpers.teams import run_spread, run_team
+from helpers.training import BATCH, Values, adafactor, adamw, apart, build, data, loop, plain, same_bits, sgd, values
 from torch import distributed, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from training import BATCH, Values, adafactor, adamw, apart, build, data, loop, plain, same_bits, sgd, values
 
 from paceline import Team, TeamError, UsageError
 from paceline.config import Launch, Timeouts
@@ -47,8 +47,8 @@ SOON = 6.0
 """Seconds in which a death must be known, on a busy machine."""
 
 
-def sharded(workers: int = 4, meeting: float = 20.0, **more: Any) -> Launch:
-    return Launch(strategy=f"mesh:data={workers}", timeouts=Timeouts(join=30.0, meeting=meeting), **more)
+def sharded(workers: int = 4, barrier: float = 20.0, **more: Any) -> Launch:
+    return Launch(strategy=f"mesh:data={workers}", timeouts=Timeouts(join=30.0, barrier=barrier), **more)
 
 
 # -- the same numbers ------------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def refused(team: Team, kind: str) -> str:
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(strategy: str, kind: str, said: str) -> None:
-    launch = Launch(strategy=strategy, timeouts=Timeouts(join=30.0, meeting=20.0))
+    launch = Launch(strategy=strategy, timeouts=Timeouts(join=30.0, barrier=20.0))
     for message in run_spread(refused, "aabb", kind, launch=launch):
         assert said in message
         assert "\n" not in message
@@ -406,7 +406,7 @@ def struck(team: Team, victim: int, how: str) -> tuple[str, str, tuple[int, ...]
 
 @pytest.mark.parametrize("victim", [3, 2, 0], ids=["a worker", "a lead", "the lead"])
 def test_a_death_is_known_everywhere(victim: int) -> None:
-    results = run_spread(struck, "aabb", victim, "killed", launch=sharded(meeting=15.0), may_die=[victim])
+    results = run_spread(struck, "aabb", victim, "killed", launch=sharded(barrier=15.0), may_die=[victim])
     for rank, result in enumerate(results):
         if rank != victim:
             kind, message, ranks, seconds = result
@@ -427,7 +427,7 @@ def test_a_worker_whose_script_fails_is_named() -> None:
 
 
 def test_a_worker_that_is_stuck_is_named() -> None:
-    results = run_spread(struck, "aabb", 1, "stuck", launch=sharded(meeting=2.0), may_die=[1])
+    results = run_spread(struck, "aabb", 1, "stuck", launch=sharded(barrier=2.0), may_die=[1])
     for rank, result in enumerate(results):
         if rank != 1:
             kind, message, ranks, _ = result
@@ -451,7 +451,7 @@ def saved_by_the_lead_alone(team: Team, folder: str) -> tuple[str, str]:
 
 
 def test_what_needs_all_and_is_called_by_one_is_a_mismatch(tmp_path: Path) -> None:
-    for kind, message in run_spread(saved_by_the_lead_alone, "aabb", str(tmp_path), launch=sharded(meeting=3.0)):
+    for kind, message in run_spread(saved_by_the_lead_alone, "aabb", str(tmp_path), launch=sharded(barrier=3.0)):
         assert kind == Mismatch.__name__, message
         assert "all workers must do the same" in message
     assert not list(tmp_path.iterdir())

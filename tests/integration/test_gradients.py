@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
-from primitives import LARGE, Groups, Here, topologies
+from helpers.primitives import LARGE, Groups, Here, topologies
 from torch import autograd, distributed, nn
 
 from paceline import collectives
-from paceline.collectives.here import member
-from paceline.collectives.member import Member
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.default_group import member
 from paceline.errors import UsageError
 
 torch.set_num_threads(1)
@@ -549,7 +549,7 @@ def come_and_go(rank: int) -> int:
     """Members that come and go; at one end their memory is used again, at the other not."""
     known, kept, places = member(), [], set()
     for number in range(40):
-        here: Any = Member(known.rank, known.size, known._channel, known._group)
+        here: Any = Communicator(known.rank, known.size, known._channel, known._group)
         places.add(id(here))
         if rank == 0:
             x = torch.ones(2, requires_grad=True)

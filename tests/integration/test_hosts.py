@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import Host, Proxy, hosts
+from helpers.hosts import Host, Proxy, hosts
 
 
 def _serve(host: Host) -> tuple[socket.socket, int]:

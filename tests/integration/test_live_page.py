@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import playing
-from pages import TIMELINE, Watched, browsing, colours, heap, line, make_going, step
+from helpers.forks import playing
+from helpers.pages import TIMELINE, Watched, browsing, colours, heap, line, make_going, step
+from helpers.support import PACELINE, PREAMBLE, Run, finished, started, wait_until, write_script
 from playwright.sync_api import Browser
 from prometheus_client.parser import text_string_to_metric_families
-from support import PACELINE, PREAMBLE, Run, finished, started, wait_until, write_script
 
 TRAIN = (
     PREAMBLE

@@ -16,19 +16,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import groups as forked
 import pytest
 import torch
 import torch._dynamo  # DistributedDataParallel loads it: here once, instead of in each member
-from groups import Pool
-from hosts import Host, hosts
-from oracle import COMPLEX, NUMERIC, OPERATORS, defined, fold, reduce_op
-from primitives import CHECKS, Groups, Here, bits, check_everything, same, same_bits, topologies, whole
+from helpers import groups as forked
+from helpers.groups import Pool
+from helpers.hosts import Host, hosts
+from helpers.oracle import COMPLEX, NUMERIC, OPERATORS, defined, fold, reduce_op
+from helpers.primitives import CHECKS, Groups, Here, bits, check_everything, same, same_bits, topologies, whole
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import collectives
-from paceline.collectives import machines, process_group
+from paceline.collectives import hierarchical as machines
+from paceline.collectives import process_group
 from paceline.errors import UsageError
 
 torch.set_num_threads(1)

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from checker import events_of
-from forks import playing
-from meshes import parts_amiss
-from splits import MODELS, adam, apart, launched, made, score, train
-from support import Outcome, write_script
-from teams import run_team
+from helpers.checker import events_of
+from helpers.forks import playing
+from helpers.meshes import parts_amiss
+from helpers.split_models import MODELS, adam, apart, launched, made, score, train
+from helpers.support import Outcome, write_script
+from helpers.teams import run_team
 from torch.utils.data import DataLoader
 
 from paceline import Team
@@ -65,7 +65,7 @@ TRAIN = """
 import sys
 sys.path.insert(0, {folder!r})
 import torch, paceline
-from splits import train
+from helpers.split_models import train
 team = paceline.join()
 torch.set_num_threads(1)
 {fault}
@@ -189,7 +189,7 @@ def test_a_checkpoint_is_the_plain_models(split: str, tmp_path: Path) -> None:
 
 DYING = """
 import os, signal
-import splits
+from helpers import split_models as splits
 plain = splits.score
 steps = 0
 def score(output, y):

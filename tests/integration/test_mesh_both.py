@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from meshes import parts_amiss
-from splits import LENGTH, MODELS, adam, apart, launched, made, score, train, words
-from teams import run_team
+from helpers.meshes import parts_amiss
+from helpers.split_models import LENGTH, MODELS, adam, apart, launched, made, score, train, words
+from helpers.teams import run_team
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import done
-from support import PACELINE, write_script
-from teams import run_command
+from helpers.forks import done
+from helpers.support import PACELINE, write_script
+from helpers.teams import run_command
 
 from paceline.cli import partition
-from paceline.plan.sheet import sheet_of
+from paceline.graph.model_profile import model_profile_of
 
 SCRIPT = """
 import torch, paceline
@@ -43,8 +43,8 @@ def test_a_scripts_model_is_cut_and_drawn(script: Path, tmp_path: Path) -> None:
 
 
 def test_devices_and_links_may_all_be_different(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sheet = sheet_of(script, [], 8)
-    monkeypatch.setattr(partition, "sheet_of", lambda *_: sheet)  # which is the same for all of them
+    sheet = model_profile_of(script, [], 8)
+    monkeypatch.setattr(partition, "model_profile_of", lambda *_: sheet)  # which is the same for all of them
 
     def plan(*words: str) -> Any:
         return run_command(["plan", "--partition", script, "--stages", "3", *words], tmp_path)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from splits import MODELS, apart, launched, made, train
-from teams import run_team
+from helpers.split_models import MODELS, apart, launched, made, train
+from helpers.teams import run_team
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -546,7 +546,7 @@ def abandoned(team: Team, fault: str, path: str) -> str:
 @pytest.mark.parametrize("stages", ["3", "2,replicas=1+2", "2,replicas=2+1"])
 @pytest.mark.parametrize(("fault", "heard"), [("dies", "WorkerLost"), ("hangs", "TeamTimeout")])
 def test_a_stage_that_is_gone_or_stuck_is_named_in_time(fault: str, heard: str, stages: str, tmp_path: Path) -> None:
-    launch = Launch(strategy=f"pipeline:stages={stages},microbatches=2", timeouts=Timeouts(meeting=2.0, join=20.0))
+    launch = Launch(strategy=f"pipeline:stages={stages},microbatches=2", timeouts=Timeouts(barrier=2.0, join=20.0))
     found: list[Any] = []
     if fault == "dies":
         with pytest.raises(AssertionError, match="rank 2 ended without a word"):

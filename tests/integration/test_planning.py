@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from forks import done
-from support import PACELINE, Outcome, write_script
-from teams import run_command, run_script
+from helpers.forks import done
+from helpers.support import PACELINE, Outcome, write_script
+from helpers.teams import run_command, run_script
 
 from paceline.config import Launch, parse_slowness
-from paceline.events import Compute, Event, Lease, Push, Return, Switch, Update
+from paceline.events import Compute, Event, LeaseGiven, Push, Return, Switch, Update
 from paceline.events.schema import read
 from paceline.events.summary import Summary, merge
 
@@ -91,7 +91,7 @@ def test_auto_watches_and_then_goes_on_as_another_policy(tmp_path: Path) -> None
     assert all(push.outcome == "used" for push in before)
     assert {rank: sum(push.rank == rank for push in before) >= 7 for rank in range(3)} == dict.fromkeys(range(3), True)
     # Every sample of both epochs is trained on once, before and after the switch.
-    given = {event.number: event for event in events if isinstance(event, Lease)}
+    given = {event.number: event for event in events if isinstance(event, LeaseGiven)}
     back = {number for event in events if isinstance(event, Return) for number in event.leases}
     used = {ticket for event in events if isinstance(event, Update) for ticket in event.pushes}
     trained = [number for push in pushes if push.ticket in used for number in push.leases]

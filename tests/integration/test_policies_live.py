@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from checker import events_of, violations
-from forks import played, playing
-from support import PREAMBLE, Outcome, state_of, wait_until, write_script
+from helpers.checker import events_of, violations
+from helpers.forks import played, playing
+from helpers.support import PREAMBLE, Outcome, state_of, wait_until, write_script
 
-from paceline.events import Cancel, Compute, Epoch, Event, Lease, Push, Return, Seen, Update
+from paceline.events import Cancel, Compute, Epoch, Event, LeaseGiven, Push, Return, Seen, Update
 
 SCRIPT = (
     PREAMBLE
@@ -184,7 +184,7 @@ def max_held(events: Sequence[Event]) -> int:
     held: Counter[int] = Counter()
     most = 0
     for event in events:
-        if isinstance(event, Lease):
+        if isinstance(event, LeaseGiven):
             held[event.rank] += 1
             most = max(most, held[event.rank])
         elif isinstance(event, Push | Return | Seen) and not (isinstance(event, Push) and event.outcome == "dropped"):
@@ -216,7 +216,7 @@ def test_without_steps_late_gradients_are_dropped_and_counted(strategy: str, goo
 def test_evaluation_has_epochs_of_its_own(strategy: str, tmp_path: Path) -> None:
     events = assert_all_holds(run(tmp_path, strategy, evaluate=True))
     seen = [number for event in events if isinstance(event, Seen) for number in event.leases]
-    leases = {event.number: event for event in events if isinstance(event, Lease)}
+    leases = {event.number: event for event in events if isinstance(event, LeaseGiven)}
     assert {leases[number].loader for number in seen} == {1}
     assert sum(leases[number].samples for number in seen) == 2 * 317
 
@@ -469,7 +469,7 @@ def half_a_group(events: list[Event]) -> list[Event]:
 
 
 def samples_given_twice(events: list[Event]) -> list[Event]:
-    first, second = [event for event in events if isinstance(event, Lease)][1:3]
+    first, second = [event for event in events if isinstance(event, LeaseGiven)][1:3]
     return changed(events, second, first=first.first)
 
 
@@ -503,7 +503,7 @@ def returned_for_nothing(events: list[Event]) -> list[Event]:
     """Without the lease under which samples that had come back were trained on."""
     trained = {number for update in updates_of(events) for t in update.pushes for number in push_of(events, t).leases}
     back = {number for event in events if isinstance(event, Return) for number in event.leases}
-    leases = [event for event in events if isinstance(event, Lease)]
+    leases = [event for event in events if isinstance(event, LeaseGiven)]
     places = {(event.epoch, event.first) for event in leases if event.number in back}
     again = next(event for event in leases if event.number in trained and (event.epoch, event.first) in places)
     return [event for event in events if event is not again]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import SIZES, Pools, Seen, anything, fold, hear, numbers, quiet, seen, tell, token
+from helpers.oracle import SIZES, Pools, Seen, anything, fold, hear, numbers, quiet, seen, tell, token
 from torch import distributed
 from torch.distributed import ReduceOp
 

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from oracle import (
+from helpers.oracle import (
     DTYPES,
     MOVABLE,
     SIZES,
@@ -34,6 +32,8 @@ from oracle import (
     token,
     turned,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import distributed
 from torch.distributed import P2POp
 

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch._dynamo  # functional collectives load it: here once, instead of in each member
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from oracle import (
+from helpers.oracle import (
     DTYPES,
     MOVABLE,
     PLAIN,
@@ -31,10 +29,12 @@ from oracle import (
     thoroughly,
     turned,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import distributed
 from torch.distributed import _functional_collectives as functional
 
-from paceline.transport.board import Board
+from paceline.transport.control_block import ControlBlock
 
 torch.set_num_threads(1)
 pytestmark = quiet
@@ -220,7 +220,7 @@ def test_every_dtype_is_moved(pools: Pools, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_just_fits_into_a_slot_and_what_just_does_not_are_moved_alike(pools: Pools, kind: str) -> None:
-    slot = Board.SLOT // 4
+    slot = ControlBlock.SLOT // 4
     for count in (slot - 1, slot, slot + 1, slot // 2 - 1, slot // 2, slot // 2 + 1):  # one part, or one per peer
         move = Move(kind, torch.int32, (count,), [PLAIN, Layout(shared=True), PLAIN], 2, False)
         assert pools.run(3, move_case, move) == expect(move, 3), count

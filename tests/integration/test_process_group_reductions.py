@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from oracle import (
+from helpers.oracle import (
     COMPLEX,
     EIGHT_BIT_FLOATS,
     FACTOR,
@@ -32,10 +30,12 @@ from oracle import (
     thoroughly,
     turned,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import distributed
 from torch.distributed import ReduceOp
 
-from paceline.transport.board import Board
+from paceline.transport.control_block import ControlBlock
 
 torch.set_num_threads(1)
 pytestmark = quiet
@@ -59,7 +59,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def large(dtype: torch.dtype) -> tuple[int]:
     """More than a slot holds."""
-    return (Board.SLOT // dtype.itemsize + 333,)
+    return (ControlBlock.SLOT // dtype.itemsize + 333,)
 
 
 # -- every operator, every dtype, every size -------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_members_that_can_reach_each_other_do(pools: Pools) -> None:
 def test_what_just_fits_into_a_slot_and_what_just_does_not_are_reduced_alike(
     pools: Pools, size: int, kind: str
 ) -> None:
-    slot = Board.SLOT // 4
+    slot = ControlBlock.SLOT // 4
     for count in (slot - 1, slot, slot + 1, slot // 2 - 1, slot // 2, slot // 2 + 1):  # one part, or one per peer
         case = Case(kind, "sum", torch.float32, (count,), [PLAIN] * size, 1, False)
         assert pools.run(size, reduce_case, case) == expect(case, size), count

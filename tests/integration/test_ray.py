@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forks import played, starting
-from rays import CORES, RayNetwork, ray_network
-from support import PACELINE, PREAMBLE, Run, finished, wait_until, write_script
+from helpers.forks import played, starting
+from helpers.rays import CORES, RayNetwork, ray_network
+from helpers.support import PACELINE, PREAMBLE, Run, finished, wait_until, write_script
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Host, hosts
-from rays import RAY
-from support import PACELINE, PREAMBLE, environment, started, write_script
+from helpers.hosts import Host, hosts
+from helpers.rays import RAY
+from helpers.support import PACELINE, PREAMBLE, environment, started, write_script
 
 PORT = 6379
 SCRIPT = (

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import done, played
-from pages import TIMELINE, Watched, browsing, colours, join, line, step
+from helpers.forks import done, played
+from helpers.pages import TIMELINE, Watched, browsing, colours, join, line, step
+from helpers.support import PACELINE, Run, finished, started, wait_until, write_script
 from playwright.sync_api import Browser
-from support import PACELINE, Run, finished, started, wait_until, write_script
 
 TRAIN = """
 import time

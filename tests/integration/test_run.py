@@ -13,8 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from forks import played, playing, starting
-from support import PACELINE, PREAMBLE, PYTHON, TORCHRUN, Outcome, finished, free_port, write_script
+from helpers.forks import played, playing, starting
+from helpers.support import PACELINE, PREAMBLE, PYTHON, TORCHRUN, Outcome, finished, free_port, write_script
 
 TRAIN = (
     PREAMBLE

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from teams import run_team
-from torch import nn
-from torch.utils.data import DataLoader
-from training import (
+from helpers.teams import run_team
+from helpers.training import (
     BATCH,
     ROUNDS,
     Make,
@@ -27,6 +25,8 @@ from training import (
     under,
     values,
 )
+from torch import nn
+from torch.utils.data import DataLoader
 
 from paceline import Team
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from teams import run_team
+from helpers.teams import run_team
+from helpers.training import data, under
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from training import data, under
 
 from paceline import Team
 from paceline.config import capacity, parse_slowness
-from paceline.server.seats import Shelf
+from paceline.server.sessions import VersionPool
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -23,29 +23,29 @@ pytestmark = pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("workers", [1, 2, 4, 7])
 def test_a_free_buffer_is_never_held_and_never_the_newest(workers: int) -> None:
     source = random.Random(workers)
-    shelf = Shelf(workers + 2)
+    pool = VersionPool(workers + 2)
     held = [0] * workers
     for _ in held:
-        shelf.hold(0)
+        pool.hold(0)
     for _ in range(2000):
         worker = source.randrange(workers)
         if source.random() < 0.7:
-            free = shelf.take()
+            free = pool.take()
             assert 0 <= free < workers + 2
-            assert free not in held and free != shelf.newest
-            shelf.publish(free, 0)
-        shelf.release(held[worker])
-        held[worker] = shelf.newest
-        shelf.hold(held[worker])
-    assert 2 <= shelf.most <= workers + 2
+            assert free not in held and free != pool.newest
+            pool.publish(free, 0)
+        pool.release(held[worker])
+        held[worker] = pool.newest
+        pool.hold(held[worker])
+    assert 2 <= pool.most <= workers + 2
 
 
 def test_more_versions_than_there_is_room_for_can_not_be() -> None:
-    shelf = Shelf(2)
-    shelf.hold(0)
-    shelf.publish(shelf.take(), 1)
+    pool = VersionPool(2)
+    pool.hold(0)
+    pool.publish(pool.take(), 1)
     with pytest.raises(RuntimeError, match="all buffers of versions are held"):
-        shelf.take()
+        pool.take()
 
 
 def buffers(team: Team) -> tuple[set[int], int]:

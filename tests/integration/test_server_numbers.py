@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from teams import run_team
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
-from training import (
+from helpers.teams import run_team
+from helpers.training import (
     BATCH,
     Make,
     Values,
@@ -33,6 +30,9 @@ from training import (
     under,
     values,
 )
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from paceline import Team
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from teams import run_team
+from helpers.teams import run_team
+from helpers.training import Make, Values, apart, data, in_team, plain, sgd, under, values
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from training import Make, Values, apart, data, in_team, plain, sgd, under, values
 
 import paceline
 from paceline import Team

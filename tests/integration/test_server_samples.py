@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from teams import run_team
+from helpers.teams import run_team
+from helpers.training import BATCH, Values, apart, build, data, sgd, under, values
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from training import BATCH, Values, apart, build, data, sgd, under, values
 
 from paceline import Team
 from paceline.errors import Mismatch
-from paceline.events import Lease, Push
+from paceline.events import LeaseGiven, Push
 from paceline.events.schema import read
 from paceline.events.summary import merge
 
@@ -46,7 +46,7 @@ def test_an_evaluation_in_the_middle_of_an_epoch_loses_no_sample(strategy: str) 
                         evaluated += [int(value) for value in z]
         return seen, evaluated
 
-    results = run_team(work, 2, launch=under(strategy, meeting=4.0), timeout=20.0)
+    results = run_team(work, 2, launch=under(strategy, barrier=4.0), timeout=20.0)
     assert sorted(itertools.chain(*(seen for seen, _ in results))) == list(range(40))
     assert sorted(itertools.chain(*(evaluated for _, evaluated in results))) == list(range(40))
 
@@ -84,7 +84,7 @@ def test_a_worker_that_comes_late_to_the_end_of_an_epoch_is_waited_for_in_the_ne
         cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for result, version in run_team(unhurried, 2, when, launch=under("sync", meeting=4.0), timeout=20.0):
+    for result, version in run_team(unhurried, 2, when, launch=under("sync", barrier=4.0), timeout=20.0):
         assert version == 12
         assert apart(result, values(model)) < 1e-12
 
@@ -106,7 +106,7 @@ def test_two_loaders_at_once_keep_their_samples_apart(strategy: str) -> None:
             optimizer.zero_grad()
         return seen
 
-    results = run_team(work, 2, launch=under(strategy, meeting=4.0), timeout=20.0)
+    results = run_team(work, 2, launch=under(strategy, barrier=4.0), timeout=20.0)
     assert sorted(itertools.chain(*(first for first, _ in results))) == list(range(24))
     other = sorted(itertools.chain(*(second for _, second in results)))
     assert set(other) <= set(range(100, 172)) and len(set(other)) == len(other)
@@ -133,7 +133,7 @@ def test_an_epoch_may_be_left_in_its_middle(strategy: str) -> None:
                     break
         return seen
 
-    results = run_team(work, 3, launch=under(strategy, meeting=4.0), timeout=20.0)
+    results = run_team(work, 3, launch=under(strategy, barrier=4.0), timeout=20.0)
     seen = sorted(itertools.chain(*results))
     assert set(seen) == set(range(40))
 
@@ -153,7 +153,7 @@ def test_a_script_may_make_several_updates_from_one_batch(strategy: str) -> None
                 optimizer.zero_grad()
         return seen
 
-    results = run_team(work, 2, launch=under(strategy, meeting=4.0), timeout=20.0)
+    results = run_team(work, 2, launch=under(strategy, barrier=4.0), timeout=20.0)
     assert sorted(itertools.chain(*results)) == list(range(24))
 
 
@@ -177,7 +177,7 @@ def test_a_worker_that_comes_when_the_others_have_left_the_epoch_finds_it_over()
                     break
         return seen
 
-    first, second = run_team(work, 2, launch=under("async", meeting=4.0), timeout=20.0)
+    first, second = run_team(work, 2, launch=under("async", barrier=4.0), timeout=20.0)
     assert (first[0], second[0]) == ([0], [])
     assert sorted([*first[1], *second[1]]) == list(range(8))
 
@@ -199,7 +199,7 @@ def test_nobody_waits_for_those_who_find_no_more_samples(strategy: str) -> None:
                 optimizer.zero_grad()
         return count
 
-    assert sum(run_team(work, 3, launch=under(strategy, meeting=4.0), timeout=20.0)) == 6
+    assert sum(run_team(work, 3, launch=under(strategy, barrier=4.0), timeout=20.0)) == 6
 
 
 def test_a_gradient_that_is_held_counts_also_when_its_worker_leaves_the_epoch() -> None:
@@ -224,7 +224,7 @@ def test_a_gradient_that_is_held_counts_also_when_its_worker_leaves_the_epoch() 
         team.close()
         return seen, float(model.weight)
 
-    (first, weight), (second, _) = run_team(work, 2, launch=under("k-batch-async:k=2", meeting=4.0), timeout=20.0)
+    (first, weight), (second, _) = run_team(work, 2, launch=under("k-batch-async:k=2", barrier=4.0), timeout=20.0)
     assert sorted([*first, *second]) == list(range(8))
     assert weight == pytest.approx(-sum(range(8)) / 2)
 
@@ -250,11 +250,11 @@ def picky(team: Team, how: str) -> Values:
 
 @pytest.mark.parametrize("how", ["skips", "breaks", "evaluates"])
 def test_what_a_script_passes_over_has_no_weight_in_a_later_gradient(how: str, tmp_path: Path) -> None:
-    launch = under("async", meeting=4.0, folder=str(tmp_path))
+    launch = under("async", barrier=4.0, folder=str(tmp_path))
     run_team(picky, 2, how, launch=launch, timeout=20.0)
     merge(tmp_path, 2)
     events = list(read(tmp_path / "events.jsonl"))
-    sizes = {event.number: event.samples for event in events if isinstance(event, Lease)}
+    sizes = {event.number: event.samples for event in events if isinstance(event, LeaseGiven)}
     pushes = [event for event in events if isinstance(event, Push)]
     assert pushes
     assert all(len(push.leases) == 1 for push in pushes)
@@ -288,7 +288,7 @@ def one_evaluates(team: Team, who: int, how: str) -> tuple[list[int], list[int]]
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("strategy", ["sync", "async", "k-async:k=2"])
 def test_one_worker_may_evaluate_by_itself(strategy: str, who: int, how: str) -> None:
-    results = run_team(one_evaluates, 3, who, how, launch=under(strategy, meeting=8.0), timeout=30.0)
+    results = run_team(one_evaluates, 3, who, how, launch=under(strategy, barrier=8.0), timeout=30.0)
     assert sorted(itertools.chain(*(seen for seen, _ in results))) == sorted([*range(24), *range(24)])
     assert [sorted(evaluated) for _, evaluated in results] == [
         sorted([*range(24), *range(24)]) if rank == who else [] for rank in range(3)
@@ -313,7 +313,7 @@ def test_scripts_that_wait_for_different_things_are_told_so_at_once(strategy: st
             return str(error), time.monotonic() - start
         return "", 0.0
 
-    for message, seconds in run_team(work, 2, launch=under(strategy, meeting=60.0), timeout=30.0):
+    for message, seconds in run_team(work, 2, launch=under(strategy, barrier=60.0), timeout=30.0):
         assert "nobody can go on" in message
         assert "rank 1 for a barrier" in message
         assert seconds < 10

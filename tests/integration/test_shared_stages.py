@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from forks import done
-from splits import Nap, apart, launched, made, train
-from support import PACELINE, write_script
-from teams import run_team
+from helpers.forks import done
+from helpers.split_models import Nap, apart, launched, made, train
+from helpers.support import PACELINE, write_script
+from helpers.teams import run_team
 from torch import nn
 from torch.nn.functional import cross_entropy
 

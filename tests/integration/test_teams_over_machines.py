@@ -15,24 +15,39 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
-from teams import run_spread, run_team
+from helpers.teams import run_spread, run_team
+from helpers.training import (
+    BATCH,
+    adafactor,
+    adamw,
+    apart,
+    build,
+    data,
+    divided,
+    in_team,
+    loop,
+    plain,
+    same_bits,
+    sgd,
+    values,
+)
 from torch import nn
 from torch.utils.data import DataLoader
-from training import BATCH, adafactor, adamw, apart, build, data, divided, in_team, loop, plain, same_bits, sgd, values
 
 from paceline import Team, TeamError
 from paceline.cluster import membership
 from paceline.config import Launch, Timeouts
 from paceline.errors import Mismatch, TeamTimeout, WorkerLost
-from paceline.transport import Intent, wires
+from paceline.transport import BarrierKind
+from paceline.transport import tcp_connection as connections
 
 torch.set_num_threads(1)
 SOON = 6.0
 """Seconds in which a death must be known, on a busy machine."""
 
 
-def patient(meeting: float = 20.0, **more: Any) -> Launch:
-    return Launch(timeouts=Timeouts(join=30.0, meeting=meeting), **more)
+def patient(barrier: float = 20.0, **more: Any) -> Launch:
+    return Launch(timeouts=Timeouts(join=30.0, barrier=barrier), **more)
 
 
 # -- coming together -------------------------------------------------------------------------------------------------
@@ -234,16 +249,16 @@ def test_a_script_that_ends_early_is_missed(survivors: Any, victim: int) -> None
 
 
 def quick(team: Team) -> float:
-    meeting = team._members.meeting
+    barrier = team._members.barrier
     taken = []
     for _ in range(200):
         start = time.perf_counter()
-        meeting.meet(Intent.BARRIER)
+        barrier.wait(BarrierKind.BARRIER)
         taken.append(time.perf_counter() - start)
     return sorted(taken)[len(taken) // 10]
 
 
-def test_meetings_are_quick() -> None:
+def test_barriers_are_quick() -> None:
     # At the time of those that nothing else on this machine held up.
     assert min(run_spread(quick, "ab")) < 0.001
 
@@ -264,5 +279,5 @@ def test_the_first_of_each_machine_knows_rank_0s_clock(monkeypatch: pytest.Monke
     def shifted() -> float:
         return real() + (0.0 if os.getpid() == here else born.get(str(membership.machine()), 0.0))
 
-    monkeypatch.setattr(wires.time, "perf_counter", shifted)
+    monkeypatch.setattr(connections.time, "perf_counter", shifted)
     assert run_spread(ahead, "aabbc") == pytest.approx([0.0, 0.0, -1000.0, 0.0, 50.0], abs=0.05)

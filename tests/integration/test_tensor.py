@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from splits import MODELS, WORDS, adam, apart, launched, made, score, train
-from teams import run_team
+from helpers.split_models import MODELS, WORDS, adam, apart, launched, made, score, train
+from helpers.teams import run_team
 from torch import nn
 from torch.utils.data import DataLoader
 

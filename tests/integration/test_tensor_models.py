@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from splits import apart, launched
-from teams import run_team
+from helpers.split_models import apart, launched
+from helpers.teams import run_team
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

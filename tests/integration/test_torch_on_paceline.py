@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 import torch.distributed.nn.functional as differentiable
-from forks import done
-from groups import Pool
-from support import TORCHRUN
+from helpers.forks import done
+from helpers.groups import Pool
+from helpers.support import TORCHRUN
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook

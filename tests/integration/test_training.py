@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from teams import run_team
+from helpers.teams import run_team
+from helpers.training import Make, Net, Values, adafactor, adamw, apart, divided, scaling, sgd, values
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training import Make, Net, Values, adafactor, adamw, apart, divided, scaling, sgd, values
 
 import paceline
 from paceline import Team

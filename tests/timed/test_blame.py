@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import played
-from support import write_script
+from helpers.forks import played
+from helpers.support import write_script
 
 from paceline.report.source import open_run
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from splits import Nap, launched
-from teams import run_team
+from helpers.split_models import Nap, launched
+from helpers.teams import run_team
 from torch import nn
 
 from paceline import Team

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checker import violations
-from hosts import hosts
-from spread import Failure, Spread
+from helpers.checker import violations
+from helpers.hosts import hosts
+from helpers.machines import Failure, Spread
 
 from paceline.events import Push
 

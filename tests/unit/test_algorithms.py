@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from paceline.collectives.algorithms import ALGORITHMS, OPERATIONS, costs, find, ring, tree
 from paceline.collectives.algorithms.chunks import bounds, split
 from paceline.errors import Mismatch, UsageError
-from paceline.transport.channel import Channel, Counted, Link, Rehearsal, Traffic, rehearse
+from paceline.transport.channel import Channel, CountingChannel, InMemoryChannel, LinkCost, Traffic, run_in_memory
 
 T = TypeVar("T")
 Call = Callable[..., None]
@@ -27,9 +27,9 @@ Call = Callable[..., None]
 SIZES = [1, 2, 3, 4, 5, 8]
 TOPOLOGIES = list(ALGORITHMS)
 POOL = ThreadPoolExecutor(32)
-LINK = Link(latency=10e-6, bandwidth=12.5e9 / 500)
+LINK = LinkCost(latency=10e-6, bandwidth=12.5e9 / 500)
 """A link of 100 Gbit/s, whose bandwidth is scaled so that 200 kB take as long as 100 MB."""
-LINKS = [LINK, Link(latency=10e-6, bandwidth=1e12), Link(latency=1e-9, bandwidth=1e6)]
+LINKS = [LINK, LinkCost(latency=10e-6, bandwidth=1e12), LinkCost(latency=1e-9, bandwidth=1e6)]
 """The last two: hardly anything but latency, hardly anything but bytes."""
 
 
@@ -304,12 +304,12 @@ def test_the_strict_channel_sees_a_tensor_that_is_changed_too_early() -> None:
 
 
 def counted(topology: str, size: int, length: int, operation: str = "all_reduce") -> list[Traffic]:
-    def work(channel: Rehearsal) -> Traffic:
-        counting = Counted(channel)
+    def work(channel: InMemoryChannel) -> Traffic:
+        counting = CountingChannel(channel)
         find(topology, operation)(counting, torch.zeros(length), add)
         return counting.traffic
 
-    return rehearse(size, work)[0]
+    return run_in_memory(size, work)[0]
 
 
 @pytest.mark.parametrize("size", [*SIZES, 6, 7, 11, 16])
@@ -359,12 +359,12 @@ def test_trees_send_each_half_up_and_down_each_edge_and_load_no_rank_twice(size:
 # How long it takes.
 
 
-def clock(size: int, operation: Callable[[Rehearsal], None], link: Link) -> float:
-    return rehearse(size, operation, link)[1]
+def clock(size: int, operation: Callable[[InMemoryChannel], None], link: LinkCost) -> float:
+    return run_in_memory(size, operation, link)[1]
 
 
-def clock_of_all_reduce(topology: str, size: int, length: int, link: Link) -> float:
-    def work(channel: Rehearsal) -> None:
+def clock_of_all_reduce(topology: str, size: int, length: int, link: LinkCost) -> float:
+    def work(channel: InMemoryChannel) -> None:
         find(topology, "all_reduce")(channel, torch.zeros(length, dtype=torch.uint8), add)
 
     return clock(size, work, link)
@@ -372,7 +372,7 @@ def clock_of_all_reduce(topology: str, size: int, length: int, link: Link) -> fl
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_the_clock_of_an_all_reduce_equals_the_formula(topology: str, link: Link) -> None:
+def test_the_clock_of_an_all_reduce_equals_the_formula(topology: str, link: LinkCost) -> None:
     for size in [*range(1, 10), 12, 15, 17]:
         length = 64 * size  # divides into N, and into the power of two within N
         wanted = costs.seconds(topology, size, length, link)
@@ -392,19 +392,19 @@ def test_the_clock_of_an_all_reduce_equals_the_formula(topology: str, link: Link
 def test_the_reference_is_met_by_what_runs(topology: str, size: int, milliseconds: float) -> None:
     """For 100 MB and 64 ranks, not counting a hub; the reference's 96.12 ms are of a single tree, see `costs`."""
 
-    def work(channel: Rehearsal) -> Traffic:
-        counting, tensor = Counted(channel), torch.ones(200_000, dtype=torch.uint8)
+    def work(channel: InMemoryChannel) -> Traffic:
+        counting, tensor = CountingChannel(channel), torch.ones(200_000, dtype=torch.uint8)
         find(topology, "all_reduce")(counting, tensor, add)
         assert tensor.amin() == tensor.amax() == size
         return counting.traffic
 
-    traffic, time = rehearse(size, work, LINK)
+    traffic, time = run_in_memory(size, work, LINK)
     assert 1000 * time == pytest.approx(milliseconds, abs=0.005)
     assert traffic == [costs.traffic(topology, rank, size, 200_000) for rank in range(size)]
 
 
 def test_the_formulas_give_the_values_of_the_reference() -> None:
-    link = Link(latency=10e-6, bandwidth=12.5e9)
+    link = LinkCost(latency=10e-6, bandwidth=12.5e9)
     for size, amount, wanted in (
         (64, 100e6, (17.01, 96.12, 15.87, 1024.0, 15.77)),
         (1024, 64e3, (20.47, 0.302, 0.210, 10.51, 0.030)),
@@ -422,12 +422,12 @@ def test_the_formulas_give_the_values_of_the_reference() -> None:
 
 @given(st.sampled_from(TOPOLOGIES), st.integers(1, 5000), st.floats(1, 1e9), st.floats(0, 1), st.floats(1, 1e12))
 def test_nothing_beats_the_bound(topology: str, size: int, amount: float, latency: float, bandwidth: float) -> None:
-    link = Link(latency=latency, bandwidth=bandwidth)
+    link = LinkCost(latency=latency, bandwidth=bandwidth)
     assert costs.seconds(topology, size, amount, link) >= costs.bound(size, amount, bandwidth) * (1 - 1e-12)
 
 
 def test_ring_halving_doubling_and_direct_reach_the_bound_without_latency() -> None:
-    link = Link(bandwidth=1e9)
+    link = LinkCost(bandwidth=1e9)
     for topology in ("ring", "halving-doubling", "direct"):
         assert costs.seconds(topology, 8, 1e6, link) == pytest.approx(costs.bound(8, 1e6, 1e9))
         assert costs.bound(8, 1e6, 1e9) == pytest.approx(1.75e-3)
@@ -435,12 +435,12 @@ def test_ring_halving_doubling_and_direct_reach_the_bound_without_latency() -> N
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("operation", ["broadcast", "reduce"])
-def test_a_tensor_flows_around_the_ring_in_chunks(operation: str, link: Link) -> None:
+def test_a_tensor_flows_around_the_ring_in_chunks(operation: str, link: LinkCost) -> None:
     for size, root in ((2, 0), (3, 1), (5, 4), (8, 3)):
         amount = 40 * size
         arguments: tuple[Any, ...] = (root,) if operation == "broadcast" else (add, root)
 
-        def work(channel: Rehearsal, amount: int = amount, arguments: tuple[Any, ...] = arguments) -> None:
+        def work(channel: InMemoryChannel, amount: int = amount, arguments: tuple[Any, ...] = arguments) -> None:
             find("ring", operation)(channel, torch.zeros(amount, dtype=torch.uint8), *arguments)
 
         wanted = (size - 1) * (link.latency + 2 * amount / size / link.bandwidth)
@@ -450,13 +450,13 @@ def test_a_tensor_flows_around_the_ring_in_chunks(operation: str, link: Link) ->
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("operation", ["broadcast", "reduce"])
 def test_from_and_to_a_root_the_trees_take_one_level_more_than_the_other_ranks_trees(
-    operation: str, link: Link
+    operation: str, link: LinkCost
 ) -> None:
     """With n = N−1 other ranks: (floor(log2 n) + 1)(latency + S/B), less S/(2B) unless n + 1 is a power of two."""
     for size in range(2, 19):
         arguments: tuple[Any, ...] = (size // 2,) if operation == "broadcast" else (add, size // 2)
 
-        def work(channel: Rehearsal, arguments: tuple[Any, ...] = arguments) -> None:
+        def work(channel: InMemoryChannel, arguments: tuple[Any, ...] = arguments) -> None:
             find("tree", operation)(channel, torch.zeros(2000, dtype=torch.uint8), *arguments)
 
         whole, is_full = 2000 / link.bandwidth, math.log2(size).is_integer()
@@ -466,7 +466,7 @@ def test_from_and_to_a_root_the_trees_take_one_level_more_than_the_other_ranks_t
 
 @pytest.mark.parametrize(("topology", "latencies"), [("direct", 1), ("hub", 2), ("tree", 6)])
 def test_a_barrier_takes_nothing_but_latencies(topology: str, latencies: int) -> None:
-    assert clock(11, find(topology, "barrier"), Link(latency=1.0, bandwidth=1.0)) == latencies
+    assert clock(11, find(topology, "barrier"), LinkCost(latency=1.0, bandwidth=1.0)) == latencies
 
 
 def test_one_rank_alone_needs_no_message() -> None:
@@ -490,7 +490,7 @@ def test_one_rank_alone_needs_no_message() -> None:
 
 
 def test_more_servers_help_until_the_workers_links_are_full() -> None:
-    link = Link(latency=1.0, bandwidth=10.0)
+    link = LinkCost(latency=1.0, bandwidth=10.0)
     assert [costs.servers(8, count, 100, link) for count in (1, 2, 4, 8, 16)] == [162, 82, 42, 22, 22]
 
 
@@ -555,7 +555,7 @@ def test_the_trees_of_seven_are_as_drawn() -> None:
 
 
 def test_a_message_that_is_here_does_not_wait_for_one_that_is_asked_for_first() -> None:
-    def work(channel: Rehearsal) -> float:
+    def work(channel: InMemoryChannel) -> float:
         second = torch.zeros(1, dtype=torch.uint8)
         if channel.rank == 0:
             channel.send(1, second)
@@ -568,9 +568,9 @@ def test_a_message_that_is_here_does_not_wait_for_one_that_is_asked_for_first() 
             channel.receive(0, second)  # sent at 1 as well, the port is free from 2 on
         return channel.clock
 
-    assert rehearse(3, work, Link(bandwidth=1.0))[0] == [0, 1, 3]
+    assert run_in_memory(3, work, LinkCost(bandwidth=1.0))[0] == [0, 1, 3]
 
-    def later(channel: Rehearsal) -> float:
+    def later(channel: InMemoryChannel) -> float:
         second, three = torch.zeros(1, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)
         if channel.rank == 0:
             channel.send(2, second)
@@ -583,18 +583,18 @@ def test_a_message_that_is_here_does_not_wait_for_one_that_is_asked_for_first() 
             channel.receive(0, second)  # came long before
         return channel.clock
 
-    assert rehearse(3, later, Link(bandwidth=1.0))[0] == [0, 4, 5]
+    assert run_in_memory(3, later, LinkCost(bandwidth=1.0))[0] == [0, 4, 5]
 
 
 def test_a_message_of_another_length_is_refused_by_the_rehearsal() -> None:
-    def work(channel: Rehearsal) -> None:
+    def work(channel: InMemoryChannel) -> None:
         if channel.rank == 0:
             channel.send(1, torch.zeros(1))
         else:
             channel.receive(0, torch.zeros(2))
 
     with pytest.raises(Mismatch, match=r"rank 0 has sent \(1,\) of torch.float32, but rank 1 expects \(2,\)"):
-        rehearse(2, work)
+        run_in_memory(2, work)
 
 
 def test_what_a_topology_cannot_do_is_said_in_one_sentence() -> None:
@@ -614,12 +614,14 @@ def test_what_a_topology_cannot_do_is_said_in_one_sentence() -> None:
 def test_a_root_without_its_tensors_is_told(topology: str) -> None:
     for operation, outputs in (("gather", None), ("scatter", [torch.zeros(1)] * 3)):
 
-        def work(channel: Rehearsal, operation: str = operation, outputs: list[torch.Tensor] | None = outputs) -> None:
+        def work(
+            channel: InMemoryChannel, operation: str = operation, outputs: list[torch.Tensor] | None = outputs
+        ) -> None:
             if channel.rank == 0:
                 find(topology, operation)(channel, torch.zeros(1), outputs, 0)
 
         with pytest.raises(UsageError, match="rank 0 is the root, so it needs 2 tensors"):
-            rehearse(2, work)
+            run_in_memory(2, work)
 
 
 def test_each_operation_has_a_check_and_each_topology_an_all_reduce() -> None:

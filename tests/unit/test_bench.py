@@ -5,7 +5,7 @@ import torch
 
 from paceline.bench import contestants, tasks, workloads
 from paceline.cli import bench
-from paceline.collectives.member import TOPOLOGIES
+from paceline.collectives.communicator import TOPOLOGIES
 from paceline.errors import UsageError
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.events import Compute, Join, Metric, Pull, Push, Update
-from paceline.simulate.calibrate import Calibration, calibrate, sheet
-from paceline.simulate.cluster import Cluster, Link
+from paceline.simulate.calibrate import Calibration, calibrate, calibration_sheet
+from paceline.simulate.cluster import SimulatedCluster, SimulatedLink
 from paceline.simulate.distributions import Constant, Exponential, Gamma
 from paceline.simulate.fitting import survival
 from paceline.simulate.predict import simulate
 
 
-def recorded(folder: Path, strategy: str, cluster: Cluster, updates: int = 1500, seed: int = 1) -> Calibration:
+def recorded(folder: Path, strategy: str, cluster: SimulatedCluster, updates: int = 1500, seed: int = 1) -> Calibration:
     """What is learned from a simulated run, whose truth is known."""
     _, trace = simulate(strategy, cluster, updates=updates, seed=seed, trace=True)
     assert trace is not None
@@ -26,7 +26,7 @@ def recorded(folder: Path, strategy: str, cluster: Cluster, updates: int = 1500,
 
 
 def test_steps_and_their_jitter_are_found(tmp_path: Path) -> None:
-    known = recorded(tmp_path, "async", Cluster(workers=4, compute=Gamma(4.0, 0.01)))
+    known = recorded(tmp_path, "async", SimulatedCluster(workers=4, compute=Gamma(4.0, 0.01)))
     assert known.cluster.compute.mean() == pytest.approx(0.04, rel=0.03)
     assert known.jitter == pytest.approx(0.5, rel=0.08)
     assert known.uneven == {}
@@ -37,7 +37,7 @@ def test_steps_and_their_jitter_are_found(tmp_path: Path) -> None:
 
 
 def test_persistent_unevenness_is_told_from_jitter(tmp_path: Path) -> None:
-    on = Cluster(workers=4, compute=Exponential(0.02, 0.02), factors=(1.0, 1.0, 4.0, 1.0))
+    on = SimulatedCluster(workers=4, compute=Exponential(0.02, 0.02), factors=(1.0, 1.0, 4.0, 1.0))
     known = recorded(tmp_path, "async", on)
     assert list(known.uneven) == [2]
     assert known.uneven[2] == pytest.approx(4.0, rel=0.1)
@@ -46,19 +46,19 @@ def test_persistent_unevenness_is_told_from_jitter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_luck_is_not_called_unevenness(tmp_path: Path, seed: int) -> None:
-    known = recorded(tmp_path, "async", Cluster(workers=6, compute=Exponential(0.05)), updates=600, seed=seed)
+    known = recorded(tmp_path, "async", SimulatedCluster(workers=6, compute=Exponential(0.05)), updates=600, seed=seed)
     assert known.uneven == {}
 
 
 def test_two_speeds_are_both_kept(tmp_path: Path) -> None:
-    on = Cluster(workers=4, compute=Exponential(0.004, 0.03), factors=(2.0, 1.0, 2.0, 1.0))
+    on = SimulatedCluster(workers=4, compute=Exponential(0.004, 0.03), factors=(2.0, 1.0, 2.0, 1.0))
     known = recorded(tmp_path, "async", on)
     told, _ = simulate("async", known.for_workers(6), updates=6000)
-    truth, _ = simulate("async", Cluster(workers=6, compute=on.compute, factors=(2.0, 1.0) * 3), updates=6000)
+    truth, _ = simulate("async", SimulatedCluster(workers=6, compute=on.compute, factors=(2.0, 1.0) * 3), updates=6000)
     assert told.seconds_per_update == pytest.approx(truth.seconds_per_update, rel=0.03)
 
 
-LINKED = Cluster(workers=4, compute=Exponential(0.03, 0.03), link=Link(0.002), update_seconds=0.001)
+LINKED = SimulatedCluster(workers=4, compute=Exponential(0.03, 0.03), link=SimulatedLink(0.002), update_seconds=0.001)
 
 
 @functools.cache
@@ -75,7 +75,9 @@ def test_one_policy_is_predicted_from_another(tmp_path: Path, learned: str) -> N
 
 
 def test_messages_and_updates_are_found(tmp_path: Path) -> None:
-    on = Cluster(workers=3, compute=Exponential(0.01, 0.05), link=Link(0.004), update_seconds=0.002, size=1e6)
+    on = SimulatedCluster(
+        workers=3, compute=Exponential(0.01, 0.05), link=SimulatedLink(0.004), update_seconds=0.002, size=1e6
+    )
     known = recorded(tmp_path, "async", on)
     assert known.cluster.link.latency == pytest.approx(0.004, rel=0.3)
     assert known.cluster.update_seconds == pytest.approx(0.002, rel=0.01)
@@ -83,8 +85,8 @@ def test_messages_and_updates_are_found(tmp_path: Path) -> None:
 
 
 def test_a_slow_link_is_found_where_it_is(tmp_path: Path) -> None:
-    slow = Link(0.05)
-    on = Cluster(workers=3, compute=Exponential(0.01, 0.05), link=Link(0.001), links=((1, slow),))
+    slow = SimulatedLink(0.05)
+    on = SimulatedCluster(workers=3, compute=Exponential(0.01, 0.05), link=SimulatedLink(0.001), links=((1, slow),))
     known = recorded(tmp_path, "async", on)
     links = dict(known.cluster.links)
     assert links[1].latency == pytest.approx(0.05, rel=0.1)
@@ -102,7 +104,7 @@ def test_cancelled_steps_count_as_longer_than_they_were_seen() -> None:
 
 
 def test_more_workers_are_like_most_of_them(tmp_path: Path) -> None:
-    on = Cluster(workers=4, compute=Exponential(0.004, 0.03), factors=(5.0, 1.0, 1.0, 1.0))
+    on = SimulatedCluster(workers=4, compute=Exponential(0.004, 0.03), factors=(5.0, 1.0, 1.0, 1.0))
     known = recorded(tmp_path, "async", on)
     more = known.for_workers(8)
     assert more.workers == 8
@@ -115,7 +117,7 @@ def test_more_workers_are_like_most_of_them(tmp_path: Path) -> None:
 
 
 def test_losses_are_taken_along(tmp_path: Path) -> None:
-    _, trace = simulate("async", Cluster(workers=2, compute=Constant(0.1)), updates=100, trace=True)
+    _, trace = simulate("async", SimulatedCluster(workers=2, compute=Constant(0.1)), updates=100, trace=True)
     assert trace is not None
     trace.events += [Metric(0, n * 0.1, n, {"loss": 2.0 / (n + 1), "accuracy": 0.5}) for n in range(50)]
     trace.events.append(Metric(0, 6.0, 51, {"loss": None}))
@@ -123,7 +125,7 @@ def test_losses_are_taken_along(tmp_path: Path) -> None:
     known = calibrate(tmp_path)
     assert known.losses == [(float(n), 2.0 / (n + 1)) for n in range(50)]
     assert "learned from 100 updates of 2 workers under async" in known.words
-    assert sheet(known).workers == 2
+    assert calibration_sheet(known).workers == 2
 
 
 def event_file(path: Path, *events: Any) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.events import Compute, Event, Join, Pull, Update
-from paceline.report.source import Source
+from paceline.report.source import RunSource
 
 
 def write(folder: Path, ranks: int, steps: int) -> None:
@@ -27,10 +27,10 @@ def write(folder: Path, ranks: int, steps: int) -> None:
 
 def test_what_is_read_in_pieces_is_what_is_read_at_once(tmp_path: Path) -> None:
     write(tmp_path, ranks=3, steps=30_000)
-    whole = Source(tmp_path)
+    whole = RunSource(tmp_path)
     whole.follow()
     assert whole.share == 1.0
-    source, shares, updates = Source(tmp_path), [], []
+    source, shares, updates = RunSource(tmp_path), [], []
     while True:
         source.follow(0.01)
         shares.append(source.share)
@@ -53,7 +53,7 @@ def test_what_is_read_in_pieces_is_what_is_read_at_once(tmp_path: Path) -> None:
 
 def test_no_stream_gets_far_ahead_of_the_others(tmp_path: Path) -> None:
     write(tmp_path, ranks=3, steps=30_000)
-    source = Source(tmp_path)
+    source = RunSource(tmp_path)
     while source.run.updates < 10_000:
         source.follow(0.01)
     counts = [source.run.tallies[rank].minibatches for rank in range(3)]
@@ -62,7 +62,7 @@ def test_no_stream_gets_far_ahead_of_the_others(tmp_path: Path) -> None:
 
 def test_what_comes_after_one_has_caught_up_is_seen(tmp_path: Path) -> None:
     write(tmp_path, ranks=1, steps=100)
-    source = Source(tmp_path)
+    source = RunSource(tmp_path)
     source.follow(1.0)
     assert source.share == 1.0
     more = [Compute(0, 3.0 + step * 0.01, 0.008, 100 + step, 1, 4) for step in range(50)]

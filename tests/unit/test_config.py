@@ -244,7 +244,7 @@ def test_replicas_add_up_to_the_team() -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", ["join", "meeting", "notice", "stop"])
+@pytest.mark.parametrize("field", ["join", "barrier", "notice", "stop"])
 @pytest.mark.parametrize("seconds", [0, -1.0])
 def test_a_timeout_that_is_not_positive_is_refused_where_it_is_read(field: str, seconds: float) -> None:
     with pytest.raises(msgspec.ValidationError):
@@ -371,7 +371,7 @@ def test_the_same_seed_draws_the_same_steps() -> None:
         Launch(),
         Launch(
             strategy="all-reduce",
-            timeouts=Timeouts(join=1.5, meeting=2.5, notice=0.5, stop=0.25),
+            timeouts=Timeouts(join=1.5, barrier=2.5, notice=0.5, stop=0.25),
             slow={0: Slowness(factor=2.0), 11: Slowness(least=0.1, shape=2.0)},
             seed=17,
             folder="runs/über 1",

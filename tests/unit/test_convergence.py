@@ -7,7 +7,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.simulate.calibrate import Calibration
-from paceline.simulate.cluster import Cluster
+from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.convergence import fit, fit_runs, observed
 from paceline.simulate.distributions import Constant
 from paceline.simulate.predict import simulate
@@ -25,7 +25,7 @@ def run(gradients: float, staleness: float, updates: int = 400, noise: float = 0
     versions = np.arange(0, updates, 2.0)
     losses = truth(versions, gradients, staleness) + noise * np.random.default_rng(seed).standard_normal(len(versions))
     return Calibration(
-        cluster=Cluster(workers=4),
+        cluster=SimulatedCluster(workers=4),
         strategy="",
         updates=updates,
         seconds_per_update=0.1,
@@ -82,7 +82,7 @@ def test_one_run_alone_says_little_about_staleness() -> None:
 
 def test_a_loss_below_the_floor_is_never_reached() -> None:
     model = fit_runs([run(1.0, 3.0, 3000), run(4.0, 0.0, 3000, seed=1)])
-    told, _ = simulate("async", Cluster(workers=4, compute=Constant(0.1)), updates=100)
+    told, _ = simulate("async", SimulatedCluster(workers=4, compute=Constant(0.1)), updates=100)
     never = model.reach(0.001, told)
     assert never.seconds is None
     at_once = model.reach(50.0, told)
@@ -91,8 +91,8 @@ def test_a_loss_below_the_floor_is_never_reached() -> None:
 
 def test_seconds_are_updates_times_their_length() -> None:
     model = fit_runs([run(1.0, 3.0), run(4.0, 0.0, seed=1)])
-    slow, _ = simulate("sync", Cluster(workers=4, compute=Constant(0.4)), updates=100)
-    fast, _ = simulate("sync", Cluster(workers=4, compute=Constant(0.1)), updates=100)
+    slow, _ = simulate("sync", SimulatedCluster(workers=4, compute=Constant(0.4)), updates=100)
+    fast, _ = simulate("sync", SimulatedCluster(workers=4, compute=Constant(0.1)), updates=100)
     one, other = model.reach(0.8, slow), model.reach(0.8, fast)
     assert one.seconds is not None
     assert other.seconds is not None

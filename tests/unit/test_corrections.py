@@ -22,7 +22,7 @@ from paceline.parameters.corrections import Corrections
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout
 from paceline.parameters.versions import Versions
-from paceline.server.messages import Add, Apply, Plan, Source
+from paceline.server.messages import AddGradient, ApplyUpdate, GradientRef, RunSpec
 from paceline.server.shard import Shard, Sizes, describe
 from paceline.strategies.parameter_server import ShardedOptimizer
 from paceline.transport import Memory
@@ -160,7 +160,7 @@ class OneShard:
         gradients, versions = Memory.create(sizes.gradients), Memory.create(sizes.versions)
         self.versions = Versions(self.layout, versions, sizes.buffers)
         self.gradients = Gradients.shared(self.layout, gradients, 0, sizes.sources)
-        plan = Plan(
+        plan = RunSpec(
             workers=2,
             capacity=2,
             elastic=False,
@@ -197,14 +197,14 @@ def test_a_stale_gradient_is_compensated_once_and_a_fresh_one_is_left_as_it_is(c
     fresh, stale = drawn(48, 3), drawn(48, 4)
     one.put(0, fresh)
     one.put(1, stale)
-    sources = [Source(0, 0.25, 1), Source(1, 0.75, 0)]
+    sources = [GradientRef(0, 0.25, 1), GradientRef(1, 0.75, 0)]
     if collected:
         for source in sources:
-            one.shard.add(Add(source, 1))
+            one.shard.add(AddGradient(source, 1))
         one.put(0, torch.full((48,), torch.nan))
         one.put(1, torch.full((48,), torch.nan))
-        sources = [Source(one.shard.collected, 1.0)]
-    one.shard.apply(Apply(sources, 1, 2, None))
+        sources = [GradientRef(one.shard.collected, 1.0)]
+    one.shard.apply(ApplyUpdate(sources, 1, 2, None))
     extrapolated = torch.tensor(naive_plain(stale.tolist(), newest.tolist(), start.tolist(), 0.5), dtype=torch.float64)
     torch.testing.assert_close(
         one.value(2), newest - 0.1 * (0.25 * fresh + 0.75 * extrapolated), rtol=1e-12, atol=1e-14
@@ -221,7 +221,7 @@ def test_the_mean_square_is_of_all_gradients_also_of_fresh_ones() -> None:
     for seed, base in ((10, 1), (11, 1), (12, 0)):
         gradient = drawn(48, seed)
         one.put(0, gradient)
-        one.shard.apply(Apply([Source(0, 1.0, base)], 1, 2, None))
+        one.shard.apply(ApplyUpdate([GradientRef(0, 1.0, base)], 1, 2, None))
         wanted = naive(gradient.tolist(), versions[1].tolist(), versions[base].tolist())
         expected = versions[1] - 0.1 * torch.tensor(wanted, dtype=torch.float64)
         torch.testing.assert_close(one.value(2), expected, rtol=1e-10, atol=1e-12)

@@ -5,19 +5,19 @@ from pathlib import Path
 import pytest
 
 from paceline.simulate.calibrate import calibrate
-from paceline.simulate.cluster import Cluster, Cores
+from paceline.simulate.cluster import Cores, SimulatedCluster
 from paceline.simulate.distributions import Constant, Exponential, Gamma
 from paceline.simulate.predict import simulate
 
 TWO = Cores(2)
 
 
-def four(cores: Cores = TWO, factors: tuple[float, ...] = ()) -> Cluster:
+def four(cores: Cores = TWO, factors: tuple[float, ...] = ()) -> SimulatedCluster:
     """Workers on two cores, each with steps of a second."""
-    return Cluster(workers=4, compute=Constant(1.0), factors=factors, cores=cores, per_machine=4)
+    return SimulatedCluster(workers=4, compute=Constant(1.0), factors=factors, cores=cores, per_machine=4)
 
 
-def seconds(spec: str, cluster: Cluster, updates: int = 400) -> float:
+def seconds(spec: str, cluster: SimulatedCluster, updates: int = 400) -> float:
     told, _ = simulate(spec, cluster, updates=updates, seed=1)
     return told.seconds_per_update
 
@@ -28,12 +28,12 @@ def test_four_on_two_cores_take_twice_as_long(spec: str) -> None:
 
 
 def test_a_core_each_is_enough() -> None:
-    assert seconds("sync", Cluster(workers=4, compute=Constant(1.0), cores=Cores(4), per_machine=4)) == 1.0
-    assert seconds("sync", Cluster(workers=4, compute=Constant(1.0), cores=Cores(1), per_machine=1)) == 1.0
+    assert seconds("sync", SimulatedCluster(workers=4, compute=Constant(1.0), cores=Cores(4), per_machine=4)) == 1.0
+    assert seconds("sync", SimulatedCluster(workers=4, compute=Constant(1.0), cores=Cores(1), per_machine=1)) == 1.0
 
 
 def test_machines_have_cores_of_their_own() -> None:
-    two = Cluster(workers=4, compute=Constant(1.0), cores=Cores(1), per_machine=2)
+    two = SimulatedCluster(workers=4, compute=Constant(1.0), cores=Cores(1), per_machine=2)
     assert seconds("sync", two) == pytest.approx(2.0)
     assert seconds("async", two) == pytest.approx(0.5, rel=0.02)
 
@@ -66,7 +66,9 @@ def test_a_cancelled_step_leaves_its_core() -> None:
 
 @pytest.mark.parametrize("spec", ["async", "k-batch-async:k=3", "ssp:s=2", "k-async:k=2", "groups:size=2"])
 def test_cores_that_never_idle_do_as_much_as_they_can(spec: str) -> None:
-    told, _ = simulate(spec, Cluster(workers=8, compute=Gamma(9.0, 1 / 9), cores=Cores(2), per_machine=8), updates=2000)
+    told, _ = simulate(
+        spec, SimulatedCluster(workers=8, compute=Gamma(9.0, 1 / 9), cores=Cores(2), per_machine=8), updates=2000
+    )
     assert told.minibatches_per_second == pytest.approx(2.0, rel=0.04)
 
 
@@ -83,9 +85,9 @@ def test_cores_that_never_idle_do_as_much_as_they_can(spec: str) -> None:
     ],
 )
 def test_what_was_crowded_is_learned_without_the_crowd(tmp_path: Path, learned: str, asked: str, workers: int) -> None:
-    def on(count: int) -> Cluster:
+    def on(count: int) -> SimulatedCluster:
         steps = Exponential(0.01, 0.03)
-        return Cluster(workers=count, compute=steps, cores=Cores(2), per_machine=count, update_seconds=0.0005)
+        return SimulatedCluster(workers=count, compute=steps, cores=Cores(2), per_machine=count, update_seconds=0.0005)
 
     _, trace = simulate(learned, on(4), updates=1200, seed=3, trace=True)
     assert trace is not None

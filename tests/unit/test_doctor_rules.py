@@ -62,8 +62,8 @@ def test_a_stranger_is_hung_up_on_and_a_member_is_measured() -> None:
         served: list[str] = []
 
         def serve() -> None:
-            with links._caller(listener, b"secret") as wire:
-                links._follow(wire)
+            with links._caller(listener, b"secret") as connection:
+                links._follow(connection)
                 served.append("member")
 
         thread = threading.Thread(target=serve)
@@ -74,9 +74,9 @@ def test_a_stranger_is_hung_up_on_and_a_member_is_measured() -> None:
                 links._greet(stranger, b"guess", first=True)
                 links._read(stranger, 1)
             assert not served
-        with socket.create_connection(address, 10.0) as wire:
-            links._greet(wire, b"secret", first=True)
-            latency, out, back = links._lead(wire)
+        with socket.create_connection(address, 10.0) as connection:
+            links._greet(connection, b"secret", first=True)
+            latency, out, back = links._lead(connection)
         thread.join(10.0)
         assert served == ["member"]
         assert 0 < latency < 1 and out > 1e6 and back > 1e6
@@ -99,12 +99,12 @@ def test_an_echo_of_our_own_proof_is_no_proof() -> None:
     thread.join(10.0)
 
 
-def own_greet(wire: socket.socket) -> None:
+def own_greet(connection: socket.socket) -> None:
     """As `_greet`, on a socket that is not TCP."""
 
     class Plain:
         def __getattr__(self, name: str) -> object:
-            return (lambda *_: None) if name == "setsockopt" else getattr(wire, name)
+            return (lambda *_: None) if name == "setsockopt" else getattr(connection, name)
 
     links._greet(Plain(), b"secret", first=True)  # type: ignore[arg-type]
 

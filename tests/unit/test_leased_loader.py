@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 
-from paceline.data.leased import Epoch, LeasedLoader
+from paceline.data.leased_loader import LeasedEpoch, LeasedLoader
 from paceline.data.ledger import Lease, Ledger
 from paceline.errors import TeamTimeout, UsageError
 
@@ -37,11 +37,11 @@ class Lender:
         self.begun: list[Lease] = []
         self.asked: list[bool] = []
         self.left: list[tuple[int, int]] = []
-        self.drawn: list[Epoch] = []
+        self.drawn: list[LeasedEpoch] = []
         self.fails: Exception | None = None
         self.batches = 0
 
-    def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
+    def enter(self, loader: int, epoch: int, draw: Callable[[], LeasedEpoch]) -> None:
         if not self.ledger.is_open(loader, epoch):
             drawn = draw()
             self.drawn.append(drawn)

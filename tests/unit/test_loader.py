@@ -22,8 +22,8 @@ class Wire:
 class Hand:
     """A worker who only takes batches."""
 
-    def __init__(self, rank: int, size: int, wire: Wire) -> None:
-        self.rank, self.size, self.lead, self._wire = rank, size, 0, wire
+    def __init__(self, rank: int, size: int, connection: Wire) -> None:
+        self.rank, self.size, self.lead, self._connection = rank, size, 0, connection
         self.replica, self.replicas, self.lockstep = rank, size, False
         self.taken: list[tuple[int, float, int]] = []
         self.epochs = self.asked = 0
@@ -33,10 +33,10 @@ class Hand:
 
     def from_lead(self, payload: bytes) -> bytes:
         if self.rank == 0:
-            self._wire.payload = payload
+            self._connection.payload = payload
         else:
             assert payload == b""
-        return self._wire.payload
+        return self._connection.payload
 
     def take_batch(self, samples: int, weight: float, loader: TeamLoader, round_number: int) -> None:
         self.taken.append((samples, weight, round_number))
@@ -61,8 +61,8 @@ class Team:
     """All workers' shares of loaders that are made alike."""
 
     def __init__(self, size: int, count: int, *, share: dict[str, Any] | None = None, **options: Any) -> None:
-        wire = Wire()
-        self.hands = [Hand(rank, size, wire) for rank in range(size)]
+        connection = Wire()
+        self.hands = [Hand(rank, size, connection) for rank in range(size)]
         options.setdefault("collate_fn", list)
         self.originals = [DataLoader(Numbers(count), **options) for _ in range(size)]
         self.loaders = [
@@ -256,9 +256,10 @@ def test_a_sampler_may_give_tensors_and_strings() -> None:
         def __iter__(self) -> Iterator[torch.Tensor]:
             return iter(torch.tensor([3, 1, 2, 0]))
 
-    wire = Wire()
+    connection = Wire()
     loaders = [
-        TeamLoader(DataLoader(Table(), 1, sampler=Keys(), collate_fn=list), Hand(rank, 2, wire)) for rank in (0, 1)
+        TeamLoader(DataLoader(Table(), 1, sampler=Keys(), collate_fn=list), Hand(rank, 2, connection))
+        for rank in (0, 1)
     ]
     assert [list(loader) for loader in loaders] == [[["A"], ["C"]], [["B"], ["D"]]]
     assert Team(2, 4, batch_size=1, sampler=Tensors()).order() == [[3, 1], [2, 0]]
@@ -341,9 +342,9 @@ def test_loader_processes_fetch_the_same_batches() -> None:
 
 
 def test_the_user_s_collate_function_makes_the_batches() -> None:
-    wire = Wire()
+    connection = Wire()
     loaders = [
-        TeamLoader(DataLoader(Numbers(6), 2, collate_fn=lambda batch: ("sum", sum(batch))), Hand(rank, 2, wire))
+        TeamLoader(DataLoader(Numbers(6), 2, collate_fn=lambda batch: ("sum", sum(batch))), Hand(rank, 2, connection))
         for rank in (0, 1)
     ]
     assert [list(loader) for loader in loaders] == [[("sum", 1), ("sum", 4)], [("sum", 5), ("sum", 5)]]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.plan.costs import Cost
-from paceline.plan.partition import Device, Problem, kept_in_flight, partition, replicated
+from paceline.graph.costs import Cost
+from paceline.graph.partition import Device, Problem, kept_in_flight, partition, replicated
 
 lengths = st.floats(0.01, 10.0)
 

@@ -13,16 +13,16 @@ from paceline.cli.main import assemble
 from paceline.config import check_workers, parse_strategy
 from paceline.errors import UsageError
 from paceline.events import Metric
-from paceline.plan import choose
-from paceline.plan.candidates import Candidate, candidates
-from paceline.plan.choose import best_policy, rank, simplest, worth
-from paceline.plan.costs import Cost
-from paceline.plan.learn import learn
-from paceline.plan.sheet import Sheet
+from paceline.graph.costs import Cost
+from paceline.graph.model_profile import ModelProfile
+from paceline.planner import choose
+from paceline.planner.candidates import Candidate, candidates
+from paceline.planner.choose import best_policy, rank, simplest, worth
+from paceline.planner.learn import learn
 from paceline.policies import POLICIES, make_policy
 from paceline.simulate import predict
-from paceline.simulate.cluster import Cluster, Link
-from paceline.simulate.convergence import Convergence, Observed, fit
+from paceline.simulate.cluster import SimulatedCluster, SimulatedLink
+from paceline.simulate.convergence import Convergence, ObservedRun, fit
 from paceline.simulate.distributions import Constant, Exponential
 from paceline.simulate.predict import simulate
 from paceline.simulate.replica import Model, parse_any
@@ -37,40 +37,40 @@ def at_a_glance(monkeypatch: pytest.MonkeyPatch) -> None:
 def learned(gain: float, penalty: float, noise: float = 0.0) -> Convergence:
     """Fitted to losses that fall just so."""
 
-    def run(gradients: float, staleness: float) -> Observed:
+    def run(gradients: float, staleness: float) -> ObservedRun:
         versions = np.linspace(0, 400, 60)
         x = versions * gradients**gain / (1 + penalty * staleness)
         losses = 0.1 + noise / gradients + 2.0 / (1 + x / 50)
-        return Observed(versions, losses, 0.002 * np.ones_like(losses), gradients, staleness)
+        return ObservedRun(versions, losses, 0.002 * np.ones_like(losses), gradients, staleness)
 
     return fit([run(1.0, 0.0), run(1.0, 3.0), run(4.0, 0.0), run(2.0, 1.0)])
 
 
-def best(cluster: Cluster, convergence: Convergence, goal: float = 0.5) -> str:
+def best(cluster: SimulatedCluster, convergence: Convergence, goal: float = 0.5) -> str:
     found = simplest(rank(cluster, convergence=convergence, goal=goal))
     assert found is not None
     return found.strategy
 
 
 def test_even_workers_whose_gradients_add_up_go_together() -> None:
-    even = Cluster(workers=4, compute=Constant(0.1))
+    even = SimulatedCluster(workers=4, compute=Constant(0.1))
     assert best(even, learned(gain=0.95, penalty=1.0)) in ("all-reduce", "sync")
 
 
 def test_where_staleness_costs_nothing_nobody_waits() -> None:
-    jitter = Cluster(workers=4, compute=Exponential(0.05, 0.05))
+    jitter = SimulatedCluster(workers=4, compute=Exponential(0.05, 0.05))
     assert best(jitter, learned(gain=0.05, penalty=0.001)) == "async"
 
 
 def test_steps_without_memory_lose_nothing_when_they_are_cancelled() -> None:
     # As many updates as async makes, and none of them stale.
-    memoryless = Cluster(workers=4, compute=Exponential(0.1))
+    memoryless = SimulatedCluster(workers=4, compute=Exponential(0.1))
     assert best(memoryless, learned(gain=0.05, penalty=0.3)) == "k-sync:k=1"
 
 
 @pytest.mark.usefixtures("at_a_glance")
 def test_a_straggler_is_left_out_where_staleness_hurts() -> None:
-    straggler = Cluster(workers=4, compute=Exponential(0.002, 0.03), factors=(1.0, 1.0, 10.0, 1.0))
+    straggler = SimulatedCluster(workers=4, compute=Exponential(0.002, 0.03), factors=(1.0, 1.0, 10.0, 1.0))
     choices = rank(straggler, convergence=learned(gain=0.9, penalty=3.0), goal=0.5)
     # Its small share of the work is hardly worth having: to leave it out and to give it little are about as good.
     first = {(one.strategy, one.balance) for one in choices[:3]}
@@ -79,7 +79,7 @@ def test_a_straggler_is_left_out_where_staleness_hurts() -> None:
 
 
 def test_jitter_wants_minibatches_from_whomever() -> None:
-    jitter = Cluster(workers=8, compute=Exponential(0.1))
+    jitter = SimulatedCluster(workers=8, compute=Exponential(0.1))
     choices = rank(jitter, convergence=learned(gain=0.9, penalty=0.3), goal=0.5)
     assert choices[0].strategy.startswith(("k-batch", "k-sync", "k-async"))
     assert choices[0].gain is not None
@@ -87,7 +87,7 @@ def test_jitter_wants_minibatches_from_whomever() -> None:
 
 
 def test_throughput_is_best_where_nobody_waits() -> None:
-    jitter = Cluster(workers=4, compute=Exponential(0.1), batch=16)
+    jitter = SimulatedCluster(workers=4, compute=Exponential(0.1), batch=16)
     choices = rank(jitter)
     assert choices[0].waiting < 0.01
     assert choices[0].samples_per_second == pytest.approx(640, rel=0.05)
@@ -96,13 +96,13 @@ def test_throughput_is_best_where_nobody_waits() -> None:
 
 @pytest.mark.usefixtures("at_a_glance")
 def test_of_equals_the_simplest_is_named() -> None:
-    even = Cluster(workers=4, compute=Constant(0.1))
+    even = SimulatedCluster(workers=4, compute=Constant(0.1))
     assert simplest(rank(even)) is not None
     assert simplest(rank(even)).strategy == "all-reduce"  # type: ignore[union-attr]
 
 
 def test_what_travels_over_narrow_links_is_spread() -> None:
-    narrow = Cluster(workers=8, compute=Constant(0.1), size=100e6, link=Link(1e-4, 125e6))
+    narrow = SimulatedCluster(workers=8, compute=Constant(0.1), size=100e6, link=SimulatedLink(1e-4, 125e6))
     choices = rank(narrow, among=[one for one in candidates(narrow) if one.strategy.startswith(("all-reduce", "sync"))])
     shown = {(one.strategy, one.servers): one.seconds_per_update for one in choices}
     assert shown["sync", "all"] < shown["sync", "2"] < shown["sync", "1"]
@@ -110,7 +110,7 @@ def test_what_travels_over_narrow_links_is_spread() -> None:
 
 
 def test_smaller_batches_for_slow_workers_are_considered() -> None:
-    uneven = Cluster(workers=4, compute=Constant(0.1), factors=(1.0, 1.0, 1.0, 4.0))
+    uneven = SimulatedCluster(workers=4, compute=Constant(0.1), factors=(1.0, 1.0, 1.0, 4.0))
     among = [one for one in candidates(uneven) if one.strategy == "all-reduce"]
     balanced = next(one for one in rank(uneven, among=among) if one.balance)
     # The three and a quarter that they are together.
@@ -120,7 +120,7 @@ def test_smaller_batches_for_slow_workers_are_considered() -> None:
 
 @pytest.mark.usefixtures("at_a_glance")
 def test_a_limit_of_memory_leaves_things_out() -> None:
-    on = Cluster(workers=4, compute=Exponential(0.1), size=1e9)
+    on = SimulatedCluster(workers=4, compute=Exponential(0.1), size=1e9)
     among = [Candidate(strategy) for strategy in ("all-reduce", "sync", "async", "k-sync:k=2", "ssp:s=3")]
     everything = rank(on, among=among)
     most, least = max(one.memory for one in everything), min(one.memory for one in everything)
@@ -135,7 +135,7 @@ def test_a_limit_of_memory_leaves_things_out() -> None:
 def test_every_candidate_can_be_followed(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predict, "_STEPS", 20)
     factors = (2.0,) + (1.0,) * (workers - 1)
-    on = Cluster(workers=workers, compute=Constant(0.1), factors=factors, size=1.0, link=Link(0, 1e6))
+    on = SimulatedCluster(workers=workers, compute=Constant(0.1), factors=factors, size=1.0, link=SimulatedLink(0, 1e6))
     found = candidates(on, split=True)
     assert len({(one.strategy, one.servers, one.balance) for one in found}) == len(found) < 80
     for one in found:
@@ -150,7 +150,7 @@ def test_every_candidate_can_be_followed(workers: int, monkeypatch: pytest.Monke
 def test_a_split_model_is_known_by_its_operations() -> None:
     # Twelve linear layers, of which the last four take as long as the others together.
     costs = [Cost(1e-3, 2e-3, 1000, 10)] * 8 + [Cost(2e-3, 4e-3, 1000, 10)] * 4
-    sheet = Sheet(
+    sheet = ModelProfile(
         names=[f"layer{number}" for number in range(12)],
         shown=["Linear"] * 12,
         inputs=[[number - 1] for number in range(12)],
@@ -169,7 +169,7 @@ def test_a_split_model_is_known_by_its_operations() -> None:
 
 
 def test_a_pipeline_is_as_slow_as_its_longest_stage() -> None:
-    on, spec = Cluster(workers=2, compute=Constant(0.1)), "pipeline:stages=2,microbatches=50"
+    on, spec = SimulatedCluster(workers=2, compute=Constant(0.1)), "pipeline:stages=2,microbatches=50"
     models = (Model(), Model(stages={2: (1.5, 0.5)}))
     even, uneven = (simulate(spec, on, updates=2, model=one)[0].seconds_per_update for one in models)
     assert uneven / even == pytest.approx(1.5, rel=0.03)
@@ -177,7 +177,7 @@ def test_a_pipeline_is_as_slow_as_its_longest_stage() -> None:
 
 def test_a_goal_needs_something_to_go_by() -> None:
     with pytest.raises(UsageError, match="needs runs"):
-        rank(Cluster(), goal=0.5)
+        rank(SimulatedCluster(), goal=0.5)
 
 
 # -- what a server does by itself ------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_more_gradients_are_worth_more_and_old_ones_less() -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two recorded runs, as `plan` would make them, that report a loss."""
     folders = []
-    on = Cluster(workers=4, compute=Exponential(0.01, 0.03), factors=(1.0, 1.0, 1.0, 3.0), batch=8)
+    on = SimulatedCluster(workers=4, compute=Exponential(0.01, 0.03), factors=(1.0, 1.0, 1.0, 3.0), batch=8)
     for strategy in ("async", "sync"):
         told, trace = simulate(strategy, on, updates=600, trace=True)
         assert trace is not None

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from policy_table import (
+from helpers.policy_table import (
     AdaptiveRow,
     AsyncRow,
     GroupsRow,
@@ -19,7 +19,7 @@ from policy_table import (
     tickets,
     walk,
 )
-from policy_team import Team
+from helpers.policy_team import Team
 
 from paceline import config
 from paceline.errors import UsageError

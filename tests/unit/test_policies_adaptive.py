@@ -4,8 +4,8 @@ import itertools
 import math
 
 import pytest
-from policy_table import policy
-from policy_team import Team
+from helpers.policy_table import policy
+from helpers.policy_team import Team
 
 from paceline.policies import KAsync, KBatchAsync, KBatchSync, KSync, Policy, best_k
 

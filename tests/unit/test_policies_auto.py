@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 
 import pytest
-from policy_table import policy
+from helpers.policy_table import policy
 
 from paceline.config import parse_strategy
-from paceline.policies import Async, Auto, Decision, KSync, Order, Policy, Push, Sync, make_policy
+from paceline.policies import Arrival, Async, Auto, Decision, KSync, Order, Policy, Sync, make_policy
 
 
 def push(auto: Policy, ticket: int, worker: int, version: int) -> Decision:
-    return auto.arrive(Push(ticket, worker, version))
+    return auto.arrive(Arrival(ticket, worker, version))
 
 
 def test_it_begins_as_async() -> None:

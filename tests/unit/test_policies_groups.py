@@ -1,7 +1,7 @@
 """Groups: how members count as one, and what becomes of a group when its members rest, wake and leave."""
 
 import pytest
-from policy_team import Team
+from helpers.policy_team import Team
 
 from paceline.policies import Decision, Order
 

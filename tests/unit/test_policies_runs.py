@@ -3,9 +3,9 @@
 import random
 
 import pytest
+from helpers.policy_team import Team
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_team import Team
 
 PLAIN = [
     ("sync", 1),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from support import PACELINE, finished
+from helpers.support import PACELINE, finished
 
 from paceline.cli import main
 from paceline.events import Compute, Event, Join, Metric, Push, Update, Wait

@@ -20,7 +20,7 @@ from paceline.events import (
     Compute,
     Event,
     Join,
-    Lease,
+    LeaseGiven,
     Leave,
     Load,
     Message,
@@ -32,9 +32,9 @@ from paceline.events import (
     Wait,
 )
 from paceline.events.exports import write_csv, write_tensorboard, write_trace
+from paceline.report.aggregate import RunAggregate
 from paceline.report.facts import facts
 from paceline.report.metrics import CONTENT_TYPE, metrics
-from paceline.report.reduction import Reduction
 from paceline.report.source import open_run
 from paceline.report.text import text_report
 
@@ -56,7 +56,7 @@ RUN: list[Event] = [
     Reduce(1, 12.5, 0.125, 4096),
     Cancel(1, 12.75, 0.25, 1, [5]),
     Message(1, 13.0, 0.125, "all_reduce", "ring", "send", 0, 40),
-    Lease(1, 13.0, 6, 0, 2, 48, 16),
+    LeaseGiven(1, 13.0, 6, 0, 2, 48, 16),
     Balance(0, 13.0, 17, [3, 1]),
     Compute(0, 13.0, 0.5, 1, 1, 8),
     Push(0, 13.5, 9, 1, 5, 8, [], 50, 150, "held", "1 of 2"),
@@ -68,7 +68,7 @@ RUN: list[Event] = [
 
 
 def told(events: list[Event], **more: Any) -> dict[str, Any]:
-    run = Reduction()
+    run = RunAggregate()
     run.feed(events)
     run.advance()
     return facts(run, name="run", config={}, notes=[], **more)

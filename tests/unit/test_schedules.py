@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.simulate import pipelines
-from paceline.simulate.cluster import Cluster, Link
+from paceline.schedules import formulas as pipelines
+from paceline.schedules.orders import SCHEDULES, Evaluated, evaluate, shared
+from paceline.simulate.cluster import SimulatedCluster, SimulatedLink
 from paceline.simulate.distributions import Constant, Exponential
 from paceline.simulate.predict import predict, simulate
 from paceline.simulate.replica import Model
-from paceline.simulate.schedules import SCHEDULES, Evaluated, evaluate, shared
 
 
 def run(
@@ -141,7 +141,7 @@ def test_a_device_that_is_slow_holds_up_those_who_share_with_it() -> None:
 
 
 def test_a_shared_stage_is_simulated_with_its_share_of_the_model() -> None:
-    on = Cluster(workers=3, compute=Constant(12.0))
+    on = SimulatedCluster(workers=3, compute=Constant(12.0))
     told, traced = simulate("pipeline:stages=2,microbatches=64,replicas=1+2", on, updates=3, trace=True)
     assert told.seconds_per_update == pytest.approx(4.0, rel=0.05)
     assert traced is not None and {event.rank for event in traced.events} == {0, 1, 2}
@@ -155,7 +155,7 @@ def test_a_shared_stage_is_simulated_with_its_share_of_the_model() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
 def test_a_pipeline_of_equal_stages_takes_its_formula(schedule: str) -> None:
-    on = Cluster(workers=4, compute=Constant(12.0))
+    on = SimulatedCluster(workers=4, compute=Constant(12.0))
     spec = f"pipeline:stages=4,microbatches=8,schedule={schedule}"
     told, _ = simulate(spec, on, updates=5)
     assert told.seconds_per_update == pytest.approx(predict(spec, on).seconds_per_update)
@@ -164,27 +164,27 @@ def test_a_pipeline_of_equal_stages_takes_its_formula(schedule: str) -> None:
 
 
 def test_the_reference_s_pipeline() -> None:
-    on = Cluster(workers=8, compute=Constant(8 * 32 * 3.0))
+    on = SimulatedCluster(workers=8, compute=Constant(8 * 32 * 3.0))
     told, _ = simulate("pipeline:stages=8,microbatches=32", on, updates=2)
     assert told.seconds_per_update == pytest.approx(117.0)
     assert told.bubble == pytest.approx(0.1795, abs=5e-5)
 
 
 def test_a_stage_that_is_slow_now_and_then_holds_up_all() -> None:
-    steady, _ = simulate("pipeline:stages=4", Cluster(workers=4, compute=Constant(2.0)), updates=50)
-    jittery, _ = simulate("pipeline:stages=4", Cluster(workers=4, compute=Exponential(1.0, 1.0)), updates=500)
+    steady, _ = simulate("pipeline:stages=4", SimulatedCluster(workers=4, compute=Constant(2.0)), updates=50)
+    jittery, _ = simulate("pipeline:stages=4", SimulatedCluster(workers=4, compute=Exponential(1.0, 1.0)), updates=500)
     assert jittery.seconds_per_update > 1.2 * steady.seconds_per_update
 
 
 def test_tensor_parallel_divides_the_work_and_pays_for_agreeing() -> None:
-    on = Cluster(workers=4, compute=Constant(2.0), link=Link(0.001, 1e9))
+    on = SimulatedCluster(workers=4, compute=Constant(2.0), link=SimulatedLink(0.001, 1e9))
     told, _ = simulate("tensor:degree=4", on, updates=5, model=Model(layers=6, activations=4e6))
     each = 2 * 0.001 + 1.5 * 4e6 / 1e9
     assert told.seconds_per_update == pytest.approx(0.5 + 4 * 6 * each)
 
 
 def test_a_mesh_of_one_kind_is_that_kind() -> None:
-    on = Cluster(workers=4, compute=Constant(2.0), size=1e8, link=Link(0.0, 1e9))
+    on = SimulatedCluster(workers=4, compute=Constant(2.0), size=1e8, link=SimulatedLink(0.0, 1e9))
     data, _ = simulate("all-reduce", on, updates=20)
     mesh, _ = simulate("mesh:data=4", on, updates=20)
     assert mesh.seconds_per_update == pytest.approx(data.seconds_per_update)
@@ -192,7 +192,7 @@ def test_a_mesh_of_one_kind_is_that_kind() -> None:
 
 
 def test_replicas_of_a_mesh_may_be_asynchronous() -> None:
-    on = Cluster(workers=8, compute=Exponential(1.0, 1.0), factors=(1.0,) * 6 + (4.0,) * 2)
+    on = SimulatedCluster(workers=8, compute=Exponential(1.0, 1.0), factors=(1.0,) * 6 + (4.0,) * 2)
     sync, _ = simulate("mesh:data=4,pipeline=2", on, updates=400)
     free, _ = simulate("mesh:data=4,pipeline=2,sync=async", on, updates=1600)
     dropped, _ = simulate("mesh:data=4,pipeline=2,sync=k-sync:k=3", on, updates=400)

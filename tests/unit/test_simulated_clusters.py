@@ -8,23 +8,23 @@ import pytest
 
 from paceline.config import parse_strategy
 from paceline.errors import UsageError
-from paceline.policies import Decision, Order, Policy, Push, make_policy
+from paceline.policies import Arrival, Decision, Order, Policy, make_policy
 from paceline.simulate import costs
-from paceline.simulate.cluster import Cluster, Failures, Link, Spells, compressed_share
+from paceline.simulate.cluster import Failures, SimulatedCluster, SimulatedLink, Spells, compressed_share
 from paceline.simulate.distributions import Constant, Empirical, Exponential
-from paceline.simulate.engine import Engine
+from paceline.simulate.engine import EventLoop
 from paceline.simulate.predict import predict, simulate
 from paceline.simulate.result import Result
 
 SIZE, BANDWIDTH, ALPHA = 100e6, 1e9, 0.003
 
 
-def cluster(workers: int = 4, **more: Any) -> Cluster:
-    given = {"compute": Constant(1.0), "size": SIZE, "link": Link(ALPHA, BANDWIDTH), **more}
-    return Cluster(workers=workers, **given)
+def cluster(workers: int = 4, **more: Any) -> SimulatedCluster:
+    given = {"compute": Constant(1.0), "size": SIZE, "link": SimulatedLink(ALPHA, BANDWIDTH), **more}
+    return SimulatedCluster(workers=workers, **given)
 
 
-def ask(spec: str, on: Cluster, updates: int = 40, seed: int = 0) -> Result:
+def ask(spec: str, on: SimulatedCluster, updates: int = 40, seed: int = 0) -> Result:
     return simulate(spec, on, updates=updates, seed=seed)[0]
 
 
@@ -74,13 +74,15 @@ def test_by_default_all_reduce_takes_the_quickest_topology() -> None:
 def test_async_is_as_fast_as_the_server_s_port_lets_it() -> None:
     on = cluster(8, compute=Exponential(0.1), size=1e9)
     assert ask("async", on, updates=400).seconds_per_update == pytest.approx(1.0, rel=0.02)
-    wide = dataclasses.replace(on, server_link=Link(ALPHA, 100 * BANDWIDTH))
+    wide = dataclasses.replace(on, server_link=SimulatedLink(ALPHA, 100 * BANDWIDTH))
     # Then it is the workers' own links: a gradient and a version take a second each, one after the other.
     assert ask("async", wide, updates=400).seconds_per_update == pytest.approx(2.1 / 8, rel=0.05)
 
 
 def test_a_slow_link_holds_up_its_worker_only() -> None:
-    on = cluster(4, links=((2, Link(ALPHA, BANDWIDTH / 100)),), server_link=Link(ALPHA, 1000 * BANDWIDTH))
+    on = cluster(
+        4, links=((2, SimulatedLink(ALPHA, BANDWIDTH / 100)),), server_link=SimulatedLink(ALPHA, 1000 * BANDWIDTH)
+    )
     told = ask("async", on, updates=400)
     # The others' cycle is 1.206 s; that one's is 21.
     assert told.seconds_per_update == pytest.approx(1 / (3 / 1.206 + 1 / 21.006), rel=0.02)
@@ -89,8 +91,8 @@ def test_a_slow_link_holds_up_its_worker_only() -> None:
 
 
 def test_workers_of_one_machine_share_its_port() -> None:
-    alone = ask("sync", cluster(4, server_link=Link(ALPHA, 100 * BANDWIDTH)))
-    shared = ask("sync", cluster(4, server_link=Link(ALPHA, 100 * BANDWIDTH), per_machine=4))
+    alone = ask("sync", cluster(4, server_link=SimulatedLink(ALPHA, 100 * BANDWIDTH)))
+    shared = ask("sync", cluster(4, server_link=SimulatedLink(ALPHA, 100 * BANDWIDTH), per_machine=4))
     assert alone.seconds_per_update == pytest.approx(1 + 2 * (ALPHA + SIZE / BANDWIDTH), rel=0.01)
     assert shared.seconds_per_update == pytest.approx(1 + 2 * (ALPHA + 4 * SIZE / BANDWIDTH), rel=0.01)
 
@@ -124,13 +126,13 @@ def test_what_is_sent_while_computing_costs_nothing_more() -> None:
 
 
 def test_a_server_does_one_thing_after_the_other() -> None:
-    on = Cluster(workers=8, compute=Exponential(0.01), push_seconds=0.02, update_seconds=0.03)
+    on = SimulatedCluster(workers=8, compute=Exponential(0.01), push_seconds=0.02, update_seconds=0.03)
     assert ask("async", on, updates=500).seconds_per_update == pytest.approx(0.05, rel=0.01)
     assert ask("k-batch-async:k=4", on, updates=500).seconds_per_update == pytest.approx(0.11, rel=0.01)
 
 
 def test_groups_agree_inside_before_they_push() -> None:
-    on = cluster(4, size=1e9, server_link=Link(0.0, math.inf))
+    on = cluster(4, size=1e9, server_link=SimulatedLink(0.0, math.inf))
     told = ask("groups:size=2", on)
     inside = min(form(2, 1e9, BANDWIDTH, ALPHA) for form in costs.TOPOLOGIES.values())
     # A push of a second, the sum, a pull of a second; two groups in turn.
@@ -141,7 +143,7 @@ def test_groups_agree_inside_before_they_push() -> None:
 
 
 def test_spells_make_a_worker_slow_now_and_then() -> None:
-    on = Cluster(workers=1, compute=Constant(0.1), spells=Spells(5.0, 30.0, 10.0))
+    on = SimulatedCluster(workers=1, compute=Constant(0.1), spells=Spells(5.0, 30.0, 10.0))
     told = ask("async", on, updates=20_000, seed=3)
     # A quarter of the time is slow, when a step takes five times as long: per second 0.75 * 10 + 0.25 * 2 steps.
     assert 1 / told.seconds_per_update == pytest.approx(8.0, rel=0.05)
@@ -150,7 +152,7 @@ def test_spells_make_a_worker_slow_now_and_then() -> None:
 
 
 def test_workers_that_die_are_missed_only_where_all_are_needed() -> None:
-    on = Cluster(workers=8, compute=Constant(1.0), failures=Failures(100.0, 20.0))
+    on = SimulatedCluster(workers=8, compute=Constant(1.0), failures=Failures(100.0, 20.0))
     counts = {"sync": 2000, "k-sync:k=5": 2000, "async": 20_000}
     told = {spec: ask(spec, on, updates=count) for spec, count in counts.items()}
     assert all(one.failures > 100 for one in told.values())
@@ -162,7 +164,9 @@ def test_workers_that_die_are_missed_only_where_all_are_needed() -> None:
 
 
 def test_failures_come_by_the_seed() -> None:
-    on = Cluster(workers=4, compute=Exponential(1.0), failures=Failures(50.0, 5.0), spells=Spells(3.0, 40.0, 4.0))
+    on = SimulatedCluster(
+        workers=4, compute=Exponential(1.0), failures=Failures(50.0, 5.0), spells=Spells(3.0, 40.0, 4.0)
+    )
     one, two, other = (ask("k-async:k=2", on, updates=500, seed=seed) for seed in (1, 1, 2))
     assert one == two != other
 
@@ -170,7 +174,7 @@ def test_failures_come_by_the_seed() -> None:
 class Greedy(Policy):
     """Lets everybody wait for what never comes."""
 
-    def arrive(self, push: Push) -> Decision:
+    def arrive(self, push: Arrival) -> Decision:
         if self.version >= 3:
             return self._hold(push, Order.WAIT, "not yet")
         self.held.append(push)
@@ -180,7 +184,7 @@ class Greedy(Policy):
 class Picky(Policy):
     """Drops everything after a while."""
 
-    def arrive(self, push: Push) -> Decision:
+    def arrive(self, push: Arrival) -> Decision:
         if self.version >= 3:
             return self._drop(push, "no")
         self.held.append(push)
@@ -188,14 +192,14 @@ class Picky(Policy):
 
 
 def test_a_deadlock_is_said_to_be_one() -> None:
-    told = Engine(Greedy(range(4)), Cluster(workers=4, compute=Constant(1.0)), 0).run(100, "greedy")
+    told = EventLoop(Greedy(range(4)), SimulatedCluster(workers=4, compute=Constant(1.0)), 0).run(100, "greedy")
     assert told.updates == 3
     assert told.verdict is not None
     assert told.verdict.startswith("deadlock: after 3 updates 4 workers wait")
 
 
 def test_of_a_mesh_every_worker_is_told_of_and_waits_in_its_pipeline() -> None:
-    on = Cluster(workers=4, compute=Constant(1.0), factors=(1.0, 1.0, 1.0, 3.0))
+    on = SimulatedCluster(workers=4, compute=Constant(1.0), factors=(1.0, 1.0, 1.0, 3.0))
     told, _ = simulate("mesh:data=2,pipeline=2,microbatches=4,sync=async", on, updates=50)
     assert told.workers == len(told.waiting) == len(told.computing) == len(told.in_flight) == 4
     assert told.waiting[:2] == pytest.approx([0.2, 0.2])  # (p - 1) / (m + p - 1)
@@ -206,27 +210,27 @@ def test_of_a_mesh_every_worker_is_told_of_and_waits_in_its_pipeline() -> None:
 
 
 def test_gradients_that_are_never_used_do_not_run_forever() -> None:
-    told = Engine(Picky(range(4)), Cluster(workers=4, compute=Constant(1.0)), 0).run(100, "picky")
+    told = EventLoop(Picky(range(4)), SimulatedCluster(workers=4, compute=Constant(1.0)), 0).run(100, "picky")
     assert told.verdict is not None
     assert told.verdict.startswith("starvation:")
     assert told.updates == 3
 
 
 def test_who_is_never_used_is_named() -> None:
-    told = ask("k-sync:k=2", Cluster(workers=3, compute=Constant(1.0), factors=(1.0, 1.0, 4.0)), updates=100)
+    told = ask("k-sync:k=2", SimulatedCluster(workers=3, compute=Constant(1.0), factors=(1.0, 1.0, 4.0)), updates=100)
     assert told.starved == [2]
     assert told.verdict is None
 
 
 def test_a_worker_may_have_steps_of_its_own_kind() -> None:
-    on = Cluster(workers=2, compute=Constant(1.0), own=(None, Empirical.of([3.0, 5.0])))
+    on = SimulatedCluster(workers=2, compute=Constant(1.0), own=(None, Empirical.of([3.0, 5.0])))
     told = ask("sync", on, updates=4000)
     assert told.seconds_per_update == pytest.approx(4.0, rel=0.02)
     assert ask("async", on, updates=4000).seconds_per_update == pytest.approx(1 / 1.25, rel=0.02)
 
 
 def test_adaptive_follows_a_loss_that_is_given() -> None:
-    on = Cluster(workers=8, compute=Exponential(1.0))
+    on = SimulatedCluster(workers=8, compute=Exponential(1.0))
     still, _ = simulate("adaptive:of=k-batch-async", on, updates=2000)
     grown, _ = simulate("adaptive:of=k-batch-async", on, updates=2000, loss=lambda version, k: 2.0 / (1 + version / 50))
     assert still.seconds_per_update == pytest.approx(1 / 8, rel=0.1)
@@ -240,18 +244,18 @@ def test_adaptive_follows_a_loss_that_is_given() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Cluster(workers=0), "there must be at least 1"),
-        (lambda: Cluster(workers=2, factors=(1.0,)), "one each"),
-        (lambda: Cluster(workers=1, factors=(-1.0,)), "above 0"),
-        (lambda: Cluster(size=-1), "0 or more"),
-        (lambda: Cluster(update_seconds=math.inf), "0 or more"),
-        (lambda: Cluster(overlap=1.0), "below 1"),
-        (lambda: Cluster(per_machine=0), "at least 1"),
-        (lambda: Cluster(servers="none"), "servers is"),
-        (lambda: Cluster(compress="zip"), "compress is"),
-        (lambda: Cluster(links=((9, Link()),)), "no worker 9"),
-        (lambda: Link(-1.0), "latency"),
-        (lambda: Link(0.0, 0.0), "bandwidth"),
+        (lambda: SimulatedCluster(workers=0), "there must be at least 1"),
+        (lambda: SimulatedCluster(workers=2, factors=(1.0,)), "one each"),
+        (lambda: SimulatedCluster(workers=1, factors=(-1.0,)), "above 0"),
+        (lambda: SimulatedCluster(size=-1), "0 or more"),
+        (lambda: SimulatedCluster(update_seconds=math.inf), "0 or more"),
+        (lambda: SimulatedCluster(overlap=1.0), "below 1"),
+        (lambda: SimulatedCluster(per_machine=0), "at least 1"),
+        (lambda: SimulatedCluster(servers="none"), "servers is"),
+        (lambda: SimulatedCluster(compress="zip"), "compress is"),
+        (lambda: SimulatedCluster(links=((9, SimulatedLink()),)), "no worker 9"),
+        (lambda: SimulatedLink(-1.0), "latency"),
+        (lambda: SimulatedLink(0.0, 0.0), "bandwidth"),
         (lambda: Spells(0.5, 1.0, 1.0), "factor of at least 1"),
         (lambda: Failures(0.0, 1.0), "above 0"),
     ],
@@ -284,11 +288,11 @@ def test_a_strategy_that_cannot_be_is_one_sentence(spec: str, words: str) -> Non
 
 
 def test_the_same_policies_are_asked_as_a_server_asks() -> None:
-    seen: list[Push] = []
+    seen: list[Arrival] = []
     policy = make_policy(parse_strategy("k-sync:k=2"), range(3))
     arrive = policy.arrive
     policy.arrive = lambda push: (seen.append(push), arrive(push))[1]  # type: ignore[method-assign]
-    told = Engine(policy, Cluster(workers=3, compute=Exponential(1.0)), 0).run(50, "k-sync:k=2")
+    told = EventLoop(policy, SimulatedCluster(workers=3, compute=Exponential(1.0)), 0).run(50, "k-sync:k=2")
     assert told.updates == policy.version == 50
     assert len(seen) >= 100
     assert len({push.ticket for push in seen}) == len(seen)

@@ -10,9 +10,10 @@ import pytest
 from paceline.config import parse_strategy
 from paceline.errors import UsageError
 from paceline.policies import make_policy
-from paceline.simulate import costs, pipelines, theory
+from paceline.schedules import formulas as pipelines
+from paceline.simulate import costs, theory
 from paceline.simulate import predict as asked
-from paceline.simulate.cluster import Cluster
+from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.distributions import (
     Constant,
     Distribution,
@@ -23,7 +24,7 @@ from paceline.simulate.distributions import (
     Pareto,
     parse_distribution,
 )
-from paceline.simulate.engine import Engine
+from paceline.simulate.engine import EventLoop
 from paceline.simulate.result import Result
 
 EXP, SHIFTED = Exponential(1.0), Exponential(1.0, 1.0)
@@ -38,12 +39,12 @@ def simulate(
     seed: int = 0,
     factors: Sequence[float] | None = None,
 ) -> Result:
-    cluster = Cluster(workers=workers, compute=compute, factors=tuple(factors or ()))
+    cluster = SimulatedCluster(workers=workers, compute=compute, factors=tuple(factors or ()))
     return asked.simulate(spec, cluster, updates=updates, seed=seed)[0]
 
 
 def predict(spec: str, workers: int, compute: Distribution) -> asked.Theory:
-    return asked.predict(spec, Cluster(workers=workers, compute=compute))
+    return asked.predict(spec, SimulatedCluster(workers=workers, compute=compute))
 
 
 # P, K: exp(1) for K-sync and K-async, for both batch forms; 1+exp(1) for K-sync, K-batch-sync, K-async, K-batch-async
@@ -169,9 +170,9 @@ def test_sync_over_async_is_p_times_its_harmonic_number() -> None:
 @pytest.mark.parametrize("spec", ["sync", "k-sync:k=3", "k-batch-sync:k=3", "async", "k-batch-async:k=3", "ssp:s=2"])
 def test_the_quick_way_gives_what_the_event_loop_gives(spec: str) -> None:
     quick = simulate(spec, 5, Gamma(2.0, 0.5), updates=8000, seed=7)
-    slow = Engine(make_policy(parse_strategy(spec), range(5)), Cluster(workers=5, compute=Gamma(2.0, 0.5)), 8).run(
-        8000, spec
-    )
+    slow = EventLoop(
+        make_policy(parse_strategy(spec), range(5)), SimulatedCluster(workers=5, compute=Gamma(2.0, 0.5)), 8
+    ).run(8000, spec)
     error = 4 * math.hypot(quick.standard_error, slow.standard_error)
     assert quick.seconds_per_update == pytest.approx(slow.seconds_per_update, abs=error)
     assert quick.staleness.mean == pytest.approx(slow.staleness.mean, abs=0.05)

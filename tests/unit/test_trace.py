@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from splits import Transformer, chain, convnet, images, vectors, words
+from helpers.split_models import Transformer, chain, convnet, images, vectors, words
 from torch import nn
 
 from paceline.config import parse_strategy
 from paceline.errors import UsageError
 from paceline.events import Pass
 from paceline.events.bubbles import Bubbles, bubble
-from paceline.plan.costs import Cost, measure
-from paceline.plan.partition import Device, partition
-from paceline.plan.sealed import Sealed
-from paceline.plan.sheet import Sheet, profiled
-from paceline.plan.trace import ChainTrace, GraphTrace, Trace, trace
+from paceline.graph.costs import Cost, measure
+from paceline.graph.model_profile import ModelProfile, profiled
+from paceline.graph.opaque_layers import OpaqueLayers
+from paceline.graph.partition import Device, partition
+from paceline.graph.trace import ChainTrace, GraphTrace, ModelTrace, trace
 
 
-def through(traced: Trace, bounds: list[int], inputs: list[Any]) -> Any:
+def through(traced: ModelTrace, bounds: list[int], inputs: list[Any]) -> Any:
     """Run the parts one after the other."""
     values: dict[int, Any] = {-1 - number: value for number, value in enumerate(inputs)}
     for first, last in zip([0, *bounds[:-1]], bounds, strict=True):
@@ -77,7 +77,7 @@ def test_it_is_known_which_part_changes_buffers(kind: str) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), norm, nn.Tanh(), nn.Linear(4, 4))
     model = Counted() if kind == "counted" else layers
     x = torch.randn(6, 4) if kind != "instance norm" else torch.randn(6, 4, 4)
-    traces: list[Trace] = [GraphTrace(model, (x,), {})] + [ChainTrace(layers)] * (kind != "counted")
+    traces: list[ModelTrace] = [GraphTrace(model, (x,), {})] + [ChainTrace(layers)] * (kind != "counted")
     for traced in traces:
         whole = len(traced.operations)
         assert traced.changes_buffers(0, whole)
@@ -124,7 +124,7 @@ def test_what_is_measured_is_what_is_cut() -> None:
 def test_it_is_cut_where_all_is_whole_if_it_can_be() -> None:
     costs = [Cost(1.0), Cost(1.0, whole=False), Cost(1.0), Cost(1.0)]
     names = ["a", "b", "c", "d"]
-    known = Sheet(
+    known = ModelProfile(
         names=names,
         shown=names,
         inputs=[[number - 1] for number in range(4)],
@@ -187,7 +187,7 @@ def test_a_sealed_layer_is_one_operation_and_computes_what_it_does() -> None:
     torch.manual_seed(0)
     model, x = Attending(), torch.randn(6, 5, 8)
     names = ("attend", "inner", "pool")
-    sealed = Sealed({name: model.get_submodule(name) for name in names})
+    sealed = OpaqueLayers({name: model.get_submodule(name) for name in names})
     with sealed.closed():
         traced = GraphTrace(model, (x,), {})
         weights = {name: value.detach().to("meta") for name, value in model.named_parameters()}

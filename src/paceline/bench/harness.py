@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from paceline.bench.tasks import Heat, Laps, Race, Times, Weighing, Weight
-from paceline.cluster.local import LocalEngine
+from paceline.cluster.engines.local import LocalEngine
 from paceline.cluster.process import WITHOUT_AMX, bfloat16_dies
 from paceline.config import Launch
 from paceline.errors import PacelineError, UsageError
@@ -103,7 +103,7 @@ def _run(
         say("")
         for ending in endings:
             if ending.failed:
-                reason = ending.farewell.traceback if ending.farewell else ending.spoken
+                reason = ending.exit_report.traceback if ending.exit_report else ending.spoken
                 raise PacelineError(f"the benchmark failed: {reason}")
         return msgspec.json.decode(output.read_bytes(), type=result)
 

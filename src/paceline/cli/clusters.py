@@ -7,19 +7,19 @@ from typing import Any
 
 from paceline.cli import quantities
 from paceline.errors import UsageError
-from paceline.simulate.cluster import Cluster, Failures, Link, Spells
+from paceline.simulate.cluster import Failures, SimulatedCluster, SimulatedLink, Spells
 from paceline.simulate.distributions import parse_distribution
 
 
 def described(
-    cluster: Cluster,
+    cluster: SimulatedCluster,
     plain: dict[str, Any],
     *,
     compute: str | None,
     size: str | None,
     push_seconds: str | None,
     update_seconds: str | None,
-) -> Cluster:
+) -> SimulatedCluster:
     """With what was given; the rest stays."""
     changes = {name: value for name, value in plain.items() if value is not None}
     if compute is not None:
@@ -33,15 +33,17 @@ def described(
 
 
 def with_links(
-    cluster: Cluster, latency: str | None, bandwidth: str | None, own: list[str], server: str | None
-) -> Cluster:
+    cluster: SimulatedCluster, latency: str | None, bandwidth: str | None, own: list[str], server: str | None
+) -> SimulatedCluster:
     if latency is not None or bandwidth is not None:
-        link = Link(
+        link = SimulatedLink(
             cluster.link.latency if latency is None else quantities.seconds("--latency", latency),
             cluster.link.bandwidth if bandwidth is None else quantities.rate("--bandwidth", bandwidth),
         )
         kept = (
-            tuple((rank, Link(one.latency, link.bandwidth)) for rank, one in cluster.links) if latency is None else ()
+            tuple((rank, SimulatedLink(one.latency, link.bandwidth)) for rank, one in cluster.links)
+            if latency is None
+            else ()
         )
         cluster = dataclasses.replace(cluster, link=link, links=kept)
     links = dict(cluster.links)
@@ -52,15 +54,17 @@ def with_links(
             raise UsageError(
                 f"--link '{spec}': it must be RANK:LATENCY,BANDWIDTH, a rank from 0 to {cluster.workers - 1}"
             )
-        links[int(who)] = Link(quantities.seconds("--link", first), quantities.rate("--link", second))
+        links[int(who)] = SimulatedLink(quantities.seconds("--link", first), quantities.rate("--link", second))
     cluster = dataclasses.replace(cluster, links=tuple(sorted(links.items())))
     if server is not None:
-        wide = Link(cluster.link.latency, quantities.rate("--server-bandwidth", server))
+        wide = SimulatedLink(cluster.link.latency, quantities.rate("--server-bandwidth", server))
         cluster = dataclasses.replace(cluster, server_link=wide)
     return cluster
 
 
-def with_trouble(cluster: Cluster, slow: list[str], spells: str | None, failures: str | None) -> Cluster:
+def with_trouble(
+    cluster: SimulatedCluster, slow: list[str], spells: str | None, failures: str | None
+) -> SimulatedCluster:
     if slow:
         cluster = dataclasses.replace(cluster, factors=_factors(slow, cluster))
     if spells is not None:
@@ -78,7 +82,7 @@ def with_trouble(cluster: Cluster, slow: list[str], spells: str | None, failures
     return cluster
 
 
-def _factors(specs: list[str], cluster: Cluster) -> tuple[float, ...]:
+def _factors(specs: list[str], cluster: SimulatedCluster) -> tuple[float, ...]:
     factors = list(cluster.factors or [1.0] * cluster.workers)
     for spec in specs:
         who, _, what = spec.partition(":")

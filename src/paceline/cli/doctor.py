@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.engines import Engine
-from paceline.cluster.local import LocalEngine
-from paceline.cluster.supervision import Ending, Interrupted
+from paceline.cli.engines import RunEngine
+from paceline.cluster.engines.local import LocalEngine
+from paceline.cluster.supervision import ExitStatus, Interrupted
 from paceline.config import Launch, Place, Timeouts
 from paceline.doctor import member
-from paceline.doctor.findings import Diagnosis, Finding, Links
+from paceline.doctor.findings import Diagnosis, Finding, LinkFindings
 from paceline.errors import TeamError, UsageError
 
 _WIDTH = 160
@@ -82,23 +82,23 @@ def _with_members(on: str, workers: int) -> Diagnosis:
     return msgspec.json.decode(said[-1], type=Diagnosis)
 
 
-def _engine(on: str, workers: int, launch: Launch, relay: Callable[[int, str, bytes], None]) -> Engine:
+def _engine(on: str, workers: int, launch: Launch, relay: Callable[[int, str, bytes], None]) -> RunEngine:
     script = Path(member.__file__)
     if on == "local":
         return LocalEngine(script, [], workers, launch, relay=relay)
     if on != "ray" and not on.startswith("ray://"):
         raise UsageError(f"--on is '{on}'; it must be 'local', 'ray' or 'ray://HOST:PORT'")
-    from paceline.cluster.places import Cluster, Room
-    from paceline.cluster.ray import RayEngine
+    from paceline.cluster.engines.ray import RayEngine
+    from paceline.cluster.engines.ray_cluster import RayCluster, Room
 
-    cluster = Cluster(None if on == "ray" else on, None, Room(workers=workers, each={"CPU": 1.0}, place="spread"))
+    cluster = RayCluster(None if on == "ray" else on, None, Room(workers=workers, each={"CPU": 1.0}, place="spread"))
     return RayEngine(cluster, "paceline:doctor/member.py", [], workers, launch, relay=relay, restarts=0)
 
 
-def _why(failed: list[Ending]) -> str:
+def _why(failed: list[ExitStatus]) -> str:
     for ending in failed:
-        if ending.farewell is not None:
-            return f"rank {ending.rank}: {ending.farewell.message}"
+        if ending.exit_report is not None:
+            return f"rank {ending.rank}: {ending.exit_report.message}"
     return failed[0].spoken if failed else "the lead said nothing"
 
 
@@ -141,7 +141,7 @@ def _table(console: Console, findings: list[Finding]) -> None:
     console.print(table)
 
 
-def _matrix(console: Console, title: str, links: Links, values: list[list[float | None]], factor: float) -> None:
+def _matrix(console: Console, title: str, links: LinkFindings, values: list[list[float | None]], factor: float) -> None:
     console.print(f"[italic]{title}[/]")
     table = Table(box=None, padding=(0, 1, 0, 1))
     table.add_column("")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.cli.progress import Progress
-from paceline.cluster.local import LocalEngine
-from paceline.cluster.supervision import Ending
+from paceline.cluster.engines.local import LocalEngine
+from paceline.cluster.supervision import ExitStatus
 from paceline.config import Launch, one_of, parse_servers, parse_strategy
 from paceline.errors import UsageError
 from paceline.policies import POLICIES
@@ -16,14 +16,14 @@ from paceline.policies import POLICIES
 PLACES = ("spread", "pack")
 
 
-class Engine(Protocol):
+class RunEngine(Protocol):
     """Starts the processes of a run, relays what they say, and ends them."""
 
-    def run(self) -> list[Ending]:
+    def run(self) -> list[ExitStatus]:
         """Start all, wait for all; returns how they ended, in that order."""
 
 
-Make = Callable[[Launch, Progress], Engine]
+Make = Callable[[Launch, Progress], RunEngine]
 """Makes the engine of a run, once the run has a folder."""
 
 
@@ -57,13 +57,13 @@ def prepare(
         )
     if on != "ray" and not on.startswith("ray://"):
         raise UsageError(f"--on is '{on}'; it must be 'local', 'ray' or 'ray://HOST:PORT'")
-    from paceline.cluster.places import Cluster, Room, parse_each, parse_environment
-    from paceline.cluster.ray import RayEngine
+    from paceline.cluster.engines.ray import RayEngine
+    from paceline.cluster.engines.ray_cluster import RayCluster, Room, parse_each, parse_environment
 
     environment = parse_environment(env)
     room = Room(workers=workers, each=parse_each(each or ""), servers=_beside(strategy, servers), place=place)
     folder = travelling(script)
-    cluster = Cluster(None if on == "ray" else on, folder, room)
+    cluster = RayCluster(None if on == "ray" else on, folder, room)
     return lambda launch, progress: RayEngine(
         cluster,
         script.resolve().relative_to(folder),

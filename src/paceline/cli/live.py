@@ -41,12 +41,12 @@ def live(
     """
     # Here, so that a run which only starts such a page in another process does without.
     from paceline.report.live import LIMIT, needs_token, serve
-    from paceline.report.source import Source
+    from paceline.report.source import RunSource
 
     token = token or os.environ.get("PACELINE_TOKEN") or None
     if needs_token(host) and token is None:
         token = secrets.token_urlsafe(18)
-    source = Source(run, LIMIT)
+    source = RunSource(run, LIMIT)
     if descriptor is None:
         listener = _listen(host, port)
         _announce(host, listener, token)

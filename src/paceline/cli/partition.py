@@ -15,10 +15,10 @@ from paceline.cli import quantities
 from paceline.config import SHARED_SCHEDULES, Pipeline, one_of
 from paceline.errors import UsageError
 from paceline.events.bubbles import bubble
-from paceline.plan.partition import Device, Partition, partition, replicated
-from paceline.plan.sheet import Sheet, sheet_of
+from paceline.graph.model_profile import ModelProfile, model_profile_of
+from paceline.graph.partition import Device, Partition, partition, replicated
 from paceline.report.partition import partition_figure
-from paceline.simulate.schedules import Evaluated, evaluate
+from paceline.schedules.orders import Evaluated, evaluate
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
         one_of("with --replicate, --schedule", wish.schedule, SHARED_SCHEDULES)
     console = Console(stderr=True)
     with console.status("tracing the model and measuring its operations"):
-        sheet = sheet_of(script, arguments, wish.microbatches)
+        sheet = model_profile_of(script, arguments, wish.microbatches)
     latency = 0.0 if wish.latency is None else quantities.seconds("--latency", wish.latency)
     # A batch that is not cut goes through the stages one after the other.
     microbatches = max(1, min(wish.microbatches, sheet.batch // sheet.microbatch))
@@ -135,7 +135,7 @@ def _of_each(
 
 
 def predicted(
-    sheet: Sheet,
+    sheet: ModelProfile,
     cut: Partition,
     devices: Sequence[Device],
     schedule: str,
@@ -162,7 +162,7 @@ def predicted(
     )
 
 
-def _print(sheet: Sheet, cut: Partition, schedule: Evaluated, formula: float | None, title: str) -> None:
+def _print(sheet: ModelProfile, cut: Partition, schedule: Evaluated, formula: float | None, title: str) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, 120)
     cuts = len(sheet.cuts)

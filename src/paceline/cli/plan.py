@@ -20,14 +20,14 @@ from paceline.cli import quantities
 from paceline.cli.clusters import with_links
 from paceline.config import Mesh, Pipeline
 from paceline.errors import UsageError
-from paceline.plan.choose import Choice, rank, simplest
-from paceline.plan.profile import profile
-from paceline.simulate.calibrate import Calibration, calibrate, sheet
+from paceline.planner.choose import Choice, rank, simplest
+from paceline.planner.profile import profile
+from paceline.simulate.calibrate import Calibration, calibrate, calibration_sheet
 from paceline.simulate.convergence import Convergence, fit_runs, observed
 from paceline.simulate.replica import Model, parse_any
 
 if TYPE_CHECKING:
-    from paceline.plan.learn import Cut
+    from paceline.planner.learn import SplitKnowledge
 
 _SHOWN = 12
 """Rows of the table."""
@@ -208,16 +208,16 @@ def _profile(
 
 def _split(
     console: Console, script: Path | None, arguments: list[str], workers: int, split: bool
-) -> tuple[Model, Mapping[int, Cut], bool]:
+) -> tuple[Model, Mapping[int, SplitKnowledge], bool]:
     """The script's model, where it is best cut, and whether it can be."""
     if script is None:
         return Model(), {}, split
-    from paceline.plan.learn import MICROBATCHES, learn  # only here: it loads torch
-    from paceline.plan.sheet import sheet_of
+    from paceline.graph.model_profile import model_profile_of
+    from paceline.planner.learn import MICROBATCHES, learn  # only here: it loads torch
 
     try:
         with console.status("tracing the model and measuring its operations"):
-            return *learn(sheet_of(script, arguments, MICROBATCHES), workers), True
+            return *learn(model_profile_of(script, arguments, MICROBATCHES), workers), True
     except UsageError as error:
         print(f"paceline: models that are split are left out: {error}", file=sys.stderr)
         return Model(), {}, False
@@ -266,7 +266,12 @@ def _line(best: Choice, script: Path | None, arguments: list[str], workers: int)
 
 
 def _print_json(
-    known: Calibration, choices: list[Choice], best: Choice, line: str, target: float | None, cuts: Mapping[int, Cut]
+    known: Calibration,
+    choices: list[Choice],
+    best: Choice,
+    line: str,
+    target: float | None,
+    cuts: Mapping[int, SplitKnowledge],
 ) -> None:
     told = {
         "goal": "throughput" if target is None else "loss",
@@ -275,7 +280,7 @@ def _print_json(
         "servers": best.servers,
         "balance": best.balance,
         "run": line,
-        "learned": msgspec.to_builtins(sheet(known), str_keys=True),
+        "learned": msgspec.to_builtins(calibration_sheet(known), str_keys=True),
         "cuts": msgspec.to_builtins(cuts, str_keys=True),
         "choices": msgspec.to_builtins(choices),
     }

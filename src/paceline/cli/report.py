@@ -18,7 +18,7 @@ from paceline.events.exports import write_csv, write_tensorboard, write_trace
 from paceline.events.reader import Reader
 from paceline.report.page import write_report
 from paceline.report.png import find_browser, take_pictures
-from paceline.report.source import Source, open_run
+from paceline.report.source import RunSource, open_run
 from paceline.report.text import print_text
 
 _LIMIT = 100_000
@@ -74,7 +74,7 @@ def report(
         _export(source, trace=trace, csv=csv, tensorboard=tensorboard)
 
 
-def _read(runs: list[Path]) -> list[Source]:
+def _read(runs: list[Path]) -> list[RunSource]:
     sources = []
     for number, path in enumerate(runs, start=1):
         if sys.stderr.isatty():
@@ -85,19 +85,19 @@ def _read(runs: list[Path]) -> list[Source]:
     return sources
 
 
-def _titles(sources: list[Source]) -> list[str]:
+def _titles(sources: list[RunSource]) -> list[str]:
     """The runs' own names, made different where they are not."""
     names = [source.name for source in sources]
     return [name if names.count(name) == 1 else str(source.folder) for name, source in zip(names, sources, strict=True)]
 
 
-def _place(sources: list[Source]) -> Path:
+def _place(sources: list[RunSource]) -> Path:
     if len(sources) == 1:
         return sources[0].folder / "report.html"
     return Path(os.path.commonpath([source.folder.resolve() for source in sources])) / "report.html"
 
 
-def _export(source: Source, *, trace: bool, csv: bool, tensorboard: bool) -> None:
+def _export(source: RunSource, *, trace: bool, csv: bool, tensorboard: bool) -> None:
     if trace:
         path = source.folder / "trace.json"
         write_trace(path, _events(source))
@@ -112,7 +112,7 @@ def _export(source: Source, *, trace: bool, csv: bool, tensorboard: bool) -> Non
         _say(f"scalars: {_near(path)}/ (tensorboard --logdir {_near(path)})")
 
 
-def _events(source: Source) -> Iterator[Event]:
+def _events(source: RunSource) -> Iterator[Event]:
     for path in source.files:
         for block in Reader(path).all():
             yield from block

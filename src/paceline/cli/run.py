@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from paceline.cli.engines import Engine, prepare
+from paceline.cli.engines import RunEngine, prepare
 from paceline.cli.live import LivePage
 from paceline.cli.progress import Progress, shown
-from paceline.cluster.supervision import Ending, Interrupted, failures
-from paceline.cluster.torchrun import become, started_by_torchrun
+from paceline.cluster.engines.torchrun import become, started_by_torchrun
+from paceline.cluster.supervision import ExitStatus, Interrupted, failures
 from paceline.config import (
     Launch,
     Place,
@@ -160,7 +160,7 @@ def run(
     slowness = parse_slowness(slow or [], workers, capacity(workers))
     launch = Launch(
         strategy=chosen,
-        timeouts=Timeouts(meeting=timeout, join=max(timeout, Timeouts().join)),
+        timeouts=Timeouts(barrier=timeout, join=max(timeout, Timeouts().join)),
         slow=slowness,
         seed=seed,
         record=record,
@@ -214,7 +214,7 @@ def run(
 
 
 def _carry_out(
-    engine: Engine, progress: Progress, page: LivePage | None, config: dict[str, Any]
+    engine: RunEngine, progress: Progress, page: LivePage | None, config: dict[str, Any]
 ) -> tuple[int, Summary]:
     """Run it to its end, however that comes; the exit code, and what the run's folder then tells."""
     code, folder = 0, progress.folder
@@ -285,46 +285,46 @@ def _check_name(name: str) -> str:
     return name
 
 
-def _tell(endings: list[Ending], progress: Progress) -> int:
+def _tell(endings: list[ExitStatus], progress: Progress) -> int:
     """Say once what went wrong, and decide the exit code."""
     # Who was started again, or came too late to join, is no loss.
-    lost = [ending for ending in endings if ending.spared and not ending.replaced and ending.farewell is None]
+    lost = [ending for ending in endings if ending.spared and not ending.replaced and ending.exit_report is None]
     failed = failures(endings)
     for ending in [one for one in lost if one not in failed]:
         progress.note(f"warning: {ending.spoken}; the others went on without it")
     if not failed:
         return 0
     # What failed of its own accord comes before what failed for want of it.
-    causes = [e for e in failed if e.farewell is None or not e.farewell.consequence] or failed
+    causes = [e for e in failed if e.exit_report is None or not e.exit_report.consequence] or failed
     first = causes[0]
-    if first.farewell is None:
+    if first.exit_report is None:
         progress.note(f"{first.spoken}{_where(first, progress)}")
-    elif first.farewell.usage:
-        progress.note(first.farewell.message)
+    elif first.exit_report.usage:
+        progress.note(first.exit_report.message)
         return 2
-    elif first.farewell.consequence:
-        progress.note(f"{first.farewell.kind}: {first.farewell.message}")
+    elif first.exit_report.consequence:
+        progress.note(f"{first.exit_report.kind}: {first.exit_report.message}")
     else:
-        for line in first.farewell.traceback.rstrip().splitlines():
+        for line in first.exit_report.traceback.rstrip().splitlines():
             progress.relay(first.rank, "stderr", line.encode(), force=True)
-        progress.note(f"rank {first.rank} failed: {first.farewell.kind}: {first.farewell.message}")
+        progress.note(f"rank {first.rank} failed: {first.exit_report.kind}: {first.exit_report.message}")
     alike = [
         e.rank
         for e in causes[1:]
-        if e.farewell
-        and first.farewell
-        and (e.farewell.kind, e.farewell.message) == (first.farewell.kind, first.farewell.message)
+        if e.exit_report
+        and first.exit_report
+        and (e.exit_report.kind, e.exit_report.message) == (first.exit_report.kind, first.exit_report.message)
     ]
     if alike:
         progress.note(f"{names(alike)} failed alike")
     others = [e for e in failed if e is not first and e.rank not in alike]
     for ending in others:
-        if ending.farewell is not None:
-            progress.note(f"rank {ending.rank} stopped: {ending.farewell.kind}: {ending.farewell.message}")
+        if ending.exit_report is not None:
+            progress.note(f"rank {ending.rank} stopped: {ending.exit_report.kind}: {ending.exit_report.message}")
     return 1
 
 
-def _where(ending: Ending, progress: Progress) -> str:
+def _where(ending: ExitStatus, progress: Progress) -> str:
     return f"; its output is in {progress.output_of(ending.rank)}"
 
 

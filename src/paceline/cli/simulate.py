@@ -19,8 +19,8 @@ from paceline.cli.clusters import described, with_links, with_trouble
 from paceline.errors import UsageError
 from paceline.report.page import write_report
 from paceline.report.source import open_run
-from paceline.simulate.calibrate import Calibration, calibrate, sheet
-from paceline.simulate.cluster import Cluster, Cores
+from paceline.simulate.calibrate import Calibration, calibrate, calibration_sheet
+from paceline.simulate.cluster import Cores, SimulatedCluster
 from paceline.simulate.convergence import Convergence, fit_runs
 from paceline.simulate.predict import predict, simulate
 from paceline.simulate.replica import Model
@@ -118,7 +118,7 @@ def simulate_command(
     `paceline simulate --from runs/first --workers 8 -s sync -s k-sync:k=6 -s async`
     """
     known = [calibrate(path) for path in learn or []]
-    base = known[0].for_workers(workers) if known else Cluster(workers=4 if workers is None else workers)
+    base = known[0].for_workers(workers) if known else SimulatedCluster(workers=4 if workers is None else workers)
     if per_machine is None and (latency is not None or bandwidth is not None):
         per_machine = 1  # each at the end of a link of its own
     if per_machine is None and cores is not None:
@@ -149,7 +149,7 @@ def simulate_command(
         if theory:
             answer["theory"] = msgspec.to_builtins(predict(spec, cluster, model))
         if known:
-            answer["learned"] = msgspec.to_builtins(sheet(known[0]), str_keys=True)
+            answer["learned"] = msgspec.to_builtins(calibration_sheet(known[0]), str_keys=True)
         if convergence is not None and goal is not None:
             answer["goal"] = msgspec.to_builtins(convergence.reach(goal, told))
         answers.append(answer)
@@ -168,7 +168,7 @@ def _followed(spec: str, convergence: Convergence | None) -> Callable[[int, int]
     return lambda version, k: float(convergence.loss(np.array([float(version)]), float(k), 0.0)[0])
 
 
-def _draw(out: Path, specs: list[str], cluster: Cluster, model: Model, updates: int, seed: int) -> None:
+def _draw(out: Path, specs: list[str], cluster: SimulatedCluster, model: Model, updates: int, seed: int) -> None:
     """The timelines, as of real runs."""
     facts = []
     for spec in specs:

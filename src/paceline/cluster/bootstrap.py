@@ -20,7 +20,7 @@ def _die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _farewell(path: str, error: BaseException) -> int:
+def _exit_report(path: str, error: BaseException) -> int:
     kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
     usage = "paceline.errors.UsageError" in kinds
     told = traceback.TracebackException.from_exception(error)
@@ -39,7 +39,7 @@ def _farewell(path: str, error: BaseException) -> int:
 
 
 def main() -> None:
-    parent, farewell, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    parent, exit_report, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     _die_with_parent(parent)
     sys.argv = sys.argv[3:]
     sys.path[0] = str(pathlib.Path(script).resolve().parent)
@@ -51,7 +51,7 @@ def main() -> None:
         sys.exit(130)
     except BaseException as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader's process was killed
-        code = _farewell(farewell, error)
+        code = _exit_report(exit_report, error)
         sys.last_value = error  # as the interpreter does it, for whoever is called at exit
         sys.exit(code)
 

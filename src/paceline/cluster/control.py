@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import JoinError, TeamError, UsageError
-from paceline.transport.wire import Closed, connect
+from paceline.transport.unix_connection import Closed, connect
 
 _NAME = "launcher"
 _PATIENCE = 10.0
@@ -43,16 +43,16 @@ def ask(folder: Path, workers: int) -> str:
     if not path.exists():
         raise UsageError(f"{folder} is not a run that goes on under paceline run on this machine")
     try:
-        wire = connect(path.read_text(encoding="ascii"), Told, 0.0)
+        connection = connect(path.read_text(encoding="ascii"), Told, 0.0)
     except JoinError:
         raise TeamError(f"the launcher of {folder} has ended") from None
     try:
-        wire.send(Scale(workers))
-        answer = wire.receive_within(_PATIENCE)
+        connection.send(Scale(workers))
+        answer = connection.receive_within(_PATIENCE)
     except Closed:
         raise TeamError(f"the launcher of {folder} has ended") from None
     finally:
-        wire.close()
+        connection.close()
     if answer is None:
         raise TeamError(f"the launcher of {folder} did not answer in {_PATIENCE:g} s")
     if answer.refused:

@@ -13,27 +13,34 @@ import msgspec
 import torch
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from paceline.cluster.roster import Roster, call_roll, exchange_ports, machine, open_store
+from paceline.cluster.rendezvous import MemberList, exchange_ports, find_members, machine, open_store
 from paceline.config import Launch, Place, Timeouts
 from paceline.errors import JoinError, TeamTimeout
-from paceline.transport import Intent, Meeting, Memory, SpreadMeeting, StarMeeting, Steps
+from paceline.transport import Barrier, BarrierKind, ElasticBarrier, MachinesBarrier, Memory, StepCounter
 from paceline.transport.keys import key_of_run
-from paceline.transport.wires import Kind, Wires, compare_clocks, connect, connect_to_first, with_key
+from paceline.transport.tcp_connection import (
+    FrameKind,
+    TcpConnections,
+    compare_clocks,
+    connect,
+    connect_to_first,
+    with_key,
+)
 
-__all__ = ["Members", "Pulse", "come_together", "current", "machine"]
+__all__ = ["LivenessMonitor", "Members", "come_together", "current", "machine"]
 
 
-class Pulse:
+class LivenessMonitor:
     """Watches the processes of the other members through pidfds: ready to read once the process has died."""
 
-    def __init__(self, meeting: Steps) -> None:
+    def __init__(self, barrier: StepCounter) -> None:
         self._descriptors: dict[int, int] = {}
         self._gone: set[int] = set()
-        for rank in range(meeting.size):
-            if rank == meeting.rank:
+        for rank in range(barrier.size):
+            if rank == barrier.rank:
                 continue
             try:
-                self._descriptors[rank] = os.pidfd_open(meeting.pid(rank))
+                self._descriptors[rank] = os.pidfd_open(barrier.pid(rank))
             except ProcessLookupError:
                 self._gone.add(rank)
         self.close = weakref.finalize(self, _close, list(self._descriptors.values()))
@@ -61,22 +68,22 @@ def _close(descriptors: list[int]) -> None:
 
 
 class Members:
-    """This process among the others: a chair at their meetings, and shared memory on demand."""
+    """This process among the others: a chair at their barriers, and shared memory on demand."""
 
     def __init__(
         self,
         rank: int,
         size: int,
-        meeting: Meeting | SpreadMeeting,
-        pulse: Pulse,
+        barrier: Barrier | MachinesBarrier,
+        liveness: LivenessMonitor,
         store: Store | None,
         *,
-        roster: Roster | None = None,
+        roster: MemberList | None = None,
         local: Members | None = None,
-        wires: Wires | None = None,
+        connections: TcpConnections | None = None,
     ) -> None:
         self.rank, self.size = rank, size
-        self.meeting = meeting
+        self.barrier = barrier
         self.machines = roster.machines if roster else [list(range(size))]
         """The ranks on each machine; rank 0's machine is the first."""
         self.hosts = roster.hosts if roster else ["127.0.0.1"]
@@ -85,16 +92,16 @@ class Members:
         """The number of this machine."""
         self.local = local or self
         """Those of this machine alone, numbered anew; the team itself where all are on one."""
-        self.wires = wires
+        self.connections = connections
         """Of the lead of a machine, to the leads of the others; in an elastic team of everybody, to rank 0."""
         self.ahead = 0.0
-        """By how much the clock of rank 0's machine is ahead of this one's, if there are wires."""
-        self.farewell: Callable[[], None] | None = None
-        """What is left to do over the wires once this lead has left."""
+        """By how much the clock of rank 0's machine is ahead of this one's, if there are connections."""
+        self.exit_report: Callable[[], None] | None = None
+        """What is left to do over the connections once this lead has left."""
         self.numbers = itertools.count()
         """Of what is found through the store: all members make the same things in the same order."""
         self.store = store  # rank 0 may be its host, and goes on being it as long as the team lasts
-        self._pulse = pulse
+        self._liveness = liveness
 
     def share(self, size: int, *, keep: bool = False) -> Memory:
         """New memory that all members of this machine map; all must ask for it, with the same size.
@@ -105,16 +112,16 @@ class Members:
             return self.local.share(size, keep=keep)
         if self.size == 1:
             return Memory.create(size)
-        meeting = self.meeting
+        barrier = self.barrier
         memory = None
         if self.rank == 0:
             memory = Memory.create(size)
-            meeting.note[:8] = memory.descriptor.to_bytes(8, "little")
-        meeting.meet(Intent.ALLOCATE, 8)
-        descriptor = int.from_bytes(meeting.notes[0][:8], "little")
+            barrier.note[:8] = memory.descriptor.to_bytes(8, "little")
+        barrier.wait(BarrierKind.ALLOCATE, 8)
+        descriptor = int.from_bytes(barrier.notes[0][:8], "little")
         if memory is None:
-            memory = Memory.of(meeting.pid(0), descriptor)
-        meeting.meet(Intent.ALLOCATE)
+            memory = Memory.of(barrier.pid(0), descriptor)
+        barrier.wait(BarrierKind.ALLOCATE)
         if not keep:
             memory.close_descriptor()
         return memory
@@ -127,28 +134,28 @@ class Members:
             payload = b""
             if self.rank == 0:
                 payload = bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-            value = self.gather(payload, Intent.ALLOCATE)[0]
+            value = self.gather(payload, BarrierKind.ALLOCATE)[0]
             if self.rank != 0:
                 with torch.no_grad():
                     tensor.copy_(torch.frombuffer(bytearray(value), dtype=tensor.dtype).view(tensor.shape))
 
-    def gather(self, payload: bytes, intent: Intent = Intent.GATHER) -> list[bytes]:
+    def gather(self, payload: bytes, intent: BarrierKind = BarrierKind.GATHER) -> list[bytes]:
         """Everybody's payload, by rank; of any length, also of different ones. Passive members bring nothing."""
         if self.size == 1:
             return [payload]
-        meeting = self.meeting
+        barrier = self.barrier
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
         start = 0
         left = 1
         while left:
-            piece = payload[start : start + meeting.CAPACITY - 8]
+            piece = payload[start : start + barrier.CAPACITY - 8]
             start += len(piece)
-            meeting.note[:8] = (len(payload) - start).to_bytes(8, "little")
-            meeting.note[8 : 8 + len(piece)] = piece
-            meeting.meet(intent, 8 + len(piece))
+            barrier.note[:8] = (len(payload) - start).to_bytes(8, "little")
+            barrier.note[8 : 8 + len(piece)] = piece
+            barrier.wait(intent, 8 + len(piece))
             left = 0
-            for rank, note in enumerate(meeting.notes):
-                length = meeting.length(rank)
+            for rank, note in enumerate(barrier.notes):
+                length = barrier.length(rank)
                 if length > 8:
                     parts[rank].append(bytes(note[8:length]))
                 if length >= 8:
@@ -158,12 +165,12 @@ class Members:
     def leave(self) -> None:
         """Tell the others that this member will not come again."""
         global _current
-        self.meeting.sign_out()
-        if self.wires is not None:
-            if self.farewell is not None:
-                self.farewell()
-            self.wires.send_all(Kind.END)
-            self.wires.settle(1.0)
+        self.barrier.sign_out()
+        if self.connections is not None:
+            if self.exit_report is not None:
+                self.exit_report()
+            self.connections.send_all(FrameKind.END)
+            self.connections.settle(1.0)
         if _current is self:
             _current = None
 
@@ -174,12 +181,14 @@ class Members:
             self.local.wait_until_left(seconds)
         for rank in range(self.size) if self.local is self else ():
             while rank != self.rank and time.monotonic() < until:
-                if self.meeting.has_left(rank) or self._pulse.lost(rank):
+                if self.barrier.has_left(rank) or self._liveness.lost(rank):
                     break
                 time.sleep(0.02)
-        if self.wires is not None:
-            while time.monotonic() < until and not all(wire.ended for wire in self.wires.wires.values()):
-                self.wires.move(0.05)
+        if self.connections is not None:
+            while time.monotonic() < until and not all(
+                connection.ended for connection in self.connections.connections.values()
+            ):
+                self.connections.move(0.05)
 
 
 _current: Members | None = None
@@ -202,12 +211,12 @@ def come_together(
         if launch.joins is not None:
             _current = _on_its_own(place, timeouts, say)
         elif launch.control is not None or place.world_size == 1:
-            size = Meeting.memory_size(place.world_size)
+            size = Barrier.memory_size(place.world_size)
             memory = Memory.create(size) if launch.control is None else Memory.inherited(launch.control)
             _current = _meet_here(place.rank, place.world_size, memory, timeouts, say)
         else:
             store = open_store(place, timeouts)
-            roster, store = call_roll(place, store, machine(), timeouts)
+            roster, store = find_members(place, store, machine(), timeouts)
             token = with_key(roster.token, key_of_run(launch.key))
             roster = msgspec.structs.replace(roster, token=token)
             _current = _meet_everywhere(place, roster, store, timeouts, say, elastic=elastic)
@@ -225,31 +234,31 @@ def _meet_here(
     ranks: Sequence[int] | None = None,
 ) -> Members:
     """The members of one machine."""
-    patience = Timeouts(join=timeouts.join, meeting=timeouts.join, notice=timeouts.notice)
-    meeting = Meeting(memory, rank, size, patience, say)
-    meeting.ranks = ranks or meeting.ranks
-    meeting.sign_in()
+    patience = Timeouts(join=timeouts.join, barrier=timeouts.join, notice=timeouts.notice)
+    barrier = Barrier(memory, rank, size, patience, say)
+    barrier.ranks = ranks or barrier.ranks
+    barrier.sign_in()
     try:
-        meeting.meet(Intent.BARRIER)
+        barrier.wait(BarrierKind.BARRIER)
     except TeamTimeout as error:
         raise JoinError(f"{error}; raise it with --timeout if they only need longer", error.ranks) from None
-    meeting.timeouts = timeouts
-    meeting.watch = pulse = Pulse(meeting)
-    # Nobody goes on before all have taken the pulse of all: a process id must not be reused in between.
-    meeting.meet(Intent.BARRIER)
+    barrier.timeouts = timeouts
+    barrier.watch = liveness = LivenessMonitor(barrier)
+    # Nobody goes on before all have taken the liveness of all: a process id must not be reused in between.
+    barrier.wait(BarrierKind.BARRIER)
     memory.close_descriptor()
-    return Members(rank, size, meeting, pulse, store)
+    return Members(rank, size, barrier, liveness, store)
 
 
 def _on_its_own(place: Place, timeouts: Timeouts, say: Callable[[str], None]) -> Members:
     """Of one who joins a run that goes on: it meets nobody here, and hears of the others from the server."""
-    meeting = Meeting(Memory.create(Meeting.memory_size(1)), 0, 1, timeouts, say)
-    meeting.sign_in()
-    return Members(place.rank, 1, meeting, Pulse(meeting), None)
+    barrier = Barrier(Memory.create(Barrier.memory_size(1)), 0, 1, timeouts, say)
+    barrier.sign_in()
+    return Members(place.rank, 1, barrier, LivenessMonitor(barrier), None)
 
 
 def _meet_everywhere(
-    place: Place, roster: Roster, store: Store, timeouts: Timeouts, say: Callable[[str], None], *, elastic: bool
+    place: Place, roster: MemberList, store: Store, timeouts: Timeouts, say: Callable[[str], None], *, elastic: bool
 ) -> Members:
     """First those of this machine; then, if there are several, all."""
     number = roster.machine_of(place.rank)
@@ -258,28 +267,35 @@ def _meet_everywhere(
     local = _meet_here(here.index(place.rank), len(here), memory, timeouts, say, store=store, ranks=here)
     if len(roster.machines) == 1:
         return local
-    assert isinstance(local.meeting, Meeting)
-    local.meeting.place = f" on {roster.hosts[number]}"
-    meeting: SpreadMeeting
-    ways, patience = exchange_ports(store, timeouts), (timeouts.join, timeouts.meeting)
-    wires, at = None, place.rank if elastic else number
+    assert isinstance(local.barrier, Barrier)
+    local.barrier.place = f" on {roster.hosts[number]}"
+    barrier: MachinesBarrier
+    ways, patience = exchange_ports(store, timeouts), (timeouts.join, timeouts.barrier)
+    connections, at = None, place.rank if elastic else number
     if elastic:
         hosts = [roster.hosts[roster.machine_of(rank)] for rank in range(place.world_size)]
-        wires = connect_to_first(place.rank, hosts, roster.token, *ways, patience)
-        meeting = StarMeeting(place.rank, roster.machines, roster.hosts, local.meeting, wires, say)
+        connections = connect_to_first(place.rank, hosts, roster.token, *ways, patience)
+        barrier = ElasticBarrier(place.rank, roster.machines, roster.hosts, local.barrier, connections, say)
     else:
-        wide = local.share(SpreadMeeting.memory_size(place.world_size))
+        wide = local.share(MachinesBarrier.memory_size(place.world_size))
         if place.rank == here[0]:
-            wires = connect(number, roster.hosts, roster.token, *ways, patience)
-        meeting = SpreadMeeting(place.rank, roster.machines, roster.hosts, local.meeting, wide, wires, say)
+            connections = connect(number, roster.hosts, roster.token, *ways, patience)
+        barrier = MachinesBarrier(place.rank, roster.machines, roster.hosts, local.barrier, wide, connections, say)
     # The leads may have to wait for each other as long as it takes to join.
-    meeting.timeouts = msgspec.structs.replace(timeouts, meeting=timeouts.join)
-    meeting.meet(Intent.BARRIER)
-    ahead = 0.0 if wires is None else compare_clocks(wires, at, timeouts.join)
-    meeting.meet(Intent.BARRIER)
-    meeting.timeouts = timeouts
+    barrier.timeouts = msgspec.structs.replace(timeouts, barrier=timeouts.join)
+    barrier.wait(BarrierKind.BARRIER)
+    ahead = 0.0 if connections is None else compare_clocks(connections, at, timeouts.join)
+    barrier.wait(BarrierKind.BARRIER)
+    barrier.timeouts = timeouts
     members = Members(
-        place.rank, place.world_size, meeting, local._pulse, store, roster=roster, local=local, wires=wires
+        place.rank,
+        place.world_size,
+        barrier,
+        local._liveness,
+        store,
+        roster=roster,
+        local=local,
+        connections=connections,
     )
     members.ahead = ahead
     return members
@@ -289,7 +305,7 @@ def _control_memory(place: Place, number: int, here: list[int], store: Store, ti
     """The memory in which the members of this machine meet."""
     lead = here[0]
     if place.rank == lead:
-        memory = Memory.create(Meeting.memory_size(len(here)))
+        memory = Memory.create(Barrier.memory_size(len(here)))
         store.set(f"control/{number}", f"{os.getpid()} {memory.descriptor}")
         return memory
     try:

@@ -14,8 +14,9 @@ from paceline.config import Launch
 from paceline.transport.keys import VARIABLE as KEY
 
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
-_MAIN = Path(__file__).parent.parent / "server" / "main.py"
-_OFFICE = _MAIN.with_name("office_main.py")
+_PACKAGE = Path(__file__).parents[1]
+_MAIN = _PACKAGE / "server" / "main.py"
+_RELAY = _PACKAGE / "relay" / "main.py"
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -30,7 +31,7 @@ class Start(msgspec.Struct, frozen=True):
     """Whether the run can go on when a worker is lost."""
     first: int = 0
     """The number of the first of them."""
-    doors: list[str] = []
+    relay_addresses: list[str] = []
     """By machine, the address at which workers join that are started there, if there are several."""
 
 
@@ -40,9 +41,9 @@ class Dismiss(msgspec.Struct, frozen=True, tag=True, array_like=True):
     rank: int
 
 
-def command(start: Start, index: int, parent: int, farewell: Path) -> list[str]:
+def command(start: Start, index: int, parent: int, exit_report: Path) -> list[str]:
     """How a server is started that dies with `parent`."""
-    return [sys.executable, str(_BOOTSTRAP), str(parent), str(farewell), str(_MAIN), *arguments_of(start, index)]
+    return [sys.executable, str(_BOOTSTRAP), str(parent), str(exit_report), str(_MAIN), *arguments_of(start, index)]
 
 
 def arguments_of(start: Start, index: int) -> list[str]:
@@ -66,10 +67,10 @@ def start_servers(launch: Launch, start: Start) -> list[subprocess.Popen[bytes]]
     ]
 
 
-def start_office(address: str, patience: float) -> subprocess.Popen[bytes]:
-    """Start the office of this machine. It belongs to no worker, and ends when all have left it."""
+def start_relay(address: str, patience: float) -> subprocess.Popen[bytes]:
+    """Start the relay of this machine. It belongs to no worker, and ends when all have left it."""
     return subprocess.Popen(
-        [sys.executable, str(_OFFICE), address, str(patience)],
+        [sys.executable, str(_RELAY), address, str(patience)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         env=_environment(),

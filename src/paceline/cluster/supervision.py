@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 import msgspec
 
-from paceline.cluster.crew import Gone
+from paceline.cluster.process_set import ProcessEnd
 from paceline.config import Timeouts
 
 _HINT = "; a machine that announces AMX but cannot run it needs ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
@@ -19,7 +19,7 @@ Relay = Callable[[int, str, bytes], None]
 """Takes a line that a worker wrote: rank, "stdout" or "stderr", and the line."""
 
 
-class Farewell(msgspec.Struct):
+class ExitReport(msgspec.Struct):
     """What a worker's bootstrap leaves behind when its script fails."""
 
     kind: str
@@ -31,13 +31,13 @@ class Farewell(msgspec.Struct):
 
 
 @dataclasses.dataclass(slots=True)
-class Ending:
+class ExitStatus:
     """How one worker ended."""
 
     rank: int
     """Below 0 for a server."""
     code: int
-    farewell: Farewell | None
+    exit_report: ExitReport | None
     spared: bool = False
     """It was lost, and the others could go on without it."""
     replaced: bool = False
@@ -65,7 +65,7 @@ class Ending:
         return f"{who} ended with exit code {self.code}"
 
 
-def failures(endings: Iterable[Ending]) -> list[Ending]:
+def failures(endings: Iterable[ExitStatus]) -> list[ExitStatus]:
     """Those that a run failed by: of workers that could be spared, all if nobody was left to go on."""
     endings = list(endings)
     workers = [ending for ending in endings if ending.rank >= 0 and not ending.replaced]
@@ -78,7 +78,7 @@ class Supervision:
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._patience = timeouts.stop
-        self.endings: list[Ending] = []
+        self.endings: list[ExitStatus] = []
         self.spare = False
         """Whether a worker may be lost."""
         self.joining = False
@@ -87,14 +87,14 @@ class Supervision:
         self._grace: float | None = None
         """Until when servers may end by themselves, once all workers have."""
 
-    def record(self, gone: Gone, host: str = "") -> Ending:
-        farewell = msgspec.json.decode(gone.farewell, type=Farewell) if gone.farewell else None
+    def record(self, gone: ProcessEnd, host: str = "") -> ExitStatus:
+        exit_report = msgspec.json.decode(gone.exit_report, type=ExitReport) if gone.exit_report else None
         # A worker that was killed, or one that cannot go on without such a one, not one whose script is wrong; or one
         # that came too late to join.
-        lost = gone.code < 0 or (farewell is not None and farewell.kind == "WorkerLost")
-        late = farewell is not None and farewell.kind == "JoinError" and self.joining
+        lost = gone.code < 0 or (exit_report is not None and exit_report.kind == "WorkerLost")
+        late = exit_report is not None and exit_report.kind == "JoinError" and self.joining
         spared = gone.rank >= 0 and not self._deadlines and ((self.spare and lost) or late)
-        ending = Ending(gone.rank, gone.code, farewell, spared, host=host)
+        ending = ExitStatus(gone.rank, gone.code, exit_report, spared, host=host)
         self.endings.append(ending)
         if not self._deadlines and ending.failed:
             now = time.monotonic()

@@ -6,7 +6,7 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup, Work
 
-from paceline.transport.channel import Sending
+from paceline.transport.channel import PendingSend
 from paceline.transport.mailbox import Mailbox
 
 _TAG = -21
@@ -20,7 +20,7 @@ class MailChannel:
         self.rank, self.size = mailbox.rank, mailbox.size
         self._mailbox = mailbox
 
-    def send(self, peer: int, tensor: torch.Tensor, tag: int = _TAG) -> Sending:
+    def send(self, peer: int, tensor: torch.Tensor, tag: int = _TAG) -> PendingSend:
         return self._mailbox.send(peer, tensor, tag)
 
     def receive(self, peer: int, tensor: torch.Tensor, tag: int = _TAG) -> None:
@@ -35,7 +35,7 @@ class DistributedChannel:
         self._group = group
         self._sending: list[Work] = []
 
-    def send(self, peer: int, tensor: torch.Tensor, tag: int = _TAG) -> Sending:
+    def send(self, peer: int, tensor: torch.Tensor, tag: int = _TAG) -> PendingSend:
         work = distributed.isend(tensor, group=self._group, group_dst=peer, tag=_positive(tag))
         assert work is not None
         # Some backends forget a message when nobody holds it any more.

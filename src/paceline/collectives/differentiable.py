@@ -28,15 +28,15 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from paceline.collectives.here import GroupLike, member
-from paceline.collectives.member import Member, in_one_piece
+from paceline.collectives.communicator import Communicator, in_one_piece
+from paceline.collectives.default_group import GroupLike, member
 from paceline.collectives.operation import Op
 from paceline.errors import UsageError
 
 Tensors = Sequence[torch.Tensor]
 
 
-class Shape(NamedTuple):
+class TensorMeta(NamedTuple):
     """What others must know of a tensor to receive it."""
 
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 class _Way(NamedTuple):
     """With whom, and how."""
 
-    member: Member
+    member: Communicator
     topology: str
 
 
@@ -70,7 +70,7 @@ def all_reduce(tensor: torch.Tensor, op: str, topology: str, group: GroupLike) -
         case "min" | "max":
             return _apply(_Extreme, way, Op[op.upper()], tensor)
         case "product":
-            shape = Shape(tensor.dtype, tuple(tensor.shape), True)
+            shape = TensorMeta(tensor.dtype, tuple(tensor.shape), True)
             gathered = _Way(way.member, topology if way.member.has("all_gather", topology) else "auto")
             return fold(torch.mul, _apply_all(_AllGather, gathered, [shape] * way.member.size, tensor))
     raise UsageError(f"all_reduce with op '{op}' has no gradient; sum, avg, product, min and max have")
@@ -160,7 +160,7 @@ class _Broadcast(Function):
 # -- all_gather, reduce_scatter --------------------------------------------------------------------------------------
 
 
-def all_gather(tensor: torch.Tensor, shapes: list[Shape], topology: str, group: GroupLike) -> list[torch.Tensor]:
+def all_gather(tensor: torch.Tensor, shapes: list[TensorMeta], topology: str, group: GroupLike) -> list[torch.Tensor]:
     way = _Way(member(group), topology)
     if not _wanted(shapes):
         outs = [shape.empty() for shape in shapes]
@@ -171,7 +171,7 @@ def all_gather(tensor: torch.Tensor, shapes: list[Shape], topology: str, group: 
 
 class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, shapes: list[Shape], tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, way: _Way, shapes: list[TensorMeta], tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.way, ctx.shapes = way, shapes
         outs = [shape.empty() for shape in shapes]
         way.member.all_gather(outs, in_one_piece(tensor.detach()), way.topology)
@@ -197,7 +197,7 @@ class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, way: _Way, op: Op, *parts: torch.Tensor) -> torch.Tensor:
         ctx.way, ctx.op = way, op
-        ctx.shapes = [Shape(part.dtype, tuple(part.shape), True) for part in parts]
+        ctx.shapes = [TensorMeta(part.dtype, tuple(part.shape), True) for part in parts]
         out = torch.empty(parts[way.member.rank].shape, dtype=parts[0].dtype)
         way.member.reduce_scatter(out, [in_one_piece(part.detach()) for part in parts], op, way.topology)
         return out
@@ -211,7 +211,9 @@ class _ReduceScatter(Function):
 # -- scatter, gather -------------------------------------------------------------------------------------------------
 
 
-def scatter(parts: Tensors | None, shapes: list[Shape], root: int, topology: str, group: GroupLike) -> torch.Tensor:
+def scatter(
+    parts: Tensors | None, shapes: list[TensorMeta], root: int, topology: str, group: GroupLike
+) -> torch.Tensor:
     way = _Way(member(group), topology)
     if not _wanted(shapes):
         out = shapes[way.member.rank].empty()
@@ -225,7 +227,7 @@ def scatter(parts: Tensors | None, shapes: list[Shape], root: int, topology: str
 
 class _Scatter(Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, shapes: list[Shape], root: int, *parts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, way: _Way, shapes: list[TensorMeta], root: int, *parts: torch.Tensor) -> torch.Tensor:
         ctx.way, ctx.shapes, ctx.root = way, shapes, root
         at_root = way.member.rank == root
         out = shapes[way.member.rank].empty()
@@ -243,7 +245,9 @@ class _Scatter(Function):
         return None, None, None, *(outs if outs is not None else [torch.zeros(0)])
 
 
-def gather(tensor: torch.Tensor, shapes: list[Shape], root: int, topology: str, group: GroupLike) -> list[torch.Tensor]:
+def gather(
+    tensor: torch.Tensor, shapes: list[TensorMeta], root: int, topology: str, group: GroupLike
+) -> list[torch.Tensor]:
     way = _Way(member(group), topology)
     at_root = way.member.rank == root
     if not _wanted(shapes):
@@ -255,7 +259,9 @@ def gather(tensor: torch.Tensor, shapes: list[Shape], root: int, topology: str, 
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, shapes: list[Shape], root: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, way: _Way, shapes: list[TensorMeta], root: int, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.way, ctx.shapes, ctx.root = way, shapes, root
         outs = [shape.empty() for shape in shapes] if way.member.rank == root else None
         way.member.gather(outs, tensor.detach(), root, way.topology, _size(shapes))
@@ -274,7 +280,7 @@ class _Gather(Function):
 
 
 def all_to_all(
-    parts: Tensors, shapes: list[Shape], every: list[Shape], topology: str, group: GroupLike
+    parts: Tensors, shapes: list[TensorMeta], every: list[TensorMeta], topology: str, group: GroupLike
 ) -> list[torch.Tensor]:
     """`every` are the shapes of all that goes from anybody to anybody."""
     way, size = _Way(member(group), topology), _size(every)
@@ -287,8 +293,10 @@ def all_to_all(
 
 class _AllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, size: int, shapes: list[Shape], *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.way, ctx.size, ctx.back = way, size, [Shape(part.dtype, tuple(part.shape), True) for part in parts]
+    def forward(
+        ctx: Any, way: _Way, size: int, shapes: list[TensorMeta], *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.way, ctx.size, ctx.back = way, size, [TensorMeta(part.dtype, tuple(part.shape), True) for part in parts]
         outs = [shape.empty() for shape in shapes]
         way.member.all_to_all(outs, [part.detach() for part in parts], way.topology, size)
         return tuple(outs)
@@ -305,7 +313,7 @@ def push(tensor: torch.Tensor, to: int, tag: int, group: GroupLike) -> torch.Ten
 
 class _Push(Function):
     @staticmethod
-    def forward(ctx: Any, here: Member, to: int, tag: int, back: int, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, here: Communicator, to: int, tag: int, back: int, tensor: torch.Tensor) -> torch.Tensor:
         ctx.here, ctx.to, ctx.back, ctx.shape, ctx.dtype = here, to, back, tensor.shape, tensor.dtype
         # Not waited for: the other may be pushing, too. A copy, as nobody can know when it is taken.
         ctx.sending = here.send(to, _copy(tensor), tag)
@@ -327,7 +335,7 @@ def pull(tensor: torch.Tensor, source: int, tag: int, group: GroupLike) -> torch
 
 class _Pull(Function):
     @staticmethod
-    def forward(ctx: Any, here: Member, source: int, tag: int, back: int, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, here: Communicator, source: int, tag: int, back: int, tensor: torch.Tensor) -> torch.Tensor:
         ctx.here, ctx.source, ctx.back = here, source, back
         out = torch.empty(tensor.shape, dtype=tensor.dtype)
         here.receive(source, out, tag)
@@ -400,11 +408,11 @@ def _tracked(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _wanted(shapes: list[Shape]) -> bool:
+def _wanted(shapes: list[TensorMeta]) -> bool:
     return torch.is_grad_enabled() and any(shape.tracked for shape in shapes)
 
 
-def _size(shapes: list[Shape]) -> int:
+def _size(shapes: list[TensorMeta]) -> int:
     return sum(shape.nbytes for shape in shapes)
 
 

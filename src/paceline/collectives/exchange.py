@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy
 import torch
 
-from paceline.collectives.floor import Floor
-from paceline.collectives.operation import Operation
+from paceline.collectives.operation import CollectiveCall
+from paceline.collectives.shared_group import SharedGroup
 from paceline.errors import Mismatch, TeamError
-from paceline.transport.board import Board
-from paceline.transport.reach import MappedView, View, bytes_of
+from paceline.transport.control_block import ControlBlock
+from paceline.transport.peer_memory import MappedView, View, bytes_of
 
 _INLINE = 1 << 62
 """Stands for a segment's number where data lies in the slot."""
@@ -27,7 +27,7 @@ Offers = Sequence[torch.Tensor | None]
 class Exchange:
     """What everybody offers to everybody, seen by one member: views by rank, for as long as all are at it."""
 
-    def __init__(self, floor: Floor, made: Operation, signature: int, offers: Offers, wants: Offers) -> None:
+    def __init__(self, floor: SharedGroup, made: CollectiveCall, signature: int, offers: Offers, wants: Offers) -> None:
         self._floor, self._made = floor, made
         board, reach = floor.board, floor.reach
         rank, size = floor.rank, floor.size
@@ -49,7 +49,7 @@ class Exchange:
                 continue
             if offer is not last:
                 size_in_bytes = offer.nbytes
-                if used + size_in_bytes <= Board.SLOT:
+                if used + size_in_bytes <= ControlBlock.SLOT:
                     if size_in_bytes:
                         board.slot(turn, rank, size_in_bytes, torch.uint8, used).copy_(bytes_of(offer))
                     entry = (_INLINE, 0, used)

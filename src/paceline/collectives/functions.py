@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import torch
 
 from paceline.collectives import differentiable
-from paceline.collectives.differentiable import Shape
-from paceline.collectives.here import GroupLike, member
-from paceline.collectives.member import Member, Observed, in_one_piece
+from paceline.collectives.communicator import Communicator, ObservedTraffic, in_one_piece
+from paceline.collectives.default_group import GroupLike, member
+from paceline.collectives.differentiable import TensorMeta
 from paceline.collectives.operation import DTYPES, Op
 from paceline.config import one_of
 from paceline.errors import UsageError
 from paceline.transport import segments
-from paceline.transport.channel import Sending
+from paceline.transport.channel import PendingSend
 
 T = TypeVar("T")
 _OPERATORS = {op.spoken: op for op in Op if op not in (Op.NONE, Op.PREMUL_SUM)}
@@ -33,7 +33,7 @@ def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
 # -- one to one ------------------------------------------------------------------------------------------------------
 
 
-def push(tensor: torch.Tensor, to: int, *, tag: int = 0, group: GroupLike = None) -> Sending | torch.Tensor:
+def push(tensor: torch.Tensor, to: int, *, tag: int = 0, group: GroupLike = None) -> PendingSend | torch.Tensor:
     """Give a tensor to another member, which pulls it. Does not wait: `wait` for what this returns.
 
     Of a tensor that requires grad a token is returned: see `attach`.
@@ -75,7 +75,7 @@ def wait(*what: Any, group: GroupLike = None) -> None:
         _meet(here, {_rank(here.size, "rank", rank) for rank in ranks})
 
 
-def _meet(here: Member, ranks: set[int]) -> None:
+def _meet(here: Communicator, ranks: set[int]) -> None:
     """Those that are waited for tell everybody that they are there; everybody waits for their word."""
     word = torch.zeros(0, dtype=torch.uint8)
     if here.rank in ranks:
@@ -227,7 +227,7 @@ def map_reduce(
         own = values[0] if values else torch.empty(0)
         shapes = _all_shapes(here, own)
         own = own if values else own.to(shapes[0].dtype)
-        shapes[len(known) :] = [Shape(shapes[0].dtype, (0,), False)] * (here.size - len(known))
+        shapes[len(known) :] = [TensorMeta(shapes[0].dtype, (0,), False)] * (here.size - len(known))
         chosen = topology if here.has("all_gather", topology) else "auto"
         total = way(differentiable.all_gather(own, shapes, chosen, here)[: len(known)])
     return total / len(known) if operator is Op.AVG else total
@@ -252,7 +252,7 @@ def attach(loss: torch.Tensor, *tokens: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def observe(group: GroupLike = None) -> Iterator[Observed]:
+def observe(group: GroupLike = None) -> Iterator[ObservedTraffic]:
     """Count and record the messages that this member sends and receives meanwhile."""
     with member(group).observe() as seen:
         yield seen
@@ -302,9 +302,9 @@ def _describe(tensor: torch.Tensor) -> torch.Tensor:
     return torch.tensor(numbers + [0] * (_DIMENSIONS - len(numbers)))
 
 
-def _shape(numbers: torch.Tensor) -> Shape:
+def _shape(numbers: torch.Tensor) -> TensorMeta:
     dtype, tracked, dimensions, *sizes = numbers.tolist()
-    return Shape(DTYPES[dtype], tuple(sizes[:dimensions]), bool(tracked))
+    return TensorMeta(DTYPES[dtype], tuple(sizes[:dimensions]), bool(tracked))
 
 
 @lru_cache(maxsize=1)
@@ -312,13 +312,13 @@ def _numbers() -> dict[torch.dtype, int]:
     return {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
-def _all_shapes(here: Member, tensor: torch.Tensor) -> list[Shape]:
+def _all_shapes(here: Communicator, tensor: torch.Tensor) -> list[TensorMeta]:
     seen = [torch.empty(_DIMENSIONS, dtype=torch.int64) for _ in range(here.size)]
     here.all_gather(seen, _describe(tensor))
     return [_shape(numbers) for numbers in seen]
 
 
-def _shapes(here: Member, parts: list[torch.Tensor] | None, root: int) -> list[Shape]:
+def _shapes(here: Communicator, parts: list[torch.Tensor] | None, root: int) -> list[TensorMeta]:
     """The shapes of the root's tensors, told to all; None if it has none, which all others are told by an error."""
     table = torch.full((here.size, _DIMENSIONS), -1)
     if parts:

@@ -11,16 +11,16 @@ import msgspec
 import torch
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from paceline.cluster.membership import Pulse, machine
-from paceline.collectives.lane import Lane
-from paceline.collectives.operation import DTYPES, Kind, operation
-from paceline.collectives.shared import Shared
+from paceline.cluster.membership import LivenessMonitor, machine
+from paceline.collectives.op_queue import OpQueue
+from paceline.collectives.operation import DTYPES, OpKind, operation
+from paceline.collectives.shared_memory import SharedMemoryCollectives
 from paceline.config import Timeouts
 from paceline.errors import JoinError, names
-from paceline.transport.board import Board
+from paceline.transport.control_block import ControlBlock
 from paceline.transport.mailbox import Mailbox
 from paceline.transport.memory import Memory
-from paceline.transport.reach import Reach
+from paceline.transport.peer_memory import PeerMemory
 
 Exchange = Callable[[bytes], list[bytes]]
 """Everybody's bytes, by rank: how members exchange addresses before they share memory."""
@@ -43,38 +43,38 @@ class Group:
         self, rank: int, size: int, exchange: Exchange, timeouts: Timeouts, say: Callable[[str], None]
     ) -> None:
         self.rank, self.size = rank, size
-        mail = -(-Board.memory_size(size) // 4096) * 4096
+        mail = -(-ControlBlock.memory_size(size) // 4096) * 4096
         made = Memory.create(mail + Mailbox.memory_size(size)) if rank == 0 else None
         signature = torch.tensor([_MAGIC + rank])
         card = _Card(machine(), os.getpid(), made.descriptor if made else -1, signature.data_ptr())
         cards = [msgspec.json.decode(text, type=_Card) for text in exchange(msgspec.json.encode(card))]
         memory = made or _map(cards[0], rank)
-        self.board = Board(memory, rank, size, Timeouts(meeting=timeouts.join, notice=timeouts.notice), say)
+        self.board = ControlBlock(memory, rank, size, Timeouts(barrier=timeouts.join, notice=timeouts.notice), say)
         self.board.sign_in()
-        self.reach = Reach([card.pid for card in cards])
-        self.shared = Shared(self.board, self.reach)
+        self.reach = PeerMemory([card.pid for card in cards])
+        self.shared = SharedMemoryCollectives(self.board, self.reach)
         permitted = self.reach.permit([card.address for card in cards], _MAGIC)
-        coming = operation(Kind.BARRIER, torch.uint8, 0)
+        coming = operation(OpKind.BARRIER, torch.uint8, 0)
         self.board.row[1] = permitted
         self.reach.private = all(row[1] for row in self.shared.come(*coming))
-        # Nobody goes on before all have taken the pulse of all: a process id must not be reused in between.
-        self.board.watch = self._pulse = Pulse(self.board)
+        # Nobody goes on before all have taken the liveness of all: a process id must not be reused in between.
+        self.board.watch = self._liveness = LivenessMonitor(self.board)
         self.shared.come(*coming)
         memory.close_descriptor()
         self.board.timeouts = timeouts
-        letters = Reach([card.pid for card in cards])
+        letters = PeerMemory([card.pid for card in cards])
         letters.private = self.reach.private
         self.mailbox = Mailbox(memory, mail, self.board, letters, DTYPES)
-        self.lane = Lane(self.shared, self.board.fail)
+        self.lane = OpQueue(self.shared, self.board.fail)
         self._end = weakref.finalize(self, _end, self.board, self.lane, self.mailbox, os.getpid())
 
     def close(self) -> None:
         """Tell the others that this member does nothing more with them."""
         self._end()
-        self._pulse.close()
+        self._liveness.close()
 
 
-def _end(board: Board, lane: Lane, mailbox: Mailbox, process: int) -> None:
+def _end(board: ControlBlock, lane: OpQueue, mailbox: Mailbox, process: int) -> None:
     """Also when a script ends without a word: it has left then, not died. And its threads must end before it does."""
     if os.getpid() != process:  # a fork of a member is not a member
         return

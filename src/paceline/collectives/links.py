@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from paceline.collectives.algorithms import ALGORITHMS, costs
-from paceline.transport.channel import Channel, Link
+from paceline.transport.channel import Channel, LinkCost
 
 _SIZES = (1 << 16, 1 << 20, 1 << 22)
 """Bytes that are tried, one after the other, until it takes long enough to be measured."""
@@ -21,7 +21,7 @@ _FEW = 8
 """Machines of which all orders are tried."""
 
 
-class Row(msgspec.Struct):
+class LinkRow(msgspec.Struct):
     """What one machine found out: of the ways from it to each other."""
 
     latency: list[float]
@@ -31,7 +31,7 @@ class Row(msgspec.Struct):
         return msgspec.json.encode(self)
 
 
-class Links(msgspec.Struct):
+class LinkMatrix(msgspec.Struct):
     """A matrix: of the way from one machine (row) to another (column)."""
 
     latency: list[list[float]]
@@ -40,8 +40,8 @@ class Links(msgspec.Struct):
     """Bytes per second; infinite to itself."""
 
     @classmethod
-    def of(cls, rows: Sequence[bytes]) -> Links:
-        found = [msgspec.json.decode(row, type=Row) for row in rows]
+    def of(cls, rows: Sequence[bytes]) -> LinkMatrix:
+        found = [msgspec.json.decode(row, type=LinkRow) for row in rows]
         for number, row in enumerate(found):
             row.bandwidth[number] = float("inf")  # which JSON does not know
         return cls([row.latency for row in found], [row.bandwidth for row in found])
@@ -60,7 +60,7 @@ def around(order: Sequence[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise([*order, order[0]]))
 
 
-def best_order(links: Links) -> list[int]:
+def best_order(links: LinkMatrix) -> list[int]:
     """The order of machines in which the slowest link of the ring is fastest; of several, that of the fastest links."""
     if links.size <= _FEW:
         rings = ([0, *rest] for rest in itertools.permutations(range(1, links.size)))
@@ -71,13 +71,13 @@ def best_order(links: Links) -> list[int]:
     return [*best[start:], *best[:start]]
 
 
-def _worth(links: Links, ring: Sequence[int]) -> tuple[float, float]:
+def _worth(links: LinkMatrix, ring: Sequence[int]) -> tuple[float, float]:
     # Links of about the same speed count as equal, so that chance does not choose.
     slowest = round(links.slowest(ring), -int(len(str(int(links.slowest(ring)))) - 1))
     return slowest, -sum(1.0 / links.bandwidth[a][b] for a, b in around(ring))
 
 
-def _greedy(links: Links, start: int) -> list[int]:
+def _greedy(links: LinkMatrix, start: int) -> list[int]:
     ring = [start]
     while len(ring) < links.size:
         rest = [other for other in range(links.size) if other not in ring]
@@ -85,21 +85,21 @@ def _greedy(links: Links, start: int) -> list[int]:
     return ring
 
 
-def best_topology(links: Links, size: int) -> str:
+def best_topology(links: LinkMatrix, size: int) -> str:
     """The topology that takes the least time for so many bytes, if the ring goes its best way and others can not."""
     latency = max(max(row) for row in links.latency)
     slowest = min(min(row) for row in links.bandwidth)
-    ring = Link(latency=latency, bandwidth=links.slowest(best_order(links)))
-    other = Link(latency=latency, bandwidth=slowest)
+    ring = LinkCost(latency=latency, bandwidth=links.slowest(best_order(links)))
+    other = LinkCost(latency=latency, bandwidth=slowest)
     times = {name: costs.seconds(name, links.size, size, ring if name == "ring" else other) for name in ALGORITHMS}
     # The ring alone is done in small messages that overlap with adding.
     return min(times, key=lambda name: (times[name] * (1.0 if name == "ring" else 1.1), name))
 
 
-def measure(channel: Channel) -> Row:
+def measure(channel: Channel) -> LinkRow:
     """The ways from this member to the others, each measured while no other is used by either of the two."""
     size, rank = channel.size, channel.rank
-    row = Row([0.0] * size, [0.0] * size)
+    row = LinkRow([0.0] * size, [0.0] * size)
     for pairs in tournament(size):
         peer = next((a + b - rank for a, b in pairs if rank in (a, b)), None)
         if peer is None:

@@ -13,7 +13,7 @@ DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, to
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
-class Kind(IntEnum):
+class OpKind(IntEnum):
     """The collective operations."""
 
     BARRIER = 1
@@ -50,10 +50,10 @@ class Op(IntEnum):
         return self.name.lower()
 
 
-class Operation(NamedTuple):
+class CollectiveCall(NamedTuple):
     """What one member wants to do. All must want the same."""
 
-    kind: Kind
+    kind: OpKind
     dtype: torch.dtype = torch.uint8
     length: int = 0
     """Elements, where all members must have the same number; 0 where they may differ."""
@@ -67,30 +67,32 @@ class Operation(NamedTuple):
         return self.kind | self.op << 5 | dtype << 9 | self.root << 16 | self.length << 28
 
     @classmethod
-    def of(cls, signature: int) -> Operation | None:
+    def of(cls, signature: int) -> CollectiveCall | None:
         """Back from the number; None if it is not one."""
         kind, op, dtype = signature & 31, signature >> 5 & 15, signature >> 9 & 127
-        if kind not in set(Kind) or op not in set(Op) or dtype >= len(DTYPES):
+        if kind not in set(OpKind) or op not in set(Op) or dtype >= len(DTYPES):
             return None
-        return cls(Kind(kind), DTYPES[dtype], signature >> 28, Op(op), signature >> 16 & 4095)
+        return cls(OpKind(kind), DTYPES[dtype], signature >> 28, Op(op), signature >> 16 & 4095)
 
     @property
     def spoken(self) -> str:
-        if self.kind is Kind.BARRIER:
+        if self.kind is OpKind.BARRIER:
             return "barrier"
         words = [self.kind.spoken, "of"]
         words += [f"{self.length} x {_short(self.dtype)}"] if self.length else [_short(self.dtype)]
         if self.op is not Op.NONE:
             words.append(f"({self.op.spoken})")
-        if self.kind in (Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER):
+        if self.kind in (OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER):
             words.append(f"with root {self.root}")
         return " ".join(words)
 
 
 @lru_cache(maxsize=4096)
-def operation(kind: Kind, dtype: torch.dtype, count: int, op: Op = Op.NONE, root: int = 0) -> tuple[Operation, int]:
+def operation(
+    kind: OpKind, dtype: torch.dtype, count: int, op: Op = Op.NONE, root: int = 0
+) -> tuple[CollectiveCall, int]:
     """An operation and its signature, made once."""
-    made = Operation(kind, dtype, count, op, root)
+    made = CollectiveCall(kind, dtype, count, op, root)
     return made, made.signature
 
 

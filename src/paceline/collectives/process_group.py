@@ -19,11 +19,11 @@ from torch.distributed import ReduceOp, Store, distributed_c10d  # type: ignore[
 from paceline.cluster.membership import machine
 from paceline.collectives.devices import by_device, keep_out_of_graphs
 from paceline.collectives.group import Group, StoreExchange
+from paceline.collectives.hierarchical import HierarchicalGroup
 from paceline.collectives.identity import Identity
-from paceline.collectives.machines import Machines
 from paceline.collectives.operation import Op
 from paceline.collectives.tensors import Filled, Tensors, given, pieces, plain
-from paceline.collectives.work import DONE, GlooWork, LaneWork, LetterWork, PacelineWork
+from paceline.collectives.work import DONE, GlooWork, P2PWork, PacelineWork, QueuedWork
 from paceline.config import Timeouts
 from paceline.errors import TeamTimeout, UsageError, WorkerLost, names
 from paceline.transport.mailbox import ANY
@@ -48,10 +48,10 @@ class PacelineProcessGroup(Identity):
         self._elsewhere: dict[str, distributed.ProcessGroup] = {}
         seconds = timeout.total_seconds()
         store.set_timeout(timeout)
-        timeouts = Timeouts(join=seconds, meeting=seconds, notice=max(30.0, seconds / 10))
+        timeouts = Timeouts(join=seconds, barrier=seconds, notice=max(30.0, seconds / 10))
         exchange = StoreExchange(store, rank, size, timeouts)
         places = [place.decode() for place in exchange(machine().encode())]
-        self._machines = Machines(store, rank, places, timeouts, _say) if len(set(places)) > 1 else None
+        self._machines = HierarchicalGroup(store, rank, places, timeouts, _say) if len(set(places)) > 1 else None
         self.group = self._machines.group if self._machines else Group(rank, size, exchange, timeouts, _say)
         """The members on this machine."""
         exchange.forget()
@@ -289,7 +289,7 @@ class PacelineProcessGroup(Identity):
         if self._gloo is not None:
             self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
             return
-        limit = timeout.total_seconds() if timeout is not None else self.group.board.timeouts.meeting
+        limit = timeout.total_seconds() if timeout is not None else self.group.board.timeouts.barrier
         # Every barrier has tags of its own: a call that comes late to one must not count for the next.
         self._barriers += 1
         call, answer = _CALL - 2 * self._barriers, _CALL - 2 * self._barriers - 1
@@ -326,7 +326,7 @@ class PacelineProcessGroup(Identity):
         sending = self._mailbox.send(self._box(peer), given(tensor), tag)
         if not sending.done:
             self._mailbox.attend()
-        return LetterWork(sending, tensors)
+        return P2PWork(sending, tensors)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> PacelineWork:
         filled = Filled(tensors)
@@ -335,7 +335,7 @@ class PacelineProcessGroup(Identity):
             begin = self._gloo.recv_anysource if peer == ANY else self._gloo.recv
             return GlooWork(begin(*asked), filled.back)
         receiving = self._mailbox.receive(self._box(peer), filled.parts[0], tag)
-        letter = LetterWork(receiving, tensors, filled.back if filled.copies else None)
+        letter = P2PWork(receiving, tensors, filled.back if filled.copies else None)
         if not receiving.done:
             self._mailbox.attend()
         return letter
@@ -355,7 +355,7 @@ class PacelineProcessGroup(Identity):
         """Operations inside a coalescing block are begun at once; its end is the last of them."""
 
     def _end_coalescing(self, device: torch.device) -> PacelineWork:
-        return LaneWork(self._lane, lambda: None, [])
+        return QueuedWork(self._lane, lambda: None, [])
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -366,7 +366,7 @@ class PacelineProcessGroup(Identity):
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         board = self.group.board
-        board.timeouts = Timeouts(meeting=timeout.total_seconds(), notice=board.timeouts.notice)
+        board.timeouts = Timeouts(barrier=timeout.total_seconds(), notice=board.timeouts.notice)
 
     def shutdown(self) -> None:
         (self._machines or self.group).close()
@@ -400,7 +400,7 @@ class PacelineProcessGroup(Identity):
     def _begin(self, run: Callable[[], None], opts: Any, outputs: Any) -> PacelineWork:
         """Do it now if the caller waits anyway, else begin it."""
         if _later(opts):
-            return LaneWork(self._lane, run, outputs)
+            return QueuedWork(self._lane, run, outputs)
         self._lane.now(run)
         return DONE
 

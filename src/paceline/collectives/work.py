@@ -12,7 +12,7 @@ import torch
 from torch.distributed import Work
 from torch.futures import Future
 
-from paceline.collectives.lane import Job, Lane
+from paceline.collectives.op_queue import OpQueue, QueuedOp
 from paceline.transport.mailbox import Transfer
 
 Result = list[torch.Tensor]
@@ -76,13 +76,13 @@ DONE = PacelineWork()
 """Of an operation that was done before its call returned, where nobody will ask for more."""
 
 
-class LaneWork(PacelineWork):
+class QueuedWork(PacelineWork):
     """A collective that the group's lane will do."""
 
-    def __init__(self, lane: Lane, run: Callable[[], None], outputs: Any) -> None:
+    def __init__(self, lane: OpQueue, run: Callable[[], None], outputs: Any) -> None:
         super().__init__(outputs)
         self._lane = lane
-        self._job: Job = lane.later(run)
+        self._job: QueuedOp = lane.later(run)
 
     def is_completed(self) -> bool:
         return self._job.done
@@ -100,7 +100,7 @@ class LaneWork(PacelineWork):
             told()
 
 
-class LetterWork(PacelineWork):
+class P2PWork(PacelineWork):
     """A message, sent or awaited."""
 
     def __init__(self, transfer: Transfer, outputs: Result, back: Callable[[], None] | None = None) -> None:

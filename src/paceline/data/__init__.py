@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["Balancer", "TeamLoader"]
 
 
-def __getattr__(name: str) -> Any:  # loaders need torch, which an office does without
+def __getattr__(name: str) -> Any:  # loaders need torch, which a relay does without
     if name == "TeamLoader":
         from paceline.data.loader import TeamLoader
 

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from paceline.config import positive
 from paceline.data.balance import Balancer
 from paceline.data.keys import pack, restored
-from paceline.data.leavings import Leavings
+from paceline.data.orphaned_samples import OrphanedSamples
 from paceline.data.split import even, scaled
 from paceline.errors import UsageError
 
 
-class Crew(Protocol):
+class TeamView(Protocol):
     """What a loader needs of the team."""
 
     @property
@@ -64,11 +64,11 @@ class _Shares:
     """A batch sampler that gives this worker's part of every round, and remembers how large each part was."""
 
     def __init__(
-        self, loader: DataLoader[Any], crew: Crew, balancer: Balancer, total: int, each: int | None = None
+        self, loader: DataLoader[Any], crew: TeamView, balancer: Balancer, total: int, each: int | None = None
     ) -> None:
         """each: the batch of one worker, if it stays when a worker is lost, and not the whole."""
         self._loader, self._crew, self._balancer, self._total, self._each = loader, crew, balancer, total, each
-        self.leavings = Leavings(crew.replicas)
+        self.orphans = OrphanedSamples(crew.replicas)
         # A loader that was given a batch sampler has no batch size: not even if it is one of torch's own.
         self._custom = loader.batch_sampler is not None and loader.batch_size is None
         self.first = 0
@@ -100,15 +100,15 @@ class _Shares:
     def _rounds(self) -> Iterator[list[list[Any]]]:
         """Per round, one list of indices per replica."""
         order = self._order(self._loader.batch_sampler if self._custom else self._loader.sampler)
-        number, start, leavings = self.first, 0, self.leavings
+        number, start, orphans = self.first, 0, self.orphans
         while True:
-            ranks = leavings.sharers(number)
+            ranks = orphans.sharers(number)
             if len(order) - start < self._whole(ranks):
                 if start >= len(order):
-                    ranks = leavings.takers
+                    ranks = orphans.takers
                 # What was for one who was lost comes with what is left: only the last round may be short, since whoever
                 # has no part in it is done with the epoch.
-                left = leavings.take()
+                left = orphans.take()
                 order += left if self._custom else [key for part in left for key in part]
             if start >= len(order):
                 return
@@ -118,7 +118,7 @@ class _Shares:
                 parts, start = self._cut(order, start, number, ranks)
             if not parts:
                 return
-            yield leavings.note(number, parts)
+            yield orphans.note(number, parts)
             number += 1
 
     def _whole(self, ranks: list[int]) -> int:
@@ -230,7 +230,7 @@ class TeamLoader:
     def __init__(
         self,
         loader: DataLoader[Any],
-        crew: Crew,
+        crew: TeamView,
         *,
         global_batch: int | None = None,
         balance: bool = False,
@@ -251,7 +251,7 @@ class TeamLoader:
     def __iter__(self) -> Iterator[Any]:
         self._shares.given.clear()
         self._shares.first = self._rounds
-        self._shares.leavings.begin(self._rounds)
+        self._shares.orphans.begin(self._rounds)
         self._rounds += len(self._shares)
         for batch in announced(self._inner, self._crew.ask_batch):
             samples, weight, number = self._shares.given.popleft()
@@ -264,7 +264,7 @@ class TeamLoader:
 
         takers: who still takes part in the epoch, and gets what they leave.
         """
-        self._shares.leavings.lose(ranks, round_number + counted, round_number + self._ahead, takers)
+        self._shares.orphans.lose(ranks, round_number + counted, round_number + self._ahead, takers)
 
     @property
     def _ahead(self) -> int:

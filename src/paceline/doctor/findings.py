@@ -26,7 +26,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     findings: list[Finding]
 
 
-class Links(msgspec.Struct, frozen=True, kw_only=True):
+class LinkFindings(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured between members; rows send, columns receive, the diagonal is empty."""
 
     hosts: list[str]
@@ -40,7 +40,7 @@ class Links(msgspec.Struct, frozen=True, kw_only=True):
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     machines: list[Machine]
-    links: Links | None = None
+    links: LinkFindings | None = None
 
     @property
     def findings(self) -> list[Finding]:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.places import known_address
+from paceline.cluster.engines.ray_cluster import known_address
 from paceline.cluster.process import WITHOUT_AMX, bfloat16_dies
 from paceline.doctor.findings import Finding, cannot, limits, ok
 
@@ -77,10 +77,10 @@ def zeromq() -> Finding:
     try:
         server, client = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         keys = [zmq.curve_keypair(), zmq.curve_keypair()]
-        for wire, (public, secret) in zip((server, client), keys, strict=True):
-            wire.linger = 0
-            wire.rcvtimeo = wire.sndtimeo = _PATIENCE
-            wire.curve_publickey, wire.curve_secretkey = public, secret
+        for connection, (public, secret) in zip((server, client), keys, strict=True):
+            connection.linger = 0
+            connection.rcvtimeo = connection.sndtimeo = _PATIENCE
+            connection.curve_publickey, connection.curve_secretkey = public, secret
         server.curve_server = True
         client.curve_serverkey = keys[0][0]
         port = server.bind_to_random_port("tcp://127.0.0.1")

@@ -21,9 +21,9 @@ from collections.abc import Iterator
 import msgspec
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.cluster.roster import addresses, machine
+from paceline.cluster.rendezvous import addresses, machine
 from paceline.config import Place
-from paceline.doctor.findings import Finding, Links, Machine, limits, ok
+from paceline.doctor.findings import Finding, LinkFindings, Machine, limits, ok
 from paceline.errors import JoinError, UsageError
 from paceline.transport.keys import VARIABLE as KEY
 from paceline.transport.keys import is_loopback
@@ -54,7 +54,7 @@ class _Row(msgspec.Struct):
     back: dict[int, float]
 
 
-class Network:
+class NetworkProbe:
     """The members of this examination, and this one among them."""
 
     def __init__(self, place: Place) -> None:
@@ -81,7 +81,7 @@ class Network:
             raise JoinError(f"rank {place.rank} did not find rank 0 at {self._host}:{self._port}: {error}") from None
         self._store = PrefixStore(f"paceline/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
-    def measure(self, findings: Machine | None) -> tuple[list[Machine], Links] | None:
+    def measure(self, findings: Machine | None) -> tuple[list[Machine], LinkFindings] | None:
         """Take part; the lead gets what all have found."""
         rank, size = self.place.rank, self.place.world_size
         one = len(set(self._exchange("machine", machine()))) == 1
@@ -111,12 +111,12 @@ class Network:
                     card = cards[low]
                     # The lead's machine may know itself by a name that means itself there, and something else here.
                     address = self._master if is_loopback(card.address) else card.address
-                    with socket.create_connection((address, card.port), _PATIENCE) as wire:
-                        _greet(wire, secret, first=True)
-                        row.latency[low], row.out[low], row.back[low] = _lead(wire)
+                    with socket.create_connection((address, card.port), _PATIENCE) as connection:
+                        _greet(connection, secret, first=True)
+                        row.latency[low], row.out[low], row.back[low] = _lead(connection)
                 elif self.place.rank == low:
-                    with _caller(listener, secret) as wire:
-                        _follow(wire)
+                    with _caller(listener, secret) as connection:
+                        _follow(connection)
                 self._exchange(f"turn/{low}/{high}", "")
         return row
 
@@ -135,15 +135,15 @@ class Network:
 # -- one pair --------------------------------------------------------------------------------------------------------
 
 
-def _greet(wire: socket.socket, secret: bytes, first: bool) -> None:
+def _greet(connection: socket.socket, secret: bytes, first: bool) -> None:
     """Both prove that they know the secret, without saying it."""
-    wire.settimeout(_PATIENCE)
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.settimeout(_PATIENCE)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     own = secrets.token_bytes(_WORD)
-    wire.sendall(own)
-    theirs = _read(wire, _WORD)
-    wire.sendall(hmac.digest(secret, theirs + bytes([first]), "sha256"))
-    if not hmac.compare_digest(_read(wire, 32), hmac.digest(secret, own + bytes([not first]), "sha256")):
+    connection.sendall(own)
+    theirs = _read(connection, _WORD)
+    connection.sendall(hmac.digest(secret, theirs + bytes([first]), "sha256"))
+    if not hmac.compare_digest(_read(connection, 32), hmac.digest(secret, own + bytes([not first]), "sha256")):
         raise ConnectionError("whoever is at the other end does not know the key")
 
 
@@ -152,64 +152,64 @@ def _caller(listener: socket.socket, secret: bytes) -> Iterator[socket.socket]:
     """The first who proves that it is a member; strangers are hung up on."""
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
-        wire, _ = listener.accept()
+        connection, _ = listener.accept()
         try:
-            _greet(wire, secret, first=False)
+            _greet(connection, secret, first=False)
         except OSError:
-            wire.close()
+            connection.close()
             continue
-        with wire:
-            yield wire
+        with connection:
+            yield connection
         return
     raise JoinError(f"no member called within {_PATIENCE:g} s")
 
 
-def _lead(wire: socket.socket) -> tuple[float, float, float]:
+def _lead(connection: socket.socket) -> tuple[float, float, float]:
     """Seconds for a short message one way, and bytes a second there and back."""
     small, large = bytes(_SMALL), bytes(_LARGE)
     times: list[float] = []
     until = time.perf_counter() + _SPAN
     while len(times) < _PINGS and (len(times) < 5 or time.perf_counter() < until):
         start = time.perf_counter()
-        wire.sendall(b"p" + small[1:])
-        _read(wire, _SMALL)
+        connection.sendall(b"p" + small[1:])
+        _read(connection, _SMALL)
         times.append(time.perf_counter() - start)
     rates = {}
     for order in (b"o", b"b"):
         moved, start = 0, time.perf_counter()
         while moved == 0 or time.perf_counter() - start < _SPAN:
-            wire.sendall(order + small[1:])
+            connection.sendall(order + small[1:])
             if order == b"o":
-                wire.sendall(large)
-                _read(wire, _SMALL)
+                connection.sendall(large)
+                _read(connection, _SMALL)
             else:
-                _read(wire, _LARGE)
+                _read(connection, _LARGE)
             moved += _LARGE
         rates[order] = moved / (time.perf_counter() - start)
-    wire.sendall(b"e" + small[1:])
+    connection.sendall(b"e" + small[1:])
     return statistics.median(times) / 2, rates[b"o"], rates[b"b"]
 
 
-def _follow(wire: socket.socket) -> None:
+def _follow(connection: socket.socket) -> None:
     small, large = bytes(_SMALL), bytes(_LARGE)
     while True:
-        match _read(wire, _SMALL)[:1]:
+        match _read(connection, _SMALL)[:1]:
             case b"p":
-                wire.sendall(small)
+                connection.sendall(small)
             case b"o":
-                _read(wire, _LARGE)
-                wire.sendall(small)
+                _read(connection, _LARGE)
+                connection.sendall(small)
             case b"b":
-                wire.sendall(large)
+                connection.sendall(large)
             case _:
                 return
 
 
-def _read(wire: socket.socket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int) -> bytes:
     data = bytearray(size)
     view, done = memoryview(data), 0
     while done < size:
-        count = wire.recv_into(view[done:])
+        count = connection.recv_into(view[done:])
         if not count:
             raise ConnectionError("the other member has gone")
         done += count
@@ -219,7 +219,7 @@ def _read(wire: socket.socket, size: int) -> bytes:
 # -- what comes of it ------------------------------------------------------------------------------------------------
 
 
-def _links(cards: list[_Card], rows: list[_Row]) -> Links:
+def _links(cards: list[_Card], rows: list[_Row]) -> LinkFindings:
     size = len(cards)
     latency: list[list[float | None]] = [[None] * size for _ in range(size)]
     bandwidth: list[list[float | None]] = [[None] * size for _ in range(size)]
@@ -228,7 +228,7 @@ def _links(cards: list[_Card], rows: list[_Row]) -> Links:
             latency[high][low] = latency[low][high] = row.latency[low]
             bandwidth[high][low], bandwidth[low][high] = row.out[low], row.back[low]
     hosts = [card.host for card in cards]
-    return Links(hosts=hosts, latency=latency, bandwidth=bandwidth, findings=judge(latency, bandwidth))
+    return LinkFindings(hosts=hosts, latency=latency, bandwidth=bandwidth, findings=judge(latency, bandwidth))
 
 
 def judge(latency: list[list[float | None]], bandwidth: list[list[float | None]]) -> list[Finding]:

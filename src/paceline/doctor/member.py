@@ -6,7 +6,7 @@ import msgspec
 
 from paceline.config import Place
 from paceline.doctor.findings import Diagnosis
-from paceline.doctor.links import Network
+from paceline.doctor.links import NetworkProbe
 from paceline.doctor.machine import examine
 
 
@@ -14,7 +14,7 @@ def diagnose(place: Place) -> Diagnosis | None:
     """This machine, or as a member of several: every machine and what is between them. None unless this is the lead."""
     if place.world_size == 1:
         return Diagnosis(machines=[examine()])
-    network = Network(place)
+    network = NetworkProbe(place)
     result = network.measure(examine() if place.local_rank == 0 else None)
     return None if result is None else Diagnosis(machines=result[0], links=result[1])
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from paceline.doctor.findings import Finding, cannot, limits, ok
-from paceline.transport.futex import Words
+from paceline.transport.futex import FutexArray
 from paceline.transport.memory import Memory
 
 _TRY = 64 << 20
@@ -79,8 +79,8 @@ def direct_reads() -> Finding:
 
 def waking() -> Finding:
     """Sleeping on a word of shared memory, and being woken."""
-    memory = Memory.create(Words.STRIDE)
-    words = Words(memory.bytes(0, Words.STRIDE), 1)
+    memory = Memory.create(FutexArray.STRIDE)
+    words = FutexArray(memory.bytes(0, FutexArray.STRIDE), 1)
     waker = threading.Timer(0.05, words.write, (0, 1))
     start = time.monotonic()
     waker.start()

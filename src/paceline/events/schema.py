@@ -161,7 +161,7 @@ class Send(_Event, frozen=True, gc=False):
 
 
 class Refused(_Event, frozen=True, gc=False):
-    """A machine's office refused what came over the network, and changed nothing for it."""
+    """A machine's relay refused what came over the network, and changed nothing for it."""
 
     machine: int
     why: str
@@ -199,7 +199,7 @@ class Cancel(_Event, frozen=True, gc=False):
     leases: list[int]
 
 
-class Lease(_Event, frozen=True, gc=False):
+class LeaseGiven(_Event, frozen=True, gc=False, tag="lease"):
     """A worker was given samples to train on."""
 
     number: int
@@ -286,7 +286,7 @@ Event = (
     | Brought
     | Pull
     | Cancel
-    | Lease
+    | LeaseGiven
     | Return
     | Seen
     | Epoch

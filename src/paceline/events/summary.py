@@ -38,7 +38,7 @@ class Staleness(msgspec.Struct, kw_only=True):
     """How many gradients were of each staleness."""
 
 
-class Worker(msgspec.Struct, kw_only=True):
+class WorkerSummary(msgspec.Struct, kw_only=True):
     """Where one worker's time went, in seconds, and what it did."""
 
     computing: float = 0.0
@@ -84,10 +84,10 @@ class Summary(msgspec.Struct, kw_only=True):
     """How often what came over the network was refused, by why."""
     bubble: Bubble | None = None
     """Of a pipeline."""
-    workers: dict[int, Worker]
+    workers: dict[int, WorkerSummary]
 
 
-_server = Worker()
+_server = WorkerSummary()
 """Servers are not counted among the workers."""
 
 
@@ -109,7 +109,7 @@ class Summariser:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._workers = {rank: Worker() for rank in range(world_size)}
+        self._workers = {rank: WorkerSummary() for rank in range(world_size)}
         self._updates: dict[int, float] = {}
         self._gradients: tuple[array[float], array[int]] = array("d"), array("q")
         """When they were made, and of how many samples."""
@@ -126,7 +126,7 @@ class Summariser:
     def add(self, event: Event) -> None:
         end = event.start + getattr(event, "seconds", 0.0)
         self._first, self._final = min(self._first, event.start), max(self._final, end)
-        worker = self._workers.setdefault(event.rank, Worker()) if event.rank >= 0 else _server
+        worker = self._workers.setdefault(event.rank, WorkerSummary()) if event.rank >= 0 else _server
         match event:
             case Compute() | Pass():
                 self._count_computed(event, worker, end)
@@ -151,7 +151,7 @@ class Summariser:
             case Join():
                 self._strategy = event.strategy
 
-    def _count_computed(self, event: Compute | Pass, worker: Worker, end: float) -> None:
+    def _count_computed(self, event: Compute | Pass, worker: WorkerSummary, end: float) -> None:
         worker.computing += event.seconds
         worker.minibatches += event.minibatches
         worker.samples += event.samples

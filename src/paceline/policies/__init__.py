@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 from paceline.policies.adaptive import Adaptive, best_k
 from paceline.policies.asynchronous import Async, KAsync, KBatchAsync
 from paceline.policies.auto import Auto
-from paceline.policies.base import Decision, Order, Policy, Push
+from paceline.policies.base import Arrival, Decision, Order, Policy
 from paceline.policies.bounded import Ssp
 from paceline.policies.groups import Groups
 from paceline.policies.synchronous import KBatchSync, KSync, Sync
@@ -18,6 +18,7 @@ from paceline.policies.synchronous import KBatchSync, KSync, Sync
 __all__ = [
     "POLICIES",
     "Adaptive",
+    "Arrival",
     "Async",
     "Auto",
     "Decision",
@@ -28,7 +29,6 @@ __all__ = [
     "KSync",
     "Order",
     "Policy",
-    "Push",
     "Ssp",
     "Sync",
     "best_k",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.policies.base import Decision, Policy, Push
+from paceline.policies.base import Arrival, Decision, Policy
 
 
 class Around(Policy):
@@ -17,7 +17,7 @@ class Around(Policy):
         self.inner = inner
         self._mirror(Decision(""))
 
-    def arrive(self, push: Push) -> Decision:
+    def arrive(self, push: Arrival) -> Decision:
         return self._mirror(self.inner.arrive(push))
 
     def join(self, worker: int) -> Decision:

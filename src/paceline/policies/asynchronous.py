@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.policies.base import Decision, OfWorkers, Order, Policy, Push, count
+from paceline.policies.base import Arrival, Decision, OfWorkers, Order, Policy, count
 
 
 class Async(Policy):
     """Every gradient is an update."""
 
-    def arrive(self, push: Push) -> Decision:
+    def arrive(self, push: Arrival) -> Decision:
         self.version += 1
         return Decision("every gradient is an update", use=(push,), orders={push.worker: Order.RENEW})
 
@@ -18,7 +18,7 @@ class Async(Policy):
 class KAsync(OfWorkers):
     """The server waits for K workers; those wait for the update, the rest go on, stale."""
 
-    def arrive(self, push: Push) -> Decision:
+    def arrive(self, push: Arrival) -> Decision:
         decision = self._hold(push, Order.WAIT, f"{len(self.held) + 1} of {self.k} workers have pushed")
         if len(self.held) >= self.needed:
             return self._update(decision.reason, {})
@@ -37,7 +37,7 @@ class KBatchAsync(Policy):
         super().__init__(workers)
         self.k = count("k", k, self.size)
 
-    def arrive(self, push: Push) -> Decision:
+    def arrive(self, push: Arrival) -> Decision:
         decision = self._hold(push, Order.RENEW, f"{len(self.held) + 1} of {self.k} minibatches are here")
         if len(self.held) >= self.k:
             return self._update(decision.reason, decision.orders)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from paceline.policies.around import Around
 from paceline.policies.asynchronous import Async
-from paceline.policies.base import Decision, Order, Policy, Push
+from paceline.policies.base import Arrival, Decision, Order, Policy
 
 
 class Auto(Around):
@@ -33,7 +33,7 @@ class Auto(Around):
         """Go on as this one from the next update on."""
         self._next = policy
 
-    def arrive(self, push: Push) -> Decision:
+    def arrive(self, push: Arrival) -> Decision:
         decision = super().arrive(push)
         if self._next is None or not decision.use or self.held:
             return decision

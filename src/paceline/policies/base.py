@@ -1,7 +1,7 @@
 """What a policy is told, and what it answers.
 
 A policy decides when the parameters are updated, with which gradients, who waits and who is cancelled. It is pure: it
-knows no tensor, no clock and no wire, so that a server and a simulator can drive the same object.
+knows no tensor, no clock and no connection, so that a server and a simulator can drive the same object.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Order(Enum):
     """Leave the step that is under way: its gradient can no longer be used. Take the newest version, and go on."""
 
 
-class Push(msgspec.Struct, frozen=True):
+class Arrival(msgspec.Struct, frozen=True):
     """A gradient that has arrived."""
 
     ticket: int
@@ -42,13 +42,13 @@ class Decision(msgspec.Struct, frozen=True):
     """What follows from what happened."""
 
     reason: str
-    use: tuple[Push, ...] = ()
+    use: tuple[Arrival, ...] = ()
     """Make the next version from the mean of these; if there are none, there is no update."""
-    drop: tuple[Push, ...] = ()
+    drop: tuple[Arrival, ...] = ()
     """Forget these."""
     orders: dict[int, Order] = {}
     """For workers, by rank. Those who are not named go on as they were."""
-    together: tuple[Push, ...] = ()
+    together: tuple[Arrival, ...] = ()
     """These are of one group, which is complete now: they count as one from here on."""
 
 
@@ -64,7 +64,7 @@ class Policy(ABC):
         self.workers = set(workers)
         self.version = 0
         """How many updates there were."""
-        self.held: list[Push] = []
+        self.held: list[Arrival] = []
         """Gradients that have come and are not used yet."""
         self.waiting: set[int] = set()
         """Who has been told to wait."""
@@ -103,7 +103,7 @@ class Policy(ABC):
     # -- what happens ------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def arrive(self, push: Push) -> Decision:
+    def arrive(self, push: Arrival) -> Decision:
         """A gradient has come."""
 
     def join(self, worker: int) -> Decision:
@@ -139,13 +139,13 @@ class Policy(ABC):
 
     # -- what policies are made of -----------------------------------------------------------------------------------
 
-    def _hold(self, push: Push, order: Order, reason: str) -> Decision:
+    def _hold(self, push: Arrival, order: Order, reason: str) -> Decision:
         self.held.append(push)
         if order is Order.WAIT:
             self.waiting.add(push.worker)
         return Decision(reason, orders={push.worker: order})
 
-    def _drop(self, push: Push, reason: str) -> Decision:
+    def _drop(self, push: Arrival, reason: str) -> Decision:
         return Decision(reason, drop=(push,), orders={push.worker: Order.RENEW})
 
     def _update(self, reason: str, orders: dict[int, Order]) -> Decision:

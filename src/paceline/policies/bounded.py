@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.errors import UsageError
-from paceline.policies.base import Decision, Order, Policy, Push
+from paceline.policies.base import Arrival, Decision, Order, Policy
 
 
 class Ssp(Policy):
@@ -19,7 +19,7 @@ class Ssp(Policy):
         self.finished = dict.fromkeys(sorted(self.workers), 0)
         """Steps that each worker has finished."""
 
-    def arrive(self, push: Push) -> Decision:
+    def arrive(self, push: Arrival) -> Decision:
         self.finished[push.worker] += 1
         self.version += 1
         self.waiting.add(push.worker)

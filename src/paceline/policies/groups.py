@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.errors import UsageError
-from paceline.policies.base import Decision, Order, Policy, Push
+from paceline.policies.base import Arrival, Decision, Order, Policy
 
 
 class Groups(Policy):
@@ -38,9 +38,9 @@ class Groups(Policy):
         self.staleness = staleness
         """A group's gradient is dropped if it is older than that."""
         self.k = self.between.k
-        self._inside: dict[int, list[Push]] = {group: [] for group in self.members}
+        self._inside: dict[int, list[Arrival]] = {group: [] for group in self.members}
         """What the members of a group that is not complete have pushed."""
-        self._pushed: dict[int, tuple[Push, ...]] = {}
+        self._pushed: dict[int, tuple[Arrival, ...]] = {}
         """By the ticket under which a group pushed: what its members did."""
 
     @property
@@ -55,7 +55,7 @@ class Groups(Policy):
         self.between.observe(loss)
         self.k = self.between.k
 
-    def arrive(self, push: Push) -> Decision:
+    def arrive(self, push: Arrival) -> Decision:
         group = self.of[push.worker]
         if self.between.fresh_only and push.version != self.version:
             return self._drop(push, f"computed on version {push.version}, and version {self.version} is the newest")
@@ -115,7 +115,7 @@ class Groups(Policy):
     def _push(self, group: int) -> Decision:
         together = tuple(sorted(self._inside[group], key=lambda push: push.worker))
         self._inside[group] = []
-        one = Push(together[-1].ticket, group, min(push.version for push in together))
+        one = Arrival(together[-1].ticket, group, min(push.version for push in together))
         self._pushed[one.ticket] = together
         stale = self.between.version - one.version
         if self.staleness is not None and stale > self.staleness:
@@ -123,7 +123,7 @@ class Groups(Policy):
             return self._spread(Decision(reason, drop=(one,), orders={group: Order.RENEW}))
         return self._spread(self.between.arrive(one), together)
 
-    def _spread(self, decision: Decision, together: tuple[Push, ...] = ()) -> Decision:
+    def _spread(self, decision: Decision, together: tuple[Arrival, ...] = ()) -> Decision:
         """What is said of groups, said of their members."""
         self.version = self.between.version
         use = tuple(push for one in decision.use for push in self._pushed.pop(one.ticket))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.policies.base import Decision, OfK, OfWorkers, Order, Push
+from paceline.policies.base import Arrival, Decision, OfK, OfWorkers, Order
 
 
 class _OfThisVersion(OfK):
@@ -15,7 +15,7 @@ class _OfThisVersion(OfK):
     """What a worker does that has pushed and whose gradient is held."""
     what: str
 
-    def arrive(self, push: Push) -> Decision:
+    def arrive(self, push: Arrival) -> Decision:
         if push.version != self.version:
             return self._drop(push, f"computed on version {push.version}, and version {self.version} is the newest")
         decision = self._hold(push, self.after_push, "")

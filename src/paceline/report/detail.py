@@ -18,7 +18,7 @@ SLOWEST = 40
 
 
 @dataclasses.dataclass(slots=True)
-class Piece:
+class DetailPiece:
     """Everything that happened in a stretch of time."""
 
     rows: Rows
@@ -31,7 +31,7 @@ class Detail:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._piece = max(128, limit // 48)
-        self.pieces: list[Piece] = []
+        self.pieces: list[DetailPiece] = []
         self._numbers: list[int] = []
         """Of the pieces, counted from the beginning of the run."""
         self._every = 1
@@ -70,7 +70,7 @@ class Detail:
             first = float(part["start"][0]) if begin else -np.inf
             last = float(rows["start"][begin + self._piece]) if begin + self._piece < len(rows) else np.inf
             low, high = np.searchsorted(pushes["start"], (first, last))
-            self.pieces.append(Piece(part.copy(), pushes[low:high].copy()))
+            self.pieces.append(DetailPiece(part.copy(), pushes[low:high].copy()))
             self._numbers.append(self._count)
             self._count += 1
             self._thin()
@@ -100,10 +100,10 @@ class Detail:
         rows = rows[np.argsort(rows["start"], kind="stable")]
         return rows, pushes[np.argsort(pushes["start"], kind="stable")]
 
-    def seal(self) -> list[Piece]:
+    def seal(self) -> list[DetailPiece]:
         """All pieces, with what has come last."""
         rows, pushes = self._collected()
-        return [*self.pieces, Piece(rows, pushes)] if len(rows) else self.pieces
+        return [*self.pieces, DetailPiece(rows, pushes)] if len(rows) else self.pieces
 
     def slowest(self, rank: int, above: float) -> Rows:
         """A worker's slowest steps that took longer than this, the slowest first."""
@@ -112,6 +112,6 @@ class Detail:
         return steps[np.argsort(-steps["seconds"])]
 
 
-def covers(piece: Piece) -> tuple[float, float]:
+def covers(piece: DetailPiece) -> tuple[float, float]:
     """From when to when."""
     return float(piece.rows["start"][0]), float(ends(piece.rows).max())

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.report.blame import CAUSES
+from paceline.report.aggregate import RunAggregate, Tally, own_seconds
+from paceline.report.attribution import CAUSES
 from paceline.report.buckets import MOST
-from paceline.report.detail import Piece, covers
-from paceline.report.reduction import Reduction, Tally, own_seconds
+from paceline.report.detail import DetailPiece, covers
 from paceline.report.rows import COMMUNICATING, KINDS, ROW, UPDATING, WAITING, Rows, ends
 
 _TYPICAL = 10
@@ -26,7 +26,7 @@ _OUTLIER = 3.0
 
 
 def facts(
-    run: Reduction,
+    run: RunAggregate,
     *,
     name: str,
     config: dict[str, Any],
@@ -92,7 +92,7 @@ def facts(
 # -- workers ---------------------------------------------------------------------------------------------------------
 
 
-def _worker(run: Reduction, rank: int, span: float) -> dict[str, Any]:
+def _worker(run: RunAggregate, rank: int, span: float) -> dict[str, Any]:
     tally = run.tallies[rank]
     seconds = {kind: float(tally.seconds[number]) for number, kind in enumerate(KINDS)}
     seconds["elsewhere"] = max(0.0, span - sum(seconds.values()))
@@ -187,13 +187,13 @@ def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
     return words
 
 
-def _bubble(run: Reduction) -> dict[str, float | None] | None:
+def _bubble(run: RunAggregate) -> dict[str, float | None] | None:
     """A pipeline's, measured and by the formula."""
     measured = run.bubbles.measured()
     return None if measured is None else {"measured": measured, "formula": run.bubbles.formula(run.strategy)}
 
 
-def _pipelined(run: Reduction) -> list[str]:
+def _pipelined(run: RunAggregate) -> list[str]:
     bubble = _bubble(run)
     if bubble is None:
         return []
@@ -207,13 +207,13 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _rate(run: Reduction) -> float | None:
+def _rate(run: RunAggregate) -> float | None:
     """Samples per second, from the first update to the last."""
     first, last = run.update_span
     return run.samples.inside / (last - first) if last > first and run.samples.inside else None
 
 
-def _efficiency(run: Reduction, workers: list[dict[str, Any]]) -> float | None:
+def _efficiency(run: RunAggregate, workers: list[dict[str, Any]]) -> float | None:
     """Samples per second, as a share of what the same workers would do if each just loaded and computed."""
     rate = _rate(run)
     alone = 0.0
@@ -226,7 +226,7 @@ def _efficiency(run: Reduction, workers: list[dict[str, Any]]) -> float | None:
 # -- curves ----------------------------------------------------------------------------------------------------------
 
 
-def _curves(run: Reduction) -> dict[str, Any]:
+def _curves(run: RunAggregate) -> dict[str, Any]:
     curves = {}
     for name, curve in run.curves.items():
         moments, versions, values = curve.series()
@@ -238,7 +238,7 @@ def _curves(run: Reduction) -> dict[str, Any]:
     return {"metrics": curves, "throughput": _throughput(run)}
 
 
-def _throughput(run: Reduction) -> dict[str, list[float]]:
+def _throughput(run: RunAggregate) -> dict[str, list[float]]:
     """Samples and updates per second over time, in at most 200 stretches, each of several updates."""
     if run.buckets is None:
         return {"seconds": [], "samples": [], "updates": [], "versions": []}
@@ -262,7 +262,7 @@ def _throughput(run: Reduction) -> dict[str, list[float]]:
 # -- the timeline ----------------------------------------------------------------------------------------------------
 
 
-def _timeline(run: Reduction, ranks: list[int], columns: int) -> dict[str, Any]:
+def _timeline(run: RunAggregate, ranks: list[int], columns: int) -> dict[str, Any]:
     pieces = run.detail.seal()
     lanes = [*ranks, *sorted((rank for rank in run.tallies if rank < 0), reverse=True)]
     count = run.buckets.count(run.last) if run.buckets else 0
@@ -294,7 +294,7 @@ def _timeline(run: Reduction, ranks: list[int], columns: int) -> dict[str, Any]:
     }
 
 
-def _shares(run: Reduction, key: tuple[object, ...], count: int, together: int) -> list[int]:
+def _shares(run: RunAggregate, key: tuple[object, ...], count: int, together: int) -> list[int]:
     """Of each stretch of time, how many thousandths were spent so."""
     if run.buckets is None:
         return []
@@ -306,7 +306,7 @@ def _micro(moments: Any) -> list[int]:
     return [int(value) for value in np.round(np.asarray(moments) * 1e6)]
 
 
-def _piece(piece: Piece, run: Reduction) -> dict[str, Any]:
+def _piece(piece: DetailPiece, run: RunAggregate) -> dict[str, Any]:
     begin, end = covers(piece)
     lanes = {}
     for rank in np.unique(piece.rows["rank"]):
@@ -334,7 +334,7 @@ def _updates(rows: Rows, served: bool) -> Any:
     return ends(rows[(rows["kind"] == UPDATING) & (rows["rank"] == who) & ~rows["skipped"]])
 
 
-def _arrows(piece: Piece, begin: float) -> list[list[int]]:
+def _arrows(piece: DetailPiece, begin: float) -> list[list[int]]:
     """Pushes and what came back: worker, and in µs when sent, arrived, answered, received; whether it was used."""
     published = np.sort(_updates(piece.rows, served=True))
     arrows = []
@@ -356,7 +356,7 @@ def _arrows(piece: Piece, begin: float) -> list[list[int]]:
     return arrows
 
 
-def _typical(pieces: list[Piece], run: Reduction) -> list[float]:
+def _typical(pieces: list[DetailPiece], run: RunAggregate) -> list[float]:
     """From when to when: of all stretches of so many updates in the middle of the run, the one of middling length."""
     if not pieces:
         return [0.0, 1.0]

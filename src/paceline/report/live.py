@@ -24,11 +24,11 @@ from starlette.routing import Route
 
 from paceline.report.metrics import CONTENT_TYPE, metrics
 from paceline.report.page import html, plotly, static
-from paceline.report.source import Source
+from paceline.report.source import RunSource
 
 _INTERVAL = 1.0
 """Seconds between two pictures."""
-_FAREWELL = 5.0
+_EXIT_REPORT = 5.0
 """Seconds in which the pages hear that the run is over, before the server ends with it."""
 _COLUMNS = 600
 LIMIT = 6000
@@ -45,7 +45,7 @@ _SAFE = {
 class Newest:
     """The facts of a run, made anew at most once in a while, and only when somebody asks."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: RunSource) -> None:
         self._source = source
         self._facts: dict[str, Any] = {}
         self._made = 0.0
@@ -128,7 +128,7 @@ def _name(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
-def application(source: Source, token: str | None) -> Starlette:
+def application(source: RunSource, token: str | None) -> Starlette:
     newest = Newest(source)
     query = "" if token is None else f"?token={quote(token)}"
     names = ("plotly.js", "timeline.js", "page.js", "live.js")
@@ -200,7 +200,7 @@ def needs_token(host: str) -> bool:
     return not _is_loopback(host)
 
 
-def serve(source: Source, listener: socket.socket, host: str, token: str | None, *, until_over: bool) -> None:
+def serve(source: RunSource, listener: socket.socket, host: str, token: str | None, *, until_over: bool) -> None:
     """Serve the page until interrupted or, if so wished, until the run is over."""
     app = Guard(application(source, token), hosts=allowed_hosts(host), token=token)
     config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
@@ -216,7 +216,7 @@ def serve(source: Source, listener: socket.socket, host: str, token: str | None,
             elif not source.going and (source.folder / "events.jsonl").exists():
                 over = over or time.monotonic()
                 idle = not server.server_state.connections
-                if idle or time.monotonic() - over > _FAREWELL:
+                if idle or time.monotonic() - over > _EXIT_REPORT:
                     server.should_exit = True
 
     async def both() -> None:

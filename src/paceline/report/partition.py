@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from paceline.plan.partition import Partition
-from paceline.plan.sheet import Sheet
-from paceline.simulate.schedules import Evaluated
+from paceline.graph.model_profile import ModelProfile
+from paceline.graph.partition import Partition
+from paceline.schedules.orders import Evaluated
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _KINDS = {"F": "#0072B2", "B": "#009E73", "W": "#56B4E9"}
@@ -15,7 +15,7 @@ _WIDTH, _LEFT, _RIGHT, _ROW = 960, 76, 16, 30
 _TOP, _BAR = 130, 46
 
 
-def partition_figure(sheet: Sheet, cut: Partition, schedule: Evaluated, title: str) -> str:
+def partition_figure(sheet: ModelProfile, cut: Partition, schedule: Evaluated, title: str) -> str:
     """An SVG."""
     inner = _WIDTH - _LEFT - _RIGHT
     total = sum(cost.seconds for cost in sheet.costs) or 1.0
@@ -56,7 +56,7 @@ def _size(count: int) -> str:
     return f"{count / 1e6:.3g} MB" if count >= 1e6 else f"{count / 1e3:.3g} kB"
 
 
-def _stage(sheet: Sheet, place: Sequence[float], number: int, first: int, last: int) -> list[str]:
+def _stage(sheet: ModelProfile, place: Sequence[float], number: int, first: int, last: int) -> list[str]:
     colour = _COLOURS[number % len(_COLOURS)]
     shapes = []
     for one in range(first, last):
@@ -79,7 +79,7 @@ def _stage(sheet: Sheet, place: Sequence[float], number: int, first: int, last: 
     return shapes
 
 
-def _arcs(sheet: Sheet, cut: Partition, place: Sequence[float]) -> list[str]:
+def _arcs(sheet: ModelProfile, cut: Partition, place: Sequence[float]) -> list[str]:
     """Values that skip operations: an arc from where each is made to where it is last needed."""
     last: dict[int, int] = {}
     for number, inputs in enumerate(sheet.inputs):

@@ -12,8 +12,8 @@ import msgspec
 
 from paceline.errors import UsageError
 from paceline.events.reader import Reader
+from paceline.report.aggregate import RunAggregate
 from paceline.report.facts import facts
-from paceline.report.reduction import Reduction
 
 _LATE = 1.5
 """Seconds by which an event can be late in its file."""
@@ -21,7 +21,7 @@ _PIECE = 2 << 20
 """Bytes of a file that are read before the others have their turn."""
 
 
-class Source:
+class RunSource:
     """A run that is over, or was ended; or one that goes on, with `follow`."""
 
     def __init__(self, path: Path, limit: int = 100_000) -> None:
@@ -34,7 +34,7 @@ class Source:
             raise UsageError(f"there is no run at {path}; give a folder of a run, such as runs/NAME")
         if path.is_dir() and not self.files and not (path / "config.json").exists():
             raise UsageError(f"{path} is not the folder of a run: it has neither events.jsonl nor streams/")
-        self.run = Reduction(limit)
+        self.run = RunAggregate(limit)
         self._readers: dict[Path, Reader] = {}
         self._reached: defaultdict[Path, float] = defaultdict(lambda: -math.inf)
         """The moment up to which a file has been read."""
@@ -119,9 +119,9 @@ class Source:
         )
 
 
-def open_run(path: Path, limit: int = 100_000) -> Source:
+def open_run(path: Path, limit: int = 100_000) -> RunSource:
     """A run with all that is known of it; refuses one of which nothing is."""
-    source = Source(path, limit)
+    source = RunSource(path, limit)
     source.read()
     if source.empty:
         raise UsageError(source.notes[0] if source.notes else f"{path} has no events: nothing was recorded")

@@ -10,14 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.report.rows import KINDS, ROW, Rows, busy_until, ends
-from paceline.report.source import Source
+from paceline.report.source import RunSource
 
 _LEFT = 10
 _LOOKS = {"computing": "█", "loading": "▒", "communicating": "▄", "updating": "▪", "waiting": "·", "cancelled": "░"}
 _COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red")
 
 
-def text_report(source: Source, facts: dict[str, Any], width: int) -> RenderableType:
+def text_report(source: RunSource, facts: dict[str, Any], width: int) -> RenderableType:
     """One run, as a person reads it."""
     head = [f"{facts['name']}: {facts['strategy']}, {len(facts['workers'])} workers, {facts['updates']:,} updates"]
     if facts["samples_per_second"]:
@@ -33,7 +33,7 @@ def text_report(source: Source, facts: dict[str, Any], width: int) -> Renderable
     return Group(*parts)
 
 
-def _timeline(source: Source, timeline: dict[str, Any], width: int) -> RenderableType:
+def _timeline(source: RunSource, timeline: dict[str, Any], width: int) -> RenderableType:
     """Some typical updates: a line per worker, a character per moment."""
     if not timeline["pieces"]:
         return Text("nothing was trained on", style="dim")
@@ -96,6 +96,6 @@ def _table(facts: dict[str, Any]) -> Table:
     return table
 
 
-def print_text(source: Source, facts: dict[str, Any]) -> None:
+def print_text(source: RunSource, facts: dict[str, Any]) -> None:
     console = Console(highlight=False)
     console.print(text_report(source, facts, console.width))

@@ -17,37 +17,36 @@ from paceline.config import parse_strategy
 from paceline.errors import Mismatch, ServerLost, TeamError, TeamTimeout, WorkerLost
 from paceline.events import Recorder, ReplicaRecorder
 from paceline.parameters.hyperparameters import Hyperparameters
-from paceline.policies import Decision, Groups, Order, Policy, make_policy
-from paceline.policies import Push as Arrival
-from paceline.server.door import Door
-from paceline.server.meetings import Meetings
+from paceline.policies import Arrival, Decision, Groups, Order, Policy, make_policy
+from paceline.server.admission import Admission
+from paceline.server.barrier import ServerBarrier
+from paceline.server.flags import SharedFlags
+from paceline.server.leases import LeaseService
 from paceline.server.messages import (
-    Ask,
-    Bye,
-    Cancel,
-    Cancelled,
-    Done,
-    Enter,
-    Failed,
+    BeginEpoch,
+    CancelStep,
+    EnterBarrier,
     Freeze,
     Frozen,
-    Go,
-    Meet,
-    Plan,
-    Push,
-    Quit,
+    LeaseDone,
+    LeaveEpoch,
+    LeaveTeam,
+    MachineLost,
+    Proceed,
+    PushGradient,
+    RequestLease,
+    RunFailed,
+    RunSpec,
+    StepCancelled,
     Thaw,
-    Unreachable,
 )
-from paceline.server.messages import Order as Drawn
-from paceline.server.samples import Samples
-from paceline.server.seats import Seat, Seats, State
-from paceline.server.shards import Shards
+from paceline.server.messages import EpochOrder as Drawn
+from paceline.server.sessions import Session, Sessions, SessionState
+from paceline.server.shard_set import ShardSet
 from paceline.server.tuner import Tuner
 from paceline.server.updates import Pushed, Updates
-from paceline.server.words import SharedWords
 from paceline.transport import Memory
-from paceline.transport.wire import Closed, Listener
+from paceline.transport.unix_connection import Closed, Listener
 
 _TICK = 0.5
 """Seconds between looks at who has waited too long."""
@@ -60,12 +59,12 @@ class Coordinator:
 
     def __init__(
         self,
-        plan: Plan,
-        seats: dict[int, Seat],
-        shards: Shards,
+        plan: RunSpec,
+        sessions: dict[int, Session],
+        shards: ShardSet,
         hyperparameters: Hyperparameters,
         used: list[memoryview],
-        words: SharedWords,
+        words: SharedFlags,
         say: Callable[[str], None],
     ) -> None:
         self._plan, self._shards = plan, shards
@@ -73,13 +72,13 @@ class Coordinator:
         self._policy: Policy = make_policy(parse_strategy(plan.strategy), range(plan.workers))
         folder = None if plan.folder is None else Path(plan.folder)
         self._recorder = Recorder(folder, -1) if plan.replica == 1 else ReplicaRecorder(folder, -1, plan.replica)
-        self._seats = Seats(seats, plan.capacity, plan.replica)
-        self._updates = Updates(plan, self._seats, shards, self._recorder, self._policy.k)
-        self._samples = Samples(
-            self._seats, self._policy, self._updates, self._recorder, plan.timeouts.meeting, self._execute
+        self._sessions = Sessions(sessions, plan.capacity, plan.replica)
+        self._updates = Updates(plan, self._sessions, shards, self._recorder, self._policy.k)
+        self._samples = LeaseService(
+            self._sessions, self._policy, self._updates, self._recorder, plan.timeouts.barrier, self._execute
         )
-        self._meetings = Meetings(self._seats, plan.timeouts.meeting)
-        self._door: Door | None = None
+        self._barriers = ServerBarrier(self._sessions, plan.timeouts.barrier)
+        self._admission: Admission | None = None
         self._began_with: list[dict[str, Any]] | None = None
         """The newest hyperparameters of one who was here from the start."""
         self._until: float | None = None
@@ -87,7 +86,7 @@ class Coordinator:
         self._tuner = Tuner(self._policy, parse_strategy(plan.strategy))
         self._tickets = 0
         self._loss: float | None = None
-        self._by_descriptor = {seat.wire.descriptor: seat for seat in seats.values()}
+        self._by_descriptor = {session.connection.descriptor: session for session in sessions.values()}
         self._epoll = select.epoll()
         for descriptor in self._by_descriptor:
             self._epoll.register(descriptor, select.EPOLLIN)
@@ -97,18 +96,18 @@ class Coordinator:
         """Whether all workers waited at the last look."""
         self._notices: dict[int, float] = {}
         """When next to say for whom a worker waits."""
-        self._handlers: dict[type, Callable[[Seat, Any], None]] = {
-            Push: self._push,
-            Cancelled: self._cancelled,
-            Enter: self._samples.enter,
+        self._handlers: dict[type, Callable[[Session, Any], None]] = {
+            PushGradient: self._push,
+            StepCancelled: self._cancelled,
+            BeginEpoch: self._samples.enter,
             Drawn: self._samples.drawn,
-            Ask: self._samples.ask,
-            Done: self._samples.seen,
-            Quit: self._samples.quit,
-            Meet: self._meetings.come,
+            RequestLease: self._samples.ask,
+            LeaseDone: self._samples.seen,
+            LeaveEpoch: self._samples.quit,
+            EnterBarrier: self._barriers.come,
             Freeze: self._freeze,
-            Bye: self._bye,
-            Unreachable: self._unreachable,
+            LeaveTeam: self._bye,
+            MachineLost: self._unreachable,
         }
 
     def let_in(self, listener: Listener, text: bytes, memories: list[Memory]) -> None:
@@ -116,19 +115,19 @@ class Coordinator:
 
         text: the plan, as it is handed to them, with these memories.
         """
-        self._door = Door(listener, self._plan, text, memories, self._seats)
-        self._door.seat, self._door.dismiss = self._seat, self._words.dismiss
-        self._door.open(self._epoll)
+        self._admission = Admission(listener, self._plan, text, memories, self._sessions)
+        self._admission.session, self._admission.dismiss = self._session, self._words.dismiss
+        self._admission.open(self._epoll)
 
     def run(self) -> None:
         """Serve until all workers have left."""
         try:
-            while self._seats or self._expects_others():
+            while self._sessions or self._expects_others():
                 for descriptor, _ in self._epoll.poll(_TICK):
                     if descriptor in self._by_descriptor:
                         self._hear(self._by_descriptor[descriptor])
-                    elif self._door is not None:
-                        self._door.hear(descriptor)
+                    elif self._admission is not None:
+                        self._admission.hear(descriptor)
                 if time.monotonic() >= self._next_look:
                     self._look()
         except TeamError as error:
@@ -138,11 +137,11 @@ class Coordinator:
             raise
         finally:
             self._recorder.close()
-            if self._door is not None:
-                self._door.close()
+            if self._admission is not None:
+                self._admission.close()
             self._epoll.close()
-            for seat in self._seats.values():
-                seat.wire.close()  # nobody will answer there any more
+            for session in self._sessions.values():
+                session.connection.close()  # nobody will answer there any more
 
     def _expects_others(self) -> bool:
         """Whether all workers were lost and others may yet come for them."""
@@ -150,18 +149,20 @@ class Coordinator:
 
     # -- hearing -----------------------------------------------------------------------------------------------------
 
-    def _hear(self, seat: Seat) -> None:
+    def _hear(self, session: Session) -> None:
         try:
-            message = seat.wire.receive()
+            message = session.connection.receive()
         except Closed:
-            self._lost(seat)
+            self._lost(session)
             return
         handle = self._handlers.get(type(message))
         if handle is None:
-            raise Mismatch(f"rank {seat.rank} sent a {type(message).__name__}, which was not expected", [seat.rank])
-        if self._door is not None:
-            self._door.passing(seat, message)
-        handle(seat, message)
+            raise Mismatch(
+                f"rank {session.rank} sent a {type(message).__name__}, which was not expected", [session.rank]
+            )
+        if self._admission is not None:
+            self._admission.passing(session, message)
+        handle(session, message)
 
     def _look(self) -> None:
         """Say who has waited long, and give up if it was too long."""
@@ -169,66 +170,70 @@ class Coordinator:
         self._next_look = now + _TICK
         self._recorder.flush()
         limits = self._plan.timeouts
-        for seat in self._seats.values():
-            if seat.state is State.COMPUTING:
+        for session in self._sessions.values():
+            if session.state is SessionState.COMPUTING:
                 continue
-            waited = now - seat.since
-            notice = max(limits.notice, self._notices.get(seat.rank, 0.0))
-            late = [other.rank for other in self._seats.values() if other.state in (State.COMPUTING, State.DRAWING)]
+            waited = now - session.since
+            notice = max(limits.notice, self._notices.get(session.rank, 0.0))
+            late = [
+                other.rank
+                for other in self._sessions.values()
+                if other.state in (SessionState.COMPUTING, SessionState.DRAWING)
+            ]
             if not late:
                 continue
-            if waited >= limits.meeting:
+            if waited >= limits.barrier:
                 raise TeamTimeout(
-                    f"{self._seats.called([seat.rank])} waited {waited:.1f} s for {self._seats.named(late)} at "
-                    f"{seat.state.value}; the timeout is {limits.meeting:g} s",
-                    self._seats.processes(late),
+                    f"{self._sessions.called([session.rank])} waited {waited:.1f} s for {self._sessions.named(late)} "
+                    f"at {session.state.value}; the timeout is {limits.barrier:g} s",
+                    self._sessions.processes(late),
                 )
             if waited < limits.notice:
-                self._notices.pop(seat.rank, None)
+                self._notices.pop(session.rank, None)
             elif waited >= notice:
-                self._notices[seat.rank] = 2 * waited
+                self._notices[session.rank] = 2 * waited
                 self._say(
-                    f"{self._seats.called([seat.rank])} waits for {self._seats.named(late)} at {seat.state.value}: "
-                    f"{waited:.0f} s so far, the timeout is {limits.meeting:g} s"
+                    f"{self._sessions.called([session.rank])} waits for {self._sessions.named(late)} at "
+                    f"{session.state.value}: {waited:.0f} s so far, the timeout is {limits.barrier:g} s"
                 )
         self._unstick()
 
     def _unstick(self) -> None:
         """If everybody waits and nothing is under way, nobody will ever be answered: their scripts differ."""
-        stuck = bool(self._seats) and all(
-            seat.state not in (State.COMPUTING, State.DRAWING) for seat in self._seats.values()
+        stuck = bool(self._sessions) and all(
+            session.state not in (SessionState.COMPUTING, SessionState.DRAWING) for session in self._sessions.values()
         )
         before, self._stuck = self._stuck, stuck
         if not (stuck and before) or self._samples.unstick():  # a death may not have been heard at the first look
             return
         where: dict[str, list[int]] = {}
-        for rank in sorted(self._seats):
-            where.setdefault(self._seats[rank].state.value, []).append(rank)
-        parts = [f"{self._seats.named(ranks)} for {state}" for state, ranks in where.items()]
+        for rank in sorted(self._sessions):
+            where.setdefault(self._sessions[rank].state.value, []).append(rank)
+        parts = [f"{self._sessions.named(ranks)} for {state}" for state, ranks in where.items()]
         raise Mismatch(
-            f"nobody can go on: all wait, {', '.join(parts)}; all workers must do the same", list(self._seats)
+            f"nobody can go on: all wait, {', '.join(parts)}; all workers must do the same", list(self._sessions)
         )
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def _push(self, seat: Seat, message: Push) -> None:
+    def _push(self, session: Session, message: PushGradient) -> None:
         now = time.perf_counter()
         if self._tuner.watching:
-            self._tune(seat, now)
-        seat.into(State.PUSHED)
-        seat.request, seat.outcome, seat.fresh = message, "used", False
-        self._policy.wake(seat.rank)
+            self._tune(session, now)
+        session.into(SessionState.PUSHED)
+        session.request, session.outcome, session.fresh = message, "used", False
+        self._policy.wake(session.rank)
         self._tickets += 1
         ticket, staleness = self._tickets, self._policy.version - message.version
         if message.loss is not None:
             before = message.loss if self._loss is None else self._loss
             self._loss = _SMOOTHING * before + (1 - _SMOOTHING) * message.loss
             self._policy.observe(self._loss)
-        outcome, reason = self._decide(seat, message, ticket, staleness)
+        outcome, reason = self._decide(session, message, ticket, staleness)
         # Written down last: the worker has its answer already.
         self._recorder.add(
             events.Push(
-                seat.rank,
+                session.rank,
                 now,
                 ticket,
                 message.version,
@@ -242,38 +247,38 @@ class Coordinator:
             )
         )
 
-    def _tune(self, seat: Seat, now: float) -> None:
+    def _tune(self, session: Session, now: float) -> None:
         """Let a worker's step count for the choice of a policy; if there is one, go on with it."""
-        choice = self._tuner.step(seat.rank, time.monotonic() - seat.since, self._updates.seconds)
+        choice = self._tuner.step(session.rank, time.monotonic() - session.since, self._updates.seconds)
         if choice is None:
             return
-        k = make_policy(parse_strategy(choice.strategy), range(len(self._seats))).k
+        k = make_policy(parse_strategy(choice.strategy), range(len(self._sessions))).k
         self._updates.expect(k)
         version = self._policy.version
         self._recorder.add(events.Switch(-1, now, version, choice.strategy, choice.reason))
         self._say(f"after {version} updates, auto goes on as {choice.strategy}: {choice.reason}")
 
-    def _decide(self, seat: Seat, message: Push, ticket: int, staleness: int) -> tuple[str, str]:
+    def _decide(self, session: Session, message: PushGradient, ticket: int, staleness: int) -> tuple[str, str]:
         """What becomes of a gradient, and why."""
-        rank, bound = seat.rank, self._updates.bound
+        rank, bound = session.rank, self._updates.bound
         if message.skip:
             self._samples.done(message.leases)
-            self._go(seat, renew=True)
+            self._go(session, renew=True)
             self._samples.settle()
             return "skipped", "its gradient is not finite"
         if bound is not None and staleness > bound:
             self._samples.give_back(rank, message.leases, "dropped")
-            seat.outcome = "dropped"
-            self._go(seat, renew=True)
+            session.outcome = "dropped"
+            self._go(session, renew=True)
             self._samples.settle()
             return "dropped", f"older than the {bound} updates that are allowed"
         groups = self._hyperparameters.read(rank, message.hyperparameters)
-        if not seat.joined:
+        if not session.joined:
             self._began_with = groups
-        elif self._began_with is not None and any(not other.joined for other in self._seats.values()):
+        elif self._began_with is not None and any(not other.joined for other in self._sessions.values()):
             groups = self._began_with  # the schedulers of one who joined began later
         used = None if message.complete else bytes(self._used[rank])
-        self._updates.hold(Pushed(ticket, rank, message, groups, used, seat.buffer, rank), staleness)
+        self._updates.hold(Pushed(ticket, rank, message, groups, used, session.buffer, rank), staleness)
         decision = self._policy.arrive(Arrival(ticket, rank, message.version))
         self._execute(decision, rank)
         for one in decision.use:
@@ -289,8 +294,8 @@ class Coordinator:
         for one in decision.drop:
             pushed = self._updates.held.pop(one.ticket)
             self._samples.give_back(pushed.rank, pushed.message.leases, "dropped")
-            if pushed.rank in self._seats:
-                self._seats[pushed.rank].outcome = "dropped"
+            if pushed.rank in self._sessions:
+                self._sessions[pushed.rank].outcome = "dropped"
         if len(decision.together) > 1 and isinstance(self._policy, Groups):
             group = self._policy.of[decision.together[0].worker]
             self._updates.sum_group(group, [one.ticket for one in decision.together])
@@ -298,145 +303,147 @@ class Coordinator:
             for pushed in self._updates.make([one.ticket for one in decision.use], self._policy.version):
                 self._samples.done(pushed.message.leases)
         for rank, order in decision.orders.items():
-            seat = self._seats.get(rank)
-            if seat is None or order is Order.WAIT:
+            session = self._sessions.get(rank)
+            if session is None or order is Order.WAIT:
                 continue
-            if seat.state is State.PUSHED:
+            if session.state is SessionState.PUSHED:
                 self._updates.collect(rank)
-                self._go(seat, renew=order is not Order.STAY, by=by)
-            elif order is Order.CANCEL and seat.state is State.COMPUTING:
-                self._cancel(seat)
+                self._go(session, renew=order is not Order.STAY, by=by)
+            elif order is Order.CANCEL and session.state is SessionState.COMPUTING:
+                self._cancel(session)
         if decision.use or decision.drop:
             self._samples.settle()
 
-    def _cancel(self, seat: Seat) -> None:
-        if seat.host:
-            self._seats.tell(seat, Cancel(self._policy.version))
+    def _cancel(self, session: Session) -> None:
+        if session.host:
+            self._sessions.tell(session, CancelStep(self._policy.version))
             return
-        self._words.floors.stamp(seat.rank, time.perf_counter())
-        self._words.floors.write(seat.rank, self._policy.version & 0xFFFFFFFF)
+        self._words.floors.stamp(session.rank, time.perf_counter())
+        self._words.floors.write(session.rank, self._policy.version & 0xFFFFFFFF)
 
-    def _go(self, seat: Seat, *, renew: bool, by: int = -1) -> None:
+    def _go(self, session: Session, *, renew: bool, by: int = -1) -> None:
         """Let a worker go on that has pushed or was cancelled."""
-        request = seat.request
-        want = request.want if isinstance(request, Push | Cancelled) else None
-        lease = None if want is None else self._samples.lease(seat, want)
+        request = session.request
+        want = request.want if isinstance(request, PushGradient | StepCancelled) else None
+        lease = None if want is None else self._samples.lease(session, want)
         if renew:
-            self._seats.renew(seat)
-        on = -1 if by == seat.rank else by
-        self._seats.answer(seat, Go(seat.version, seat.buffer, seat.outcome, on, lease))
+            self._sessions.renew(session)
+        on = -1 if by == session.rank else by
+        self._sessions.answer(session, Proceed(session.version, session.buffer, session.outcome, on, lease))
 
-    def _cancelled(self, seat: Seat, message: Cancelled) -> None:
-        seat.request, seat.outcome = message, "cancelled"
-        self._samples.give_back(seat.rank, message.leases, "cancelled")
-        self._go(seat, renew=True)
+    def _cancelled(self, session: Session, message: StepCancelled) -> None:
+        session.request, session.outcome = message, "cancelled"
+        self._samples.give_back(session.rank, message.leases, "cancelled")
+        self._go(session, renew=True)
         self._samples.settle()
 
     # -- standing still ----------------------------------------------------------------------------------------------
 
-    def _freeze(self, seat: Seat, message: Freeze) -> None:
+    def _freeze(self, session: Session, message: Freeze) -> None:
         """Change nothing until this worker allows it again: it reads, or writes, what else only the server does."""
         if message.renew:
-            self._seats.renew(seat)
-        shelf = self._seats.shelf
-        self._seats.tell(seat, Frozen(shelf.version, shelf.newest))
+            self._sessions.renew(session)
+        pool = self._sessions.pool
+        self._sessions.tell(session, Frozen(pool.version, pool.newest))
         try:
-            answer = seat.wire.receive_within(self._plan.timeouts.meeting)
+            answer = session.connection.receive_within(self._plan.timeouts.barrier)
         except Closed:
-            self._lost(seat)
+            self._lost(session)
             return
         if not isinstance(answer, Thaw):
-            raise TeamTimeout(f"rank {seat.rank} kept the server waiting while it read the parameters", [seat.rank])
+            raise TeamTimeout(
+                f"rank {session.rank} kept the server waiting while it read the parameters", [session.rank]
+            )
         if answer.reload:
             self._shards.reload()
 
     # -- coming and leaving ------------------------------------------------------------------------------------------
 
-    def _seat(self, seat: Seat) -> None:
+    def _session(self, session: Session) -> None:
         """One who joins takes its place. Nobody waits for it before it has got samples, or has pushed."""
-        rank = seat.rank
+        rank = session.rank
         self._updates.collect(rank)  # of whoever had this rank before: its buffer is about to be another's
         self._hyperparameters.forget(rank)
-        self._seats.add(seat)
-        self._by_descriptor[seat.wire.descriptor] = seat
-        self._epoll.register(seat.wire.descriptor, select.EPOLLIN)
+        self._sessions.add(session)
+        self._by_descriptor[session.connection.descriptor] = session
+        self._epoll.register(session.connection.descriptor, select.EPOLLIN)
         self._until = None
         self._note_who_is_here()
         self._execute(self._policy.join(rank), rank)
         self._execute(self._policy.rest(rank), rank)
         self._updates.expect(self._policy.k)
-        assert self._door is not None
-        self._door.hand_over(seat)
-        self._say(f"rank {rank} has joined; there are {len(self._seats)} workers now")
+        assert self._admission is not None
+        self._admission.hand_over(session)
+        self._say(f"rank {rank} has joined; there are {len(self._sessions)} workers now")
 
     def _note_who_is_here(self) -> None:
-        self._words.present = len(self._seats)
-        self._recorder.add(events.Roster(-1, time.perf_counter(), sorted(self._seats), self._policy.version))
+        self._words.present = len(self._sessions)
+        self._recorder.add(events.Roster(-1, time.perf_counter(), sorted(self._sessions), self._policy.version))
 
-    def _bye(self, seat: Seat, _: Bye) -> None:
-        self._remove(seat, "abandoned")
+    def _bye(self, session: Session, _: LeaveTeam) -> None:
+        self._remove(session, "abandoned")
 
-    def _unreachable(self, seat: Seat, message: Unreachable) -> None:
-        self._lost(seat, f"is lost: {message.why}")
+    def _unreachable(self, session: Session, message: MachineLost) -> None:
+        self._lost(session, f"is lost: {message.why}")
 
-    def _lost(self, seat: Seat, how: str = "died") -> None:
+    def _lost(self, session: Session, how: str = "died") -> None:
         """A worker has died."""
-        who, how = self._seats.called([seat.rank]), f"on {seat.host} {how}" if seat.host else how
-        state = seat.state
-        self._recorder.add(events.Lost(seat.rank, time.perf_counter()))
-        leases = self._remove(seat, "lost")
+        who, how = self._sessions.called([session.rank]), f"on {session.host} {how}" if session.host else how
+        state = session.state
+        self._recorder.add(events.Lost(session.rank, time.perf_counter()))
+        leases = self._remove(session, "lost")
         if not (self._policy.spare or self._plan.elastic):
-            if self._seats:
+            if self._sessions:
                 raise WorkerLost(
                     f"{who} {how}; under {self._plan.strategy} every update needs all workers",
-                    self._seats.processes([seat.rank]),
+                    self._sessions.processes([session.rank]),
                 )
             return
-        if not self._seats:
+        if not self._sessions:
             self._until = time.monotonic() + self._plan.timeouts.join if self._plan.elastic else None
-            if self._door is not None:
-                self._door.settle()
+            if self._admission is not None:
+                self._admission.settle()
             return
         again = f"; what it trained on ({leases} minibatches) goes to the others" if leases else ""
-        doing = "" if state is State.COMPUTING else f" while it waited for {state.value}"
-        self._say(f"{who} {how}{doing}; the other {len(self._seats)} go on without it{again}")
+        doing = "" if state is SessionState.COMPUTING else f" while it waited for {state.value}"
+        self._say(f"{who} {how}{doing}; the other {len(self._sessions)} go on without it{again}")
 
-    def _remove(self, seat: Seat, why: str) -> int:
+    def _remove(self, session: Session, why: str) -> int:
         """A worker is gone: its version is free, its samples are for others; what it has pushed still counts."""
-        rank = seat.rank
-        self._epoll.unregister(seat.wire.descriptor)
-        del self._by_descriptor[seat.wire.descriptor]
-        seat.wire.close()
-        del self._seats[rank]
+        rank = session.rank
+        self._epoll.unregister(session.connection.descriptor)
+        del self._by_descriptor[session.connection.descriptor]
+        session.connection.close()
+        del self._sessions[rank]
         self._words.stay(rank)
         self._note_who_is_here()
         leases = self._samples.leave(rank, why)
         elastic = self._plan.elastic
-        if elastic or (self._seats and (why == "abandoned" or self._policy.spare)):
+        if elastic or (self._sessions and (why == "abandoned" or self._policy.spare)):
             self._execute(self._policy.leave(rank), rank)
             self._samples.settle()
-            self._meetings.settle()
+            self._barriers.settle()
             self._updates.expect(self._policy.k)
         # Not before: an update may still have needed the version that its last gradient was computed on.
-        self._seats.shelf.release(seat.buffer)
+        self._sessions.pool.release(session.buffer)
         return leases
 
     def _fail(self, error: TeamError) -> None:
         """Tell all workers that the run can not go on."""
         self._recorder.flush()
-        if self._door is not None:
-            self._door.close()  # nobody can join any more, nor need be heard
-        word = Failed(type(error).__name__, str(error), list(error.ranks))
-        for seat in self._seats.values():
-            self._seats.tell(seat, word)
+        if self._admission is not None:
+            self._admission.close()  # nobody can join any more, nor need be heard
+        word = RunFailed(type(error).__name__, str(error), list(error.ranks))
+        for session in self._sessions.values():
+            self._sessions.tell(session, word)
         # They raise it, and leave; whoever computes finds it when it next looks.
         until = time.monotonic() + self._plan.timeouts.stop + 2.0
-        while self._seats and time.monotonic() < until:
+        while self._sessions and time.monotonic() < until:
             for descriptor, _ in self._epoll.poll(0.1):
-                seat = self._by_descriptor[descriptor]
+                session = self._by_descriptor[descriptor]
                 try:
-                    seat.wire.receive()
-                    self._seats.tell(seat, word)  # whatever it asks for as it leaves
+                    session.connection.receive()
+                    self._sessions.tell(session, word)  # whatever it asks for as it leaves
                 except Closed:
                     self._epoll.unregister(descriptor)
-                    del self._by_descriptor[descriptor], self._seats[seat.rank]
+                    del self._by_descriptor[descriptor], self._sessions[session.rank]

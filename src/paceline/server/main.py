@@ -8,7 +8,7 @@ import sys
 import torch
 
 from paceline.cluster.process import import_compiler_late, keep_freed_memory
-from paceline.server.host import serve
+from paceline.server.process import serve
 
 
 def main() -> None:

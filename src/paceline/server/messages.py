@@ -11,7 +11,7 @@ from paceline.config import Timeouts
 from paceline.data.ledger import Lease
 
 if TYPE_CHECKING:
-    from paceline.transport.wire import Wire
+    from paceline.transport.unix_connection import UnixConnection
 
 
 MEMORIES = 6
@@ -34,7 +34,7 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
     group: int
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a server must know of a run."""
 
     workers: int
@@ -80,7 +80,7 @@ class Hello(_Message, frozen=True, gc=False):
     """The run goes on already."""
 
 
-class Seated(_Message, frozen=True, gc=False):
+class SessionOpened(_Message, frozen=True, gc=False):
     """To one who joins: begin with this version. All memory comes with this message, and the plan follows in parts."""
 
     version: int
@@ -94,7 +94,7 @@ class ShardHello(_Message, frozen=True, gc=False):
     pid: int
 
 
-class Part(_Message, frozen=True, gc=False):
+class MessagePart(_Message, frozen=True, gc=False):
     """A part of something that is longer than a message."""
 
     data: bytes
@@ -104,16 +104,16 @@ class Part(_Message, frozen=True, gc=False):
 _PIECE = 1 << 16
 
 
-def send_parts(wire: Wire[Any], data: bytes) -> None:
+def send_parts(connection: UnixConnection[Any], data: bytes) -> None:
     """Send something that may be longer than a message."""
     for start in range(0, max(1, len(data)), _PIECE):
-        wire.send(Part(data[start : start + _PIECE], start + _PIECE < len(data)))
+        connection.send(MessagePart(data[start : start + _PIECE], start + _PIECE < len(data)))
 
 
-def receive_parts(wire: Wire[Any], seconds: float) -> bytes | None:
+def receive_parts(connection: UnixConnection[Any], seconds: float) -> bytes | None:
     """What was sent so; None if something else came, or nothing in time."""
     data = bytearray()
-    while isinstance(part := wire.receive_within(seconds), Part):
+    while isinstance(part := connection.receive_within(seconds), MessagePart):
         data += part.data
         if not part.more:
             return bytes(data)
@@ -127,13 +127,13 @@ class Ready(_Message, frozen=True, gc=False):
 # -- from workers ----------------------------------------------------------------------------------------------------
 
 
-class Made(_Message, frozen=True, gc=False):
-    """My backward pass has made the gradients of these parameters. To the office only; needs no answer."""
+class GradientReady(_Message, frozen=True, gc=False):
+    """My backward pass has made the gradients of these parameters. To the relay only; needs no answer."""
 
     parameters: list[int]
 
 
-class Push(_Message, frozen=True, gc=False):
+class PushGradient(_Message, frozen=True, gc=False):
     """My gradient lies in my buffer."""
 
     version: int
@@ -155,14 +155,14 @@ class Push(_Message, frozen=True, gc=False):
     """The loader of which the next samples are wanted, too."""
 
 
-class Cancelled(_Message, frozen=True, gc=False):
+class StepCancelled(_Message, frozen=True, gc=False):
     """I have left a step, as I was told."""
 
     leases: list[int]
     want: int | None = None
 
 
-class Enter(_Message, frozen=True, gc=False):
+class BeginEpoch(_Message, frozen=True, gc=False):
     """I begin an epoch."""
 
     loader: int
@@ -173,7 +173,7 @@ class Enter(_Message, frozen=True, gc=False):
     """I will train on it, and not only evaluate."""
 
 
-class Order(_Message, frozen=True, gc=False):
+class EpochOrder(_Message, frozen=True, gc=False):
     """The order of the epoch follows in parts, as I was told to draw it."""
 
     loader: int
@@ -185,7 +185,7 @@ class Order(_Message, frozen=True, gc=False):
     """Not only evaluating."""
 
 
-class Ask(_Message, frozen=True, gc=False):
+class RequestLease(_Message, frozen=True, gc=False):
     """I need samples; or I could fetch some ahead."""
 
     loader: int
@@ -195,23 +195,23 @@ class Ask(_Message, frozen=True, gc=False):
     """I begin a new gradient, so I can take a new version; if not, what I hold will be part of a later gradient."""
 
 
-class Done(_Message, frozen=True, gc=False):
+class LeaseDone(_Message, frozen=True, gc=False):
     """I have used these without a gradient. Needs no answer."""
 
     leases: list[int]
 
 
-class Meet(_Message, frozen=True, gc=False):
+class EnterBarrier(_Message, frozen=True, gc=False):
     """I bring something that all shall know, in parts; what for is the number of an intent."""
 
     intent: int
 
 
-class Copied(_Message, frozen=True, gc=False):
+class BuffersCopied(_Message, frozen=True, gc=False):
     """I have done as you said."""
 
 
-class Quit(_Message, frozen=True, gc=False):
+class LeaveEpoch(_Message, frozen=True, gc=False):
     """I leave this epoch before its end. Needs no answer."""
 
     loader: int
@@ -231,16 +231,16 @@ class Thaw(_Message, frozen=True, gc=False):
     reload: bool
 
 
-class Reduced(_Message, frozen=True, gc=False):
+class ShareReduced(_Message, frozen=True, gc=False):
     """I have summed my part of the group's gradient."""
 
 
-class Bye(_Message, frozen=True, gc=False):
+class LeaveTeam(_Message, frozen=True, gc=False):
     """I leave the team. Needs no answer."""
 
 
-class Unreachable(_Message, frozen=True, gc=False):
-    """From an office: the machine of this worker is lost."""
+class MachineLost(_Message, frozen=True, gc=False):
+    """From a relay: the machine of this worker is lost."""
 
     why: str
 
@@ -248,7 +248,7 @@ class Unreachable(_Message, frozen=True, gc=False):
 # -- to workers ------------------------------------------------------------------------------------------------------
 
 
-class Go(_Message, frozen=True, gc=False):
+class Proceed(_Message, frozen=True, gc=False):
     """Go on, with this version."""
 
     version: int
@@ -260,17 +260,17 @@ class Go(_Message, frozen=True, gc=False):
     lease: Lease | None = None
 
 
-class Cancel(_Message, frozen=True, gc=False):
-    """To an office: what its worker computes can no longer be used, if it is older than this version."""
+class CancelStep(_Message, frozen=True, gc=False):
+    """To a relay: what its worker computes can no longer be used, if it is older than this version."""
 
     version: int
 
 
-class Draw(_Message, frozen=True, gc=False):
+class DrawOrder(_Message, frozen=True, gc=False):
     """Let your sampler draw the order of the epoch, and tell me."""
 
 
-class Leased(_Message, frozen=True, gc=False):
+class LeaseGranted(_Message, frozen=True, gc=False):
     """Samples for you; none for now, if you wanted to fetch ahead."""
 
     lease: Lease | None
@@ -278,22 +278,22 @@ class Leased(_Message, frozen=True, gc=False):
     buffer: int
 
 
-class Over(_Message, frozen=True, gc=False):
+class EpochOver(_Message, frozen=True, gc=False):
     """The epoch is over for all."""
 
     version: int
     buffer: int
 
 
-class Copy(_Message, frozen=True, gc=False):
+class CopyBuffers(_Message, frozen=True, gc=False):
     """Somebody joins: write what your model has besides trained parameters where it can read them."""
 
 
-class Met(_Message, frozen=True, gc=False):
+class BarrierDone(_Message, frozen=True, gc=False):
     """What all have brought follows in parts, by rank."""
 
 
-class Reduce(_Message, frozen=True, gc=False):
+class ReduceShare(_Message, frozen=True, gc=False):
     """Sum your part of the gradients of your group."""
 
     ranks: list[int]
@@ -306,7 +306,7 @@ class Frozen(_Message, frozen=True, gc=False):
     buffer: int
 
 
-class Failed(_Message, frozen=True, gc=False):
+class RunFailed(_Message, frozen=True, gc=False):
     """The run can not go on."""
 
     kind: str
@@ -317,7 +317,7 @@ class Failed(_Message, frozen=True, gc=False):
 # -- between the server and further shards ---------------------------------------------------------------------------
 
 
-class Source(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class GradientRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A gradient, as an update uses it."""
 
     buffer: int
@@ -331,10 +331,10 @@ class Source(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of the weight, what undoes the scale of the loss."""
 
 
-class Apply(_Message, frozen=True, gc=False):
+class ApplyUpdate(_Message, frozen=True, gc=False):
     """Write the next version of the shard. With a norm, only sum up the gradients, and answer with their norm."""
 
-    sources: list[Source]
+    sources: list[GradientRef]
     old: int
     new: int
     groups: list[dict[str, Any]] | None
@@ -343,50 +343,64 @@ class Apply(_Message, frozen=True, gc=False):
     norm: float | None = None
 
 
-class Add(_Message, frozen=True, gc=False):
+class AddGradient(_Message, frozen=True, gc=False):
     """Add a gradient to what the next update will use."""
 
-    source: Source
+    source: GradientRef
     old: int
 
 
-class Distance(_Message, frozen=True, gc=False):
+class MeasureDistance(_Message, frozen=True, gc=False):
     """How far are these versions apart, squared?"""
 
     first: int
     second: int
 
 
-class Reload(_Message, frozen=True, gc=False):
+class ReloadState(_Message, frozen=True, gc=False):
     """The optimizer's state was changed."""
 
 
-class Answer(_Message, frozen=True, gc=False):
+class ShardAnswer(_Message, frozen=True, gc=False):
     value: float = 0.0
 
 
 FromWorker = (
     Hello
     | ShardHello
-    | Part
-    | Made
-    | Push
-    | Cancelled
-    | Enter
-    | Order
-    | Ask
-    | Done
-    | Quit
-    | Meet
-    | Copied
+    | MessagePart
+    | GradientReady
+    | PushGradient
+    | StepCancelled
+    | BeginEpoch
+    | EpochOrder
+    | RequestLease
+    | LeaseDone
+    | LeaveEpoch
+    | EnterBarrier
+    | BuffersCopied
     | Freeze
     | Thaw
-    | Reduced
-    | Bye
+    | ShareReduced
+    | LeaveTeam
     | Dismiss
-    | Answer
-    | Failed
-    | Unreachable
+    | ShardAnswer
+    | RunFailed
+    | MachineLost
 )
-ToWorker = Ready | Seated | Part | Go | Cancel | Draw | Leased | Over | Copy | Met | Reduce | Frozen | Failed
-ToShard = Part | Ready | Apply | Add | Distance | Reload
+ToWorker = (
+    Ready
+    | SessionOpened
+    | MessagePart
+    | Proceed
+    | CancelStep
+    | DrawOrder
+    | LeaseGranted
+    | EpochOver
+    | CopyBuffers
+    | BarrierDone
+    | ReduceShare
+    | Frozen
+    | RunFailed
+)
+ToShard = MessagePart | Ready | ApplyUpdate | AddGradient | MeasureDistance | ReloadState

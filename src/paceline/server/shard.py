@@ -17,7 +17,7 @@ from paceline.parameters.reduction import CHUNK, Weights, together, weighted_sum
 from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.parameters.whole import WholeOptimizer, like
-from paceline.server.messages import Add, Apply, Distance, Parameter, Plan, Source
+from paceline.server.messages import AddGradient, ApplyUpdate, GradientRef, MeasureDistance, Parameter, RunSpec
 from paceline.transport import Memory
 
 
@@ -38,7 +38,7 @@ def describe(named: list[tuple[str, torch.nn.Parameter]], optimizer: Optimizer) 
     ]
 
 
-def rebuild(plan: Plan) -> tuple[list[tuple[str, torch.nn.Parameter]], Optimizer]:
+def rebuild(plan: RunSpec) -> tuple[list[tuple[str, torch.nn.Parameter]], Optimizer]:
     """Parameters without values, and an optimizer on them, as the workers have them."""
     named: list[tuple[str, torch.nn.Parameter]] = []
     members: list[list[torch.nn.Parameter]] = [[] for _ in plan.groups]
@@ -74,7 +74,9 @@ class Sizes:
 class Shard:
     """What one server does to its part of every version."""
 
-    def __init__(self, plan: Plan, index: int, groups: int, gradients: Memory, versions: Memory, state: Memory) -> None:
+    def __init__(
+        self, plan: RunSpec, index: int, groups: int, gradients: Memory, versions: Memory, state: Memory
+    ) -> None:
         named, optimizer = rebuild(plan)
         whole = type(optimizer) not in ELEMENTWISE
         self._layout = layout = Layout(named, plan.servers, whole=whole, striped=plan.striped)
@@ -114,7 +116,7 @@ class Shard:
 
     # -- what the server asks for ------------------------------------------------------------------------------------
 
-    def add(self, message: Add) -> None:
+    def add(self, message: AddGradient) -> None:
         """Take a gradient in, so that its worker can use its buffer again."""
         source = message.source
         self._newest = message.old
@@ -141,7 +143,7 @@ class Shard:
             self._used_sum = bytes(a | b for a, b in zip(before, used, strict=True))
         self._holds = True
 
-    def _add_used(self, total: torch.Tensor, flat: int, begin: int, end: int, source: Source) -> None:
+    def _add_used(self, total: torch.Tensor, flat: int, begin: int, end: int, source: GradientRef) -> None:
         """As `add`, parameter by parameter; what nobody has used so far is nought."""
         for slot in self._layout.flats[flat].slots:
             first, last = max(begin, slot.offset), min(end, slot.offset + slot.count)
@@ -153,7 +155,7 @@ class Shard:
             if source.used is None or source.used[slot.index]:
                 place.add_(self._dense(source.buffer, flat, first, last), alpha=source.weight)
 
-    def apply(self, message: Apply) -> float:
+    def apply(self, message: ApplyUpdate) -> float:
         """Write the next version, or only make the mean gradient and tell its norm."""
         if message.groups is not None:
             self._optimizer.set_hyperparameters([_tuples(group) for group in message.groups])
@@ -169,7 +171,7 @@ class Shard:
             self._holds, self._used_sum = False, None
         return 0.0
 
-    def distance(self, message: Distance) -> float:
+    def distance(self, message: MeasureDistance) -> float:
         """The squared distance of two versions, as far as this shard knows them."""
         first, second = self._versions.buffers[message.first], self._versions.buffers[message.second]
         total = 0.0
@@ -188,7 +190,7 @@ class Shard:
     def _step(self, flat: int) -> int:
         return max(1, CHUNK // self._layout.flats[flat].dtype.itemsize)
 
-    def _used(self, sources: list[Source]) -> list[bytes] | None:
+    def _used(self, sources: list[GradientRef]) -> list[bytes] | None:
         """Per source, which parameters have a gradient; None if all have, everywhere."""
         if self._used_sum is None and all(source.used is None for source in sources):
             return None
@@ -202,7 +204,7 @@ class Shard:
             flags[buffer] = self._everything if used is None else used
         return flags
 
-    def _collect(self, message: Apply, weights: Weights, used: list[bytes] | None) -> float:
+    def _collect(self, message: ApplyUpdate, weights: Weights, used: list[bytes] | None) -> float:
         """Make the mean gradient of this shard, and raise its norm to that power so that shards can be added."""
         norm = message.norm or 2.0
         parts: list[float] = [0.0]

@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.policies import Auto, Policy, make_policy
 
 if TYPE_CHECKING:
-    from paceline.plan.choose import Choice
+    from paceline.planner.choose import Choice
 
 _LONG = 4
 """Times as many steps as wanted, of all workers, after which those that have made too few are left out of account."""
@@ -49,7 +49,9 @@ class Tuner:
         total = sum(map(len, known.values()))
         if few and (total < _LONG * self._wanted * len(known) or any(len(known[one]) < 2 for one in few)):
             return None
-        from paceline.plan.choose import best_policy  # with the whole simulator, which other policies need not wait for
+        from paceline.planner.choose import (
+            best_policy,  # with the whole simulator, which other policies need not wait for
+        )
 
         middle = sorted(self._updates)[len(self._updates) // 2]
         thinker = ThreadPoolExecutor(1, "paceline-tuner")

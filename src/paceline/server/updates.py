@@ -16,10 +16,19 @@ from paceline.events import Recorder
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.hyperparameters import RateScaling, multiplied
 from paceline.parameters.reduction import together
-from paceline.server.messages import Add, Apply, Distance, Plan, Push, Reduce, Reduced, Source
-from paceline.server.seats import Seats
-from paceline.server.shards import Shards
-from paceline.transport.wire import Closed
+from paceline.server.messages import (
+    AddGradient,
+    ApplyUpdate,
+    GradientRef,
+    MeasureDistance,
+    PushGradient,
+    ReduceShare,
+    RunSpec,
+    ShareReduced,
+)
+from paceline.server.sessions import Sessions
+from paceline.server.shard_set import ShardSet
+from paceline.transport.unix_connection import Closed
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,7 +37,7 @@ class Pushed:
 
     ticket: int
     rank: int
-    message: Push
+    message: PushGradient
     groups: list[dict[str, Any]]
     """The optimizer's hyperparameters, as its worker has them."""
     used: bytes | None
@@ -53,8 +62,8 @@ class Pushed:
 class Updates:
     """Gradients in, versions out; what the policy wants is done here."""
 
-    def __init__(self, plan: Plan, seats: Seats, shards: Shards, recorder: Recorder, k: int) -> None:
-        self._plan, self._seats, self._shards, self._recorder = plan, seats, shards, recorder
+    def __init__(self, plan: RunSpec, sessions: Sessions, shards: ShardSet, recorder: Recorder, k: int) -> None:
+        self._plan, self._sessions, self._shards, self._recorder = plan, sessions, shards, recorder
         self._corrections = Corrections(parse_correction(spec) for spec in plan.corrections)
         self._scaling = RateScaling(plan.scale_lr, k, plan.warmup)
         self.bound = self._corrections.bound()
@@ -85,9 +94,9 @@ class Updates:
         return any(held.rank == rank for held in self.held.values())
 
     def _rate_of(self, pushed: Pushed, staleness: int) -> float:
-        distance, newest = 0.0, self._seats.shelf.newest
+        distance, newest = 0.0, self._sessions.pool.newest
         if self._corrections.needs_distance and pushed.buffer != newest:
-            distance = self._shards.distance(Distance(newest, pushed.buffer))
+            distance = self._shards.distance(MeasureDistance(newest, pushed.buffer))
         rate = float(pushed.groups[0].get("lr", 1.0)) if pushed.groups else 1.0
         return self._corrections.rate(staleness, distance, rate)
 
@@ -96,12 +105,12 @@ class Updates:
         for pushed in self.held.values():
             if pushed.rank == rank and pushed.place == rank:
                 source = self._source(pushed, pushed.mass * pushed.message.factor)
-                self._shards.add(Add(source, self._seats.shelf.newest))
+                self._shards.add(AddGradient(source, self._sessions.pool.newest))
                 pushed.place = self._shards.collected
 
-    def _source(self, pushed: Pushed, weight: float) -> Source:
+    def _source(self, pushed: Pushed, weight: float) -> GradientRef:
         base = pushed.buffer if self._corrections.compensates else -1
-        return Source(pushed.place, weight, base, pushed.used, pushed.message.factor)
+        return GradientRef(pushed.place, weight, base, pushed.used, pushed.message.factor)
 
     def make(self, tickets: list[int], version: int) -> list[Pushed]:
         """Make this version from these gradients, which are not held any longer."""
@@ -112,29 +121,29 @@ class Updates:
         total = sum([pushed.mass for pushed in pushes]) or 1.0
         rate = total / sum(pushed.samples for pushed in pushes) if self._plan.corrections else 1.0
         groups = self._hyperparameters(pushes[0].groups, rate, version)
-        shelf = self._seats.shelf
-        old, new = shelf.newest, shelf.take()
-        message = Apply(self._sources(pushes, total), old, new, groups)
+        pool = self._sessions.pool
+        old, new = pool.newest, pool.take()
+        message = ApplyUpdate(self._sources(pushes, total), old, new, groups)
         clips = [pushed.message.clip for pushed in pushes if pushed.message.clip is not None]
         if clips:
             message = self._clip(message, *clips[0])
         self._shards.apply(message)
-        shelf.publish(new, version)
+        pool.publish(new, version)
         seconds = self.seconds = time.perf_counter() - start
         read = sum([pushed.message.bytes for pushed in pushes])
         used = [pushed.ticket for pushed in pushes]
         self._recorder.add(events.Update(-1, start, seconds, version, read, len(pushes), pushes=used, rate=rate))
         return pushes
 
-    def _sources(self, pushes: list[Pushed], total: float) -> list[Source]:
-        sources: dict[int, Source] = {}
+    def _sources(self, pushes: list[Pushed], total: float) -> list[GradientRef]:
+        sources: dict[int, GradientRef] = {}
         for pushed in pushes:
             place = pushed.place
             if place == self._shards.collected:
-                sources[place] = Source(place, 1.0 / total)
+                sources[place] = GradientRef(place, 1.0 / total)
             elif place >= self._plan.capacity:  # a group's mean
                 mass = sum(other.mass for other in pushes if other.place == place)
-                sources[place] = Source(place, mass / total)
+                sources[place] = GradientRef(place, mass / total)
             else:
                 sources[place] = self._source(pushed, pushed.mass * pushed.message.factor / total)
         return list(sources.values())
@@ -147,7 +156,7 @@ class Updates:
         self._last = (groups, factor)
         return multiplied(groups, factor)
 
-    def _clip(self, message: Apply, limit: float, norm: float) -> Apply:
+    def _clip(self, message: ApplyUpdate, limit: float, norm: float) -> ApplyUpdate:
         """First make the mean gradient, to know its norm; the update then is with that, scaled."""
         parts = self._shards.apply(msgspec.structs.replace(message, norm=norm))
         length = together(parts, norm)
@@ -156,31 +165,31 @@ class Updates:
         scale = min(1.0, limit / (length + 1e-6))
         if math.isnan(length):  # it must stay one, as in plain torch
             scale = length
-        collected = Source(self._shards.collected, 1.0)
-        return Apply([collected], message.old, message.new, None, scale)
+        collected = GradientRef(self._shards.collected, 1.0)
+        return ApplyUpdate([collected], message.old, message.new, None, scale)
 
     def sum_group(self, group: int, tickets: list[int]) -> None:
         """Let the members of a group make the mean of their gradients, each a part of it."""
         pushes = [self.held[ticket] for ticket in tickets if ticket in self.held]
-        seats = [self._seats[pushed.rank] for pushed in pushes if pushed.rank in self._seats]
+        sessions = [self._sessions[pushed.rank] for pushed in pushes if pushed.rank in self._sessions]
         plain = self._plan.compress in ("none", "fp32") and not self._corrections.compensates
-        plain = plain and not any(seat.host for seat in self._seats.values())  # they share no memory
-        if not plain or len(seats) < len(pushes) or any(pushed.used is not None for pushed in pushes):
+        plain = plain and not any(session.host for session in self._sessions.values())  # they share no memory
+        if not plain or len(sessions) < len(pushes) or any(pushed.used is not None for pushed in pushes):
             return  # the update takes them one by one
         total = sum(pushed.mass for pushed in pushes) or 1.0
         weights = [pushed.mass * pushed.message.factor / total for pushed in pushes]
-        for seat in seats:
-            self._seats.tell(seat, Reduce([pushed.rank for pushed in pushes], weights, group))
+        for session in sessions:
+            self._sessions.tell(session, ReduceShare([pushed.rank for pushed in pushes], weights, group))
         whole = True
-        for seat in seats:
+        for session in sessions:
             try:
-                answer = seat.wire.receive_within(self._plan.timeouts.meeting)
+                answer = session.connection.receive_within(self._plan.timeouts.barrier)
             except Closed:
                 whole = False  # its death will be heard; the others' sums are not used
                 continue
             if answer is None:
-                raise TeamTimeout(f"rank {seat.rank} did not sum its part of its group's gradient", [seat.rank])
-            if not isinstance(answer, Reduced):
-                raise Mismatch(f"rank {seat.rank} sent a {type(answer).__name__} instead of a sum", [seat.rank])
+                raise TeamTimeout(f"rank {session.rank} did not sum its part of its group's gradient", [session.rank])
+            if not isinstance(answer, ShareReduced):
+                raise Mismatch(f"rank {session.rank} sent a {type(answer).__name__} instead of a sum", [session.rank])
         for pushed in pushes if whole else ():
             pushed.place = self._plan.capacity + group

@@ -14,9 +14,9 @@ import numpy as np
 from paceline.config import parse_slowness
 from paceline.errors import UsageError
 from paceline.events.reader import read_run
-from paceline.simulate.cluster import Cluster, Cores, Link
+from paceline.simulate.cluster import Cores, SimulatedCluster, SimulatedLink
 from paceline.simulate.fitting import fit_steps
-from paceline.simulate.recorded import Recording, Steps, uncrowd
+from paceline.simulate.recorded import RecordedSteps, Recording, uncrowd
 
 _FEW = 8
 """Steps of a worker that are too few to say anything."""
@@ -26,7 +26,7 @@ _FEW = 8
 class Calibration:
     """What a run says about the cluster that it ran on."""
 
-    cluster: Cluster
+    cluster: SimulatedCluster
     strategy: str
     updates: int
     seconds_per_update: float
@@ -55,7 +55,7 @@ class Calibration:
             f"a message {cluster.link.latency:.2g} s, an update {cluster.update_seconds:.2g} s"
         )
 
-    def for_workers(self, count: int | None) -> Cluster:
+    def for_workers(self, count: int | None) -> SimulatedCluster:
         """The same kind of cluster with so many workers.
 
         Those beyond the recorded ones are like most of them; where there is no such most, like the recorded in turn.
@@ -101,7 +101,7 @@ def calibrate(path: Path) -> Calibration:
     forward = sum(steps.forward for steps in workers.values())
     samples = sum(steps.samples for steps in workers.values())
     minibatches = sum(steps.minibatches for steps in workers.values())
-    cluster = Cluster(
+    cluster = SimulatedCluster(
         workers=count,
         compute=typical,
         factors=tuple(factors) if any(factor != 1.0 for factor in factors) else (),
@@ -110,8 +110,10 @@ def calibrate(path: Path) -> Calibration:
         per_machine=count if cores else 1,
         batch=max(1, round(samples / minibatches)) if minibatches else 1,
         size=float(seen.size),
-        link=Link(usual),
-        links=tuple((rank, Link(latency)) for rank, latency in latencies.items() if abs(latency - usual) > 0.2 * usual),
+        link=SimulatedLink(usual),
+        links=tuple(
+            (rank, SimulatedLink(latency)) for rank, latency in latencies.items() if abs(latency - usual) > 0.2 * usual
+        ),
         update_seconds=float(np.median([end - start for start, end in seen.updates.values()]))
         if seen.served
         else seen.exchange(),
@@ -131,11 +133,11 @@ def calibrate(path: Path) -> Calibration:
     )
 
 
-def cluster_of(lengths: Sequence[Sequence[float]], update_seconds: float) -> Cluster:
+def cluster_of(lengths: Sequence[Sequence[float]], update_seconds: float) -> SimulatedCluster:
     """Of workers whose steps took so long each, messages included."""
-    workers = {rank: Steps(lengths=list(steps)) for rank, steps in enumerate(lengths)}
+    workers = {rank: RecordedSteps(lengths=list(steps)) for rank, steps in enumerate(lengths)}
     typical, factors, own, _ = fit_steps(workers, len(workers))
-    return Cluster(
+    return SimulatedCluster(
         workers=len(workers),
         compute=typical,
         factors=tuple(factors) if any(factor != 1.0 for factor in factors) else (),
@@ -156,7 +158,7 @@ def _cores(path: Path, count: int) -> Cores | None:
     return Cores(cores, fixed=tuple(rank in drawn for rank in range(count))) if cores > 0 else None
 
 
-class Sheet(msgspec.Struct, kw_only=True):
+class CalibrationSheet(msgspec.Struct, kw_only=True):
     """A calibration in words and numbers, as `--json` shows it."""
 
     workers: int
@@ -169,9 +171,9 @@ class Sheet(msgspec.Struct, kw_only=True):
     measured_seconds_per_update: float
 
 
-def sheet(known: Calibration) -> Sheet:
+def calibration_sheet(known: Calibration) -> CalibrationSheet:
     cluster = known.cluster
-    return Sheet(
+    return CalibrationSheet(
         workers=cluster.workers,
         seconds_per_step=cluster.compute.mean(),
         jitter=known.jitter,

@@ -17,7 +17,7 @@ _MOST = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class SimulatedLink:
     """Between a machine and all others: full duplex, so much each way."""
 
     latency: float = 0.0
@@ -99,7 +99,7 @@ class Cores:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cluster:
+class SimulatedCluster:
     """Times are in seconds, sizes in bytes."""
 
     workers: int = 4
@@ -119,15 +119,15 @@ class Cluster:
     """Of a gradient, and of the parameters."""
     compress: str = "none"
     """What a pushed gradient is written as."""
-    link: Link = Link()
+    link: SimulatedLink = SimulatedLink()
     """Of every worker's machine."""
-    links: tuple[tuple[int, Link], ...] = ()
+    links: tuple[tuple[int, SimulatedLink], ...] = ()
     """Workers whose machine has another one."""
     per_machine: int = 1
     """Workers that share a machine, and its link."""
     servers: str = "1"
     """Where the parameters are: so many machines of their own, `lead` or `all`."""
-    server_link: Link | None = None
+    server_link: SimulatedLink | None = None
     """Of a server's machine; a worker's if not given."""
     push_seconds: float = 0.0
     """Of a server, for taking in a gradient."""
@@ -210,7 +210,7 @@ class Cluster:
         links = [self.link, self.server_link or self.link, *(link for _, link in self.links)]
         return self.size > 0 or any(link.latency > 0 for link in links)
 
-    def machine_links(self) -> list[Link]:
+    def machine_links(self) -> list[SimulatedLink]:
         """Of each machine; that of its slowest worker, where they differ."""
         found = [self.link] * self.machines
         if self.per_machine == 1:
@@ -223,15 +223,15 @@ class Cluster:
             for first in range(0, self.workers, self.per_machine)
         ]
 
-    def narrowest(self) -> Link:
+    def narrowest(self) -> SimulatedLink:
         """What the slowest of all links allows."""
         return narrowest(self.machine_links())
 
 
-def narrowest(links: Iterable[Link]) -> Link:
+def narrowest(links: Iterable[SimulatedLink]) -> SimulatedLink:
     """What the slowest of these allows."""
     every = list(links)
-    return Link(max(link.latency for link in every), min(link.bandwidth for link in every))
+    return SimulatedLink(max(link.latency for link in every), min(link.bandwidth for link in every))
 
 
 def compressed_share(spec: str) -> float:

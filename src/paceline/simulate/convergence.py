@@ -44,7 +44,7 @@ class Reached(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class Observed:
+class ObservedRun:
     """The losses of one run."""
 
     versions: Numbers
@@ -128,7 +128,7 @@ def _updates(theta: Numbers, goal: float, gradients: float, staleness: float, un
     return float(scale * (left ** (-1 / power) - 1) / _worth(gradients, staleness, gain, penalty))
 
 
-def observed(run: Calibration) -> Observed | None:
+def observed(run: Calibration) -> ObservedRun | None:
     """The losses that a run reported, as means of neighbouring ones, with how uncertain they are."""
     if len(run.losses) < 8:
         return None
@@ -138,7 +138,7 @@ def observed(run: Calibration) -> Observed | None:
     edges = np.unique((np.linspace(0, 1, count + 1) ** 1.5 * len(losses)).round().astype(int))
     parts = [slice(first, last) for first, last in itertools.pairwise(edges) if last > first]
     noise = float(np.median(np.abs(np.diff(losses)))) / 0.954 or 1e-3 * float(losses.std() + 1e-9)
-    return Observed(
+    return ObservedRun(
         np.array([versions[part].mean() for part in parts]),
         np.array([losses[part].mean() for part in parts]),
         np.array([noise / math.sqrt(part.stop - part.start) for part in parts]),
@@ -156,7 +156,7 @@ def fit_runs(runs: Sequence[Calibration]) -> Convergence:
     return fit(known)
 
 
-def fit(runs: Sequence[Observed]) -> Convergence:
+def fit(runs: Sequence[ObservedRun]) -> Convergence:
     """The most likely parameters, and samples of what else they may be."""
     from scipy.optimize import least_squares
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.simulate.cluster import Cluster
+from paceline.simulate.cluster import SimulatedCluster
 
 Moments = NDArray[np.float64]
 
@@ -20,7 +20,7 @@ class Crowd:
     over when the clock has moved by as much, whoever comes and goes meanwhile.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         count = cluster.workers
         cores = cluster.cores
         assert cores is not None

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from paceline.errors import UsageError
-from paceline.policies import Decision, Groups, Order, Policy, Push
-from paceline.simulate.cluster import Cluster
+from paceline.policies import Arrival, Decision, Groups, Order, Policy
+from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.crowd import Crowd
 from paceline.simulate.distributions import Distribution
-from paceline.simulate.network import Network, Nothing, Served
-from paceline.simulate.result import Result, Shares, result
-from paceline.simulate.trace import Trace
+from paceline.simulate.network import Nothing, Served, SimulatedNetwork
+from paceline.simulate.result import Result, TimeShares, result
+from paceline.simulate.trace import SimulatedTrace
 
 _AHEAD = 4096
 """Draws that are made at once, at most: one at a time would take longer than the rest of the loop."""
@@ -45,18 +45,18 @@ def _stream(of: Distribution, factor: float, source: np.random.Generator, most: 
     return draw
 
 
-class Engine:
+class EventLoop:
     """One run of one policy on one cluster."""
 
     def __init__(
         self,
         policy: Policy,
-        cluster: Cluster,
+        cluster: SimulatedCluster,
         seed: int,
         *,
-        network: Network | None = None,
+        network: SimulatedNetwork | None = None,
         inside: Mapping[int, float] | None = None,
-        trace: Trace | None = None,
+        trace: SimulatedTrace | None = None,
         loss: Callable[[int, int], float] | None = None,
     ) -> None:
         """network: another one than the cluster's servers'; inside: seconds that each worker's group takes to agree;
@@ -83,7 +83,7 @@ class Engine:
         """How long it would take on a core of its own."""
         self._since = [0.0] * count
         """When its gradient came to the server."""
-        self._shares = [Shares() for _ in range(count)]
+        self._shares = [TimeShares() for _ in range(count)]
         self._slow_until = [0.0] * count
         self._next_spell = [math.inf] * count
         if cluster.spells is not None:
@@ -136,7 +136,7 @@ class Engine:
         shares.communicating += now - end
         self._does[rank], self._since[rank] = _HERE, now
         staleness = self._policy.version - version
-        push = Push(self._tickets, rank, version)
+        push = Arrival(self._tickets, rank, version)
         if self._trace is not None:
             alone = self._alone[rank]
             self._trace.computed(rank, began, end, version, self._crowd.needs(rank, alone) if self._crowd else alone)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from paceline import config
 from paceline.config import Strategy
 from paceline.errors import UsageError
-from paceline.simulate.cluster import Cluster
-from paceline.simulate.result import Result, Shares, result
+from paceline.simulate.cluster import SimulatedCluster
+from paceline.simulate.result import Result, TimeShares, result
 
 Moments = NDArray[np.float64]
 
@@ -27,14 +27,14 @@ _MOST = 200_000_000
 """Minibatches that are, where all have to be."""
 
 
-def simulate_fast(strategy: Strategy, cluster: Cluster, updates: int, seed: int) -> Result | None:
+def simulate_fast(strategy: Strategy, cluster: SimulatedCluster, updates: int, seed: int) -> Result | None:
     """The same as the event loop gives, in distribution; None for policies that need the loop."""
     of = _Alike(str(strategy), cluster, updates, np.random.default_rng(seed))
     way = _WAYS.get(type(strategy))
     return None if way is None else way(of, strategy)
 
 
-def simulate_collective(name: str, cluster: Cluster, updates: int, seed: int, seconds: float) -> Result:
+def simulate_collective(name: str, cluster: SimulatedCluster, updates: int, seed: int, seconds: float) -> Result:
     """All workers, and then an all-reduce of so many seconds."""
     told = _Alike(name, cluster, updates, np.random.default_rng(seed)).workers(cluster.workers, seconds)
     moved = 2 * (cluster.workers - 1) / cluster.workers * cluster.size * updates
@@ -45,7 +45,7 @@ def simulate_collective(name: str, cluster: Cluster, updates: int, seed: int, se
 class _Alike:
     """A run of workers that are all alike."""
 
-    def __init__(self, name: str, cluster: Cluster, updates: int, source: np.random.Generator) -> None:
+    def __init__(self, name: str, cluster: SimulatedCluster, updates: int, source: np.random.Generator) -> None:
         self._name, self._cluster, self._updates, self._source = name, cluster, updates, source
         self.count = cluster.workers
 
@@ -60,7 +60,7 @@ class _Alike:
             waited += float((draws[:, k - 1 : k] - draws[:, :k]).sum())
             computed += float(draws[:, :k].sum())
         moments = np.cumsum(np.concatenate(parts) + after)
-        shares = Shares(computed / count, after * self._updates, waited / count)
+        shares = TimeShares(computed / count, after * self._updates, waited / count)
         return self._result(moments, k, Counter({0: k * self._updates}), shares, (count - k) * self._updates)
 
     def minibatches(self, k: int) -> Result:
@@ -81,7 +81,7 @@ class _Alike:
             parts.append(last)
             computed += float(np.where(ends <= last[:, None, None], ends, 0.0).max(axis=2).sum())
         moments = np.cumsum(np.concatenate(parts))
-        shares = Shares(computing=computed / count)
+        shares = TimeShares(computing=computed / count)
         return self._result(moments, k, Counter({0: k * self._updates}), shares, (count - 1) * self._updates)
 
     def merged(self, k: int) -> Result:
@@ -106,7 +106,7 @@ class _Alike:
                 break
         order = np.argsort(ends, kind="stable")[:needed]
         moments, ranks = ends[order][k - 1 :: k], who[order]
-        return self._result(moments, k, _ages(ranks, k), Shares(computing=float(moments[-1])), 0)
+        return self._result(moments, k, _ages(ranks, k), TimeShares(computing=float(moments[-1])), 0)
 
     def bounded(self, ahead: int) -> Result:
         """A worker begins its n-th step once it has ended its last one, and all have ended step n - 1 - ahead."""
@@ -138,9 +138,9 @@ class _Alike:
         total = float(moments[-1])
         histogram = Counter(dict(zip(*(part.tolist() for part in np.unique(ages, return_counts=True)), strict=True)))
         waiting = float(waited[kept[1:]].sum()) / count
-        return self._result(moments, 1, histogram, Shares(total - waiting, 0.0, waiting), 0)
+        return self._result(moments, 1, histogram, TimeShares(total - waiting, 0.0, waiting), 0)
 
-    def _result(self, moments: Moments, k: int, ages: Counter[int], shares: Shares, cancelled: int) -> Result:
+    def _result(self, moments: Moments, k: int, ages: Counter[int], shares: TimeShares, cancelled: int) -> Result:
         return result(
             strategy=self._name,
             cluster=self._cluster,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paceline.simulate.distributions import Distribution, Draws, Empirical
-from paceline.simulate.recorded import Steps
+from paceline.simulate.recorded import RecordedSteps
 
 _UNEVEN = 0.02
 """A worker's mean that differs by less from the others' is not called uneven."""
@@ -19,7 +19,7 @@ _POINTS = 2000
 
 
 def fit_steps(
-    workers: Mapping[int, Steps], count: int
+    workers: Mapping[int, RecordedSteps], count: int
 ) -> tuple[Distribution, list[float], list[Distribution | None], float]:
     """What most steps are like; how many times as long each worker's are; and who is of a kind of its own."""
     draws = {rank: survival(steps.lengths, steps.left) for rank, steps in workers.items() if steps.lengths}

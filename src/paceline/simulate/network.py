@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from paceline.config import parse_servers
-from paceline.simulate.cluster import Cluster
+from paceline.simulate.cluster import SimulatedCluster
 
 
 class Port:
@@ -27,7 +27,7 @@ class Port:
         return self.free
 
 
-class Network(ABC):
+class SimulatedNetwork(ABC):
     """How long it takes until a gradient is there, and until a worker has its next version."""
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Network(ABC):
         return {}
 
 
-class Nothing(Network):
+class Nothing(SimulatedNetwork):
     """Messages cost nothing."""
 
     def push(self, rank: int, now: float, ready: float) -> float:
@@ -56,14 +56,14 @@ class Nothing(Network):
         return [now] * len(ranks)
 
 
-class Served(Network):
+class Served(SimulatedNetwork):
     """A parameter server, in equal shards, on machines of its own or on the workers'.
 
     A message is through once all ports on its way are, each at its own pace: the shards of one message go through the
     servers' ports side by side, and so do the two ends of a link.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         links = cluster.machine_links()
         self._machine = [rank // cluster.per_machine for rank in range(cluster.workers)]
         self._out = [Port(link.bandwidth) for link in links]
@@ -129,7 +129,7 @@ class Served(Network):
         return told
 
 
-class Collective(Network):
+class Collective(SimulatedNetwork):
     """An all-reduce: from when the last worker has something to send, so many seconds."""
 
     def __init__(self, workers: int, seconds: float, size: float) -> None:

@@ -16,10 +16,12 @@ from paceline.errors import UsageError
 from paceline.events import Compute, Update, Wait
 from paceline.policies import POLICIES, make_policy
 from paceline.policies import Groups as GroupsPolicy
-from paceline.simulate import costs, pipelines, theory
-from paceline.simulate.cluster import Cluster, Link, narrowest
+from paceline.schedules import formulas as pipelines
+from paceline.schedules.orders import Evaluated
+from paceline.simulate import costs, theory
+from paceline.simulate.cluster import SimulatedCluster, SimulatedLink, narrowest
 from paceline.simulate.distributions import Distribution, Empirical
-from paceline.simulate.engine import Engine
+from paceline.simulate.engine import EventLoop
 from paceline.simulate.fast import simulate_collective, simulate_fast
 from paceline.simulate.network import Collective
 from paceline.simulate.replica import (
@@ -29,9 +31,8 @@ from paceline.simulate.replica import (
     parse_any,
     pipeline_steps,
 )
-from paceline.simulate.result import Result, Shares, result
-from paceline.simulate.schedules import Evaluated
-from paceline.simulate.trace import Trace
+from paceline.simulate.result import Result, TimeShares, result
+from paceline.simulate.trace import SimulatedTrace
 
 _MOST = 10_000_000
 """Updates that fit into memory."""
@@ -50,14 +51,14 @@ class Theory(msgspec.Struct, frozen=True):
 
 def simulate(
     spec: str | Strategy,
-    cluster: Cluster,
+    cluster: SimulatedCluster,
     *,
     updates: int,
     seed: int = 0,
     model: Model | None = None,
     trace: bool = False,
     loss: Callable[[int, int], float] | None = None,
-) -> tuple[Result, Trace | None]:
+) -> tuple[Result, SimulatedTrace | None]:
     """A run of so many updates; with a trace, its events as well.
 
     loss: after so many updates of so many gradients each; for `adaptive`, which keeps its first K without one.
@@ -66,7 +67,9 @@ def simulate(
         most = "at least 1" if updates < 1 else f"at most {_MOST:,}"
         raise UsageError(f"there are {updates} updates to simulate; there must be {most}")
     strategy = parse_any(spec)
-    asked = _Question(cluster, updates, seed, model or Model(), Trace(cluster, str(spec)) if trace else None, loss)
+    asked = _Question(
+        cluster, updates, seed, model or Model(), SimulatedTrace(cluster, str(spec)) if trace else None, loss
+    )
     match strategy:
         case AllReduce() | config.AllReduce():
             told = asked.all_reduce(strategy, getattr(strategy, "topology", "auto"))
@@ -83,11 +86,11 @@ def simulate(
 
 @dataclasses.dataclass
 class _Question:
-    cluster: Cluster
+    cluster: SimulatedCluster
     updates: int
     seed: int
     model: Model
-    trace: Trace | None
+    trace: SimulatedTrace | None
     loss: Callable[[int, int], float] | None = None
 
     def policy(self, strategy: Strategy) -> Result:
@@ -103,7 +106,7 @@ class _Question:
             for members in policy.members.values():
                 link = narrowest(links[rank // cluster.per_machine] for rank in members)
                 inside |= dict.fromkeys(members, all_reduce_seconds("auto", len(members), cluster.size, link))
-        engine = Engine(policy, cluster, self.seed, inside=inside, trace=self.trace, loss=self.loss)
+        engine = EventLoop(policy, cluster, self.seed, inside=inside, trace=self.trace, loss=self.loss)
         return engine.run(self.updates, str(strategy))
 
     def all_reduce(self, strategy: Strategy, topology: str) -> Result:
@@ -115,7 +118,7 @@ class _Question:
             return simulate_collective(str(strategy), alone, self.updates, self.seed, seconds)
         policy = make_policy(config.Sync(), range(cluster.workers))
         network = Collective(cluster.workers, seconds, cluster.pushed)
-        engine = Engine(policy, alone, self.seed, network=network, trace=self.trace)
+        engine = EventLoop(policy, alone, self.seed, network=network, trace=self.trace)
         return engine.run(self.updates, str(strategy))
 
     def pipeline(self, split: Pipeline) -> Result:
@@ -165,7 +168,7 @@ class _Question:
             per_machine=1,
         )
         if self.trace is not None:
-            self.trace = Trace(whole, str(mesh))
+            self.trace = SimulatedTrace(whole, str(mesh))
         asked = _Question(whole, self.updates, self.seed, self.model, self.trace)
         if isinstance(between, AllReduce | config.AllReduce):
             told = asked.all_reduce(between, getattr(between, "topology", "auto"))
@@ -182,7 +185,7 @@ class _Question:
         degree: int,
         count: int,
         source: np.random.Generator,
-        cluster: Cluster | None = None,
+        cluster: SimulatedCluster | None = None,
     ) -> Evaluated:
         return pipeline_steps(cluster or self.cluster, self.model, split, stages, degree, count, source)
 
@@ -204,14 +207,14 @@ class _Question:
             moments=moments,
             used=len(moments),
             ages=Counter({0: len(moments)}),
-            shares=[Shares(computing=float(one), waiting=total - float(one)) for one in busy],
+            shares=[TimeShares(computing=float(one), waiting=total - float(one)) for one in busy],
             total=total,
         )
         told.bubble = steps.bubble
         told.in_flight = list(np.repeat(steps.in_flight, degree).tolist())
         return told
 
-    def _draw(self, trace: Trace, steps: Evaluated, degree: int, begin: float, version: int) -> float:
+    def _draw(self, trace: SimulatedTrace, steps: Evaluated, degree: int, begin: float, version: int) -> float:
         """One step of a pipeline, with its bubbles; when it ends."""
         over = begin + float(steps.makespan[0])
         for device in range(self.cluster.workers):
@@ -237,7 +240,7 @@ class _Question:
         return over + self.cluster.update_seconds
 
 
-def _part(cluster: Cluster, first: int, count: int) -> Cluster:
+def _part(cluster: SimulatedCluster, first: int, count: int) -> SimulatedCluster:
     """These workers alone."""
     return dataclasses.replace(
         cluster,
@@ -268,11 +271,11 @@ def _apart(told: Result, steps: Sequence[Evaluated], degree: int) -> None:
     told.in_flight = [kept for one in steps for kept in np.repeat(one.in_flight, degree).tolist()]
 
 
-def _wider(link: Link, times: int) -> Link:
-    return Link(link.latency, link.bandwidth * times)
+def _wider(link: SimulatedLink, times: int) -> SimulatedLink:
+    return SimulatedLink(link.latency, link.bandwidth * times)
 
 
-def predict(spec: str | Strategy, cluster: Cluster, model: Model | None = None) -> Theory:
+def predict(spec: str | Strategy, cluster: SimulatedCluster, model: Model | None = None) -> Theory:
     """The closed forms, with which a simulation can be compared."""
     strategy = parse_any(spec)
     if type(strategy) in POLICIES:
@@ -290,7 +293,7 @@ def predict(spec: str | Strategy, cluster: Cluster, model: Model | None = None) 
     return Theory(None, None)
 
 
-def _exchange(strategy: Strategy, cluster: Cluster) -> float | None:
+def _exchange(strategy: Strategy, cluster: SimulatedCluster) -> float | None:
     """What an update costs beside computing, of strategies that wait for all."""
     link = cluster.narrowest()
     if isinstance(strategy, AllReduce | config.AllReduce):
@@ -304,7 +307,7 @@ def _exchange(strategy: Strategy, cluster: Cluster) -> float | None:
     return costs.sharded(cluster.workers, servers, cluster.size, link.bandwidth, link.latency) + cluster.update_seconds
 
 
-def _pipeline(split: Pipeline, cluster: Cluster, model: Model) -> float | None:
+def _pipeline(split: Pipeline, cluster: SimulatedCluster, model: Model) -> float | None:
     stages, count = split.stages, split.microbatches
     if cluster.link.latency or model.activations or split.shared:
         return None

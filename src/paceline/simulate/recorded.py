@@ -22,7 +22,7 @@ _NOTABLE = 0.05
 
 
 @dataclasses.dataclass
-class Steps:
+class RecordedSteps:
     """Of one worker."""
 
     lengths: list[float] = dataclasses.field(default_factory=list)
@@ -57,7 +57,7 @@ class Steps:
         return np.concatenate([ended, np.stack([begun, begun + np.minimum(usual, self.left)], axis=1)])
 
 
-def uncrowd(workers: Mapping[int, Steps], cores: Cores) -> Cores:
+def uncrowd(workers: Mapping[int, RecordedSteps], cores: Cores) -> Cores:
     """Take out of the steps what they took longer because workers shared cores; and what they need of a core.
 
     A step that took longer than it kept a core busy either had to wait for a core, or did something else, such as to
@@ -76,7 +76,7 @@ def uncrowd(workers: Mapping[int, Steps], cores: Cores) -> Cores:
 class _Share:
     """What one worker's steps need of a core, and of anything else."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: RecordedSteps) -> None:
         self.phases = steps.phases()
         self._start, self._end = np.array(steps.busy).T
         self._took = np.maximum(self._end - self._start, 1e-9)
@@ -89,7 +89,7 @@ class _Share:
         """Of the time in which it loads and computes, how much it keeps a core busy."""
         return float(self._core.sum() / self._took.sum())
 
-    def apply(self, steps: Steps, shortage: Shortage, *, fixed: bool) -> tuple[float, float]:
+    def apply(self, steps: RecordedSteps, shortage: Shortage, *, fixed: bool) -> tuple[float, float]:
         """Make the steps as long as they would have been; the share that needs a core, and that is slept on purpose."""
         lengths = np.array(steps.lengths)
         if fixed:
@@ -154,11 +154,11 @@ class Recording:
                 case events.Join():
                     self.strategy = event.strategy
 
-    def workers(self) -> dict[int, Steps]:
+    def workers(self) -> dict[int, RecordedSteps]:
         return {rank: self._steps(rank) for rank in sorted(self._by_rank)}
 
-    def _steps(self, rank: int) -> Steps:
-        found = Steps()
+    def _steps(self, rank: int) -> RecordedSteps:
+        found = RecordedSteps()
         ready = math.nan
         loaded = 0.0
         free: float | None = None

@@ -11,10 +11,10 @@ import numpy as np
 
 from paceline.config import STRATEGIES, Mesh, Pipeline, Strategy, one_of, parse_spec
 from paceline.errors import UsageError
+from paceline.schedules.orders import SCHEDULES, Evaluated, evaluate
 from paceline.simulate import costs
-from paceline.simulate.cluster import Cluster, Link
+from paceline.simulate.cluster import SimulatedCluster, SimulatedLink
 from paceline.simulate.distributions import Draws
-from paceline.simulate.schedules import SCHEDULES, Evaluated, evaluate
 
 
 class AllReduce(Strategy, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class Model:
             raise UsageError(f"the model has {self.layers} layers and {self.activations:g} bytes of activations")
 
 
-def all_reduce_seconds(topology: str, ranks: int, size: float, link: Link) -> float:
+def all_reduce_seconds(topology: str, ranks: int, size: float, link: SimulatedLink) -> float:
     """Of a gradient; `auto` takes the quickest."""
     if ranks < 2:
         return 0.0
@@ -67,14 +67,14 @@ def all_reduce_seconds(topology: str, ranks: int, size: float, link: Link) -> fl
     return known[one_of("topology", topology, known)](ranks, size, link.bandwidth, link.latency)
 
 
-def tensor_seconds(cluster: Cluster, model: Model, degree: int) -> float:
+def tensor_seconds(cluster: SimulatedCluster, model: Model, degree: int) -> float:
     """What the parts of every layer need to agree, in one step."""
     each = all_reduce_seconds("auto", degree, model.activations, cluster.narrowest())
     return 4 * model.layers * each
 
 
 def pipeline_steps(
-    cluster: Cluster,
+    cluster: SimulatedCluster,
     model: Model,
     split: Pipeline | Mesh,
     stages: int,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.events.summary import Staleness
-from paceline.simulate.cluster import Cluster
+from paceline.simulate.cluster import SimulatedCluster
 
 _BATCHES = 20
 """Neighbouring updates depend on each other; means of so many long stretches hardly do."""
@@ -25,7 +25,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(slots=True)
-class Shares:
+class TimeShares:
     """What a worker does with its time, in seconds."""
 
     computing: float = 0.0
@@ -74,13 +74,13 @@ class Result(msgspec.Struct, kw_only=True):
 def result(
     *,
     strategy: str,
-    cluster: Cluster,
+    cluster: SimulatedCluster,
     moments: NDArray[np.float64],
     used: int,
     ages: Counter[int],
     cancelled: int = 0,
     dropped: int = 0,
-    shares: list[Shares],
+    shares: list[TimeShares],
     total: float,
     traffic: dict[str, list[float]] | None = None,
     failures: int = 0,

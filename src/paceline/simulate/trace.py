@@ -8,14 +8,14 @@ import msgspec
 
 from paceline import events
 from paceline.events import Event
-from paceline.policies import Push
-from paceline.simulate.cluster import Cluster
+from paceline.policies import Arrival
+from paceline.simulate.cluster import SimulatedCluster
 
 
-class Trace:
+class SimulatedTrace:
     """Collects the events of a simulation."""
 
-    def __init__(self, cluster: Cluster, strategy: str) -> None:
+    def __init__(self, cluster: SimulatedCluster, strategy: str) -> None:
         self._cluster, self._strategy = cluster, strategy
         self._samples = cluster.batch
         self._used: set[int] = set()
@@ -26,7 +26,7 @@ class Trace:
     def computed(self, rank: int, began: float, end: float, version: int, core: float) -> None:
         self.events.append(events.Compute(rank, began, end - began, version, 1, self._samples, core=core))
 
-    def arrived(self, push: Push, now: float, staleness: int) -> None:
+    def arrived(self, push: Arrival, now: float, staleness: int) -> None:
         size, sent = int(self._cluster.size), int(self._cluster.pushed)
         self.events.append(
             events.Push(
@@ -44,7 +44,7 @@ class Trace:
             )
         )
 
-    def updated(self, moment: float, seconds: float, version: int, used: tuple[Push, ...]) -> None:
+    def updated(self, moment: float, seconds: float, version: int, used: tuple[Arrival, ...]) -> None:
         tickets = [push.ticket for push in used]
         self._used.update(tickets)
         self.events.append(events.Update(-1, moment, seconds, version, 0, len(used), pushes=tickets))

@@ -11,19 +11,19 @@ from torch.optim import Optimizer
 
 from paceline.config import AllReduce, Mesh, Pipeline, Strategy, Tensor
 from paceline.policies import POLICIES
-from paceline.strategies.base import Options, Surroundings, Trainer
+from paceline.strategies.base import Options, Trainer, TrainerContext
 
-Make = Callable[[torch.nn.Module, Optimizer, Options, Surroundings], Trainer]
+Make = Callable[[torch.nn.Module, Optimizer, Options, TrainerContext], Trainer]
 _TRAINERS: dict[type[Strategy], tuple[str, str]] = {
     AllReduce: ("all_reduce", "AllReduceTrainer"),
-    Mesh: ("choosing", "mesh"),
+    Mesh: ("mesh_factory", "mesh"),
     Pipeline: ("pipeline", "PipelineTrainer"),
     Tensor: ("mesh", "MeshTrainer"),
     **dict.fromkeys(POLICIES, ("parameter_server", "ParameterServerTrainer")),
 }
 _ELASTIC: dict[type[Strategy], tuple[str, str]] = {AllReduce: ("elastic", "ElasticAllReduceTrainer")}
 """Where it takes another trainer to go on without a worker."""
-ALONE = ("alone", "AloneTrainer")
+SINGLE = ("single", "SingleTrainer")
 PROFILING = ("profiling", "ProfilingTrainer")
 
 
@@ -39,4 +39,4 @@ def load(trainer: tuple[str, str]) -> Make:
     return make
 
 
-__all__ = ["ALONE", "PROFILING", "Make", "Options", "Surroundings", "Trainer", "load", "trainer_of"]
+__all__ = ["PROFILING", "SINGLE", "Make", "Options", "Trainer", "TrainerContext", "load", "trainer_of"]

@@ -31,11 +31,11 @@ from paceline.parameters.layout import Layout
 from paceline.parameters.reduction import CollectiveReduction, Reduction, SharedReduction, together
 from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.versions import Versions
-from paceline.strategies.agreement import Agreement, Table
-from paceline.strategies.base import Options, Surroundings, Trainer
-from paceline.strategies.spread import SpreadReduction
-from paceline.strategies.takeover import Takeover, own_parameters, own_state, zero_grad
-from paceline.transport import Intent, SpreadMeeting
+from paceline.strategies.base import Options, Trainer, TrainerContext
+from paceline.strategies.machines_reduction import MachinesReduction
+from paceline.strategies.optimizer_patch import OptimizerPatch, own_parameters, own_state, zero_grad
+from paceline.strategies.step_table import StepAgreement, StepTable
+from paceline.transport import BarrierKind, MachinesBarrier
 
 _VALUE = struct.Struct("=dd")
 _NOTABLE = 5e-6
@@ -53,11 +53,11 @@ class AllReduceTrainer(Trainer):
     _sums = 0
     """How many places there are for sums, beside the workers' own gradients."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
-        self._members = members = around.members
+        self._members = members = context.members
         self._rank, self._size = members.rank, members.size
-        self._meeting, self._recorder, self._stopwatch = members.meeting, around.recorder, around.stopwatch
+        self._barrier, self._recorder, self._stopwatch = members.barrier, context.recorder, context.stopwatch
         self._model, self._optimizer = model, optimizer
         self._rate = RateScaling(options.scale_lr, self._size, options.warmup)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -66,7 +66,7 @@ class AllReduceTrainer(Trainer):
         shareable = on_host(parameter for _, parameter in named)
         sharded = shareable and type(optimizer) in ELEMENTWISE
         if type(optimizer) not in ELEMENTWISE:
-            around.say(
+            context.say(
                 f"{type(optimizer).__name__} is not known to treat every element by itself, so every worker runs "
                 "it on the whole mean gradient, not on a shard"
             )
@@ -78,7 +78,7 @@ class AllReduceTrainer(Trainer):
         self._groups: list[dict[str, Any]] = []
         """The hyperparameters that the shard was last updated with."""
         self._trouble: TeamError | None = None
-        """What went wrong on the way to another machine: told at the next meeting, so that all know."""
+        """What went wrong on the way to another machine: told at the next barrier, so that all know."""
         self._accumulating = self._exchanging = False
         """The latter: whether the end of the running backward pass will exchange gradients."""
         self._paced: tuple[float, int] | None = None
@@ -89,14 +89,14 @@ class AllReduceTrainer(Trainer):
         # Shards are divided among the workers of each machine.
         self._place, self._neighbours = members.local.rank, members.local.size
         self._layout = layout = Layout(named, self._shard_count())
-        self._table = Table(members, optimizer, len(layout.slots))
+        self._table = StepTable(members, optimizer, len(layout.slots))
         self._reduction: Reduction
-        self._spread: SpreadReduction | None = None
+        self._spread: MachinesReduction | None = None
         if shareable:
             memory = members.share(Gradients.memory_size(layout, self._neighbours + self._sums))
             self._gradients = Gradients.shared(layout, memory, self._place, self._neighbours + self._sums)
             self._reduction = self._shards = SharedReduction(layout, self._gradients, self._place)
-            self._reach_out(around)
+            self._reach_out(context)
         else:
             self._gradients = Gradients.private(layout, named[0][1].device)
             self._reduction = CollectiveReduction(layout, self._gradients, self._rank)
@@ -108,7 +108,7 @@ class AllReduceTrainer(Trainer):
         else:
             members.mirror([slot.parameter for slot in layout.slots])
         self._gradients.attach(self._gradient_made if self._visible else None)
-        self._takeover = Takeover(optimizer)
+        self._patch = OptimizerPatch(optimizer)
         self._take_over()
 
     # -- setting up --------------------------------------------------------------------------------------------------
@@ -117,15 +117,15 @@ class AllReduceTrainer(Trainer):
         """Into how many the parameters are cut."""
         return self._neighbours
 
-    def _reach_out(self, around: Surroundings) -> None:
+    def _reach_out(self, context: TrainerContext) -> None:
         """To the other machines, if there are any."""
-        strategy = around.strategy
+        strategy = context.strategy
         topology = strategy.topology if isinstance(strategy, AllReduce) else "auto"
         if len(self._members.machines) > 1:
-            self._spread = SpreadReduction(self._layout, self._gradients, self._members, topology)
+            self._spread = MachinesReduction(self._layout, self._gradients, self._members, topology)
             self._reduction = self._spread
         elif topology != "auto":
-            around.say(
+            context.say(
                 f"all workers are on one machine, where gradients meet in shared memory; the topology '{topology}' "
                 "is for messages between machines"
             )
@@ -137,7 +137,7 @@ class AllReduceTrainer(Trainer):
             members.mirror([slot.parameter for slot in layout.slots])
         if self._place == 0:
             versions.fill()
-        self._meeting.meet(Intent.ALLOCATE)
+        self._barrier.wait(BarrierKind.ALLOCATE)
         versions.pull()
         self._shard = ShardedOptimizer(
             self._optimizer, layout, versions, self._gradients, self._place, self._neighbours
@@ -146,12 +146,12 @@ class AllReduceTrainer(Trainer):
         self._shard.import_state(self._optimizer)
 
     def _take_over(self) -> None:
-        self._takeover.replace("step", self.step)
-        self._takeover.replace("zero_grad", self._zero_grad)
+        self._patch.replace("step", self.step)
+        self._patch.replace("zero_grad", self._zero_grad)
         if self._shard is None:
             return
-        self._takeover.replace("state_dict", self._state_dict)
-        self._takeover.replace("load_state_dict", self._load_state_dict)
+        self._patch.replace("state_dict", self._state_dict)
+        self._patch.replace("load_state_dict", self._load_state_dict)
         if not self._visible:
             # GradScaler then leaves unscaling and skipping to `step`, where the workers agree on it.
             self._optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ class AllReduceTrainer(Trainer):
         if self._accumulating:
             return None
         if self._shard is not None:
-            self._takeover.run_hooks("pre")
+            self._patch.run_hooks("pre")
         loss = None
         if closure is not None and self._shard is not None:
             with torch.enable_grad():
@@ -189,30 +189,30 @@ class AllReduceTrainer(Trainer):
             scale = getattr(self._optimizer, "grad_scale", None)
             unscale = 1.0 if scale is None else 1.0 / float(scale)
             skip = bool(getattr(self._optimizer, "found_inf", False))
-        self._meet(Intent.UPDATE, self._bring(unscale, skip))
+        self._meet(BarrierKind.UPDATE, self._bring(unscale, skip))
         loss = self._update(closure) if closure is not None else self._update() or loss
         if self._shard is not None:
-            self._takeover.run_hooks("post")
+            self._patch.run_hooks("post")
         return loss
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         if self._visible:
             parameters = [slot.parameter for slot in self._layout.slots]
             return torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type=norm)
-        self._meet(Intent.CLIP, self._bring(1.0, skip=False, final=False))
+        self._meet(BarrierKind.CLIP, self._bring(1.0, skip=False, final=False))
         return self._clip(limit, norm)
 
     def finish_epoch(self) -> None:
         helped = False
-        while (topic := self._meet(Intent.PASSIVE)) is not Intent.PASSIVE:
-            if topic is Intent.UPDATE:
+        while (topic := self._meet(BarrierKind.PASSIVE)) is not BarrierKind.PASSIVE:
+            if topic is BarrierKind.UPDATE:
                 self._update()
-            elif topic is Intent.REDUCE:
+            elif topic is BarrierKind.REDUCE:
                 self._exchange()
-            elif topic is Intent.CLIP:
+            elif topic is BarrierKind.CLIP:
                 self._clip()
-            elif topic is not Intent.STATISTICS:
-                self._meeting.carry(topic)
+            elif topic is not BarrierKind.STATISTICS:
+                self._barrier.carry(topic)
                 break
             helped = True
         if helped:
@@ -220,22 +220,22 @@ class AllReduceTrainer(Trainer):
 
     # -- what the workers do together; a passive one joins in here ---------------------------------------------------
 
-    def _meet(self, intent: Intent, length: int = 0) -> Intent:
-        """Come to a meeting, and record how long it took for the last one to come."""
+    def _meet(self, intent: BarrierKind, length: int = 0) -> BarrierKind:
+        """Come to a barrier, and record how long it took for the last one to come."""
         start = time.perf_counter()
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None
-            assert isinstance(self._meeting, SpreadMeeting)
-            topic = self._meeting.meet(intent, 0, trouble)
+            assert isinstance(self._barrier, MachinesBarrier)
+            topic = self._barrier.wait(intent, 0, trouble)
         else:
-            topic = self._meeting.meet(intent, length)
-        if self._meeting.last != self._rank:
+            topic = self._barrier.wait(intent, length)
+        if self._barrier.last != self._rank:
             waited = time.perf_counter() - start
             if waited > _NOTABLE:
-                self._recorder.add(Wait(self._rank, start, waited, self._meeting.last))
+                self._recorder.add(Wait(self._rank, start, waited, self._barrier.last))
         return topic
 
-    def _reduce(self, agreed: Agreement) -> int:
+    def _reduce(self, agreed: StepAgreement) -> int:
         """Make the mean gradient of this worker's shard."""
         if self._spread is None:
             return self._reduction.shard(agreed.weights, agreed.used)
@@ -267,7 +267,7 @@ class AllReduceTrainer(Trainer):
             if self._shard is not None:
                 read = self._update_shard(agreed)
             else:
-                with self._takeover.values(self._rate.scaled(agreed.groups, self.version)):
+                with self._patch.values(self._rate.scaled(agreed.groups, self.version)):
                     loss = self._run_whole(agreed, closure)
         self._clipped = None
         self._stopwatch.slow_link(time.perf_counter() - start)
@@ -285,13 +285,13 @@ class AllReduceTrainer(Trainer):
         )
         if not agreed.skip:
             if self._versions is not None:
-                self._meet(Intent.PUBLISH)
+                self._meet(BarrierKind.PUBLISH)
             self.version += 1
         self.updated()
         self._stopwatch.restart(time.perf_counter())
         return loss
 
-    def _update_shard(self, agreed: Agreement) -> int:
+    def _update_shard(self, agreed: StepAgreement) -> int:
         assert self._shard is not None
         groups = self._rate.scaled(agreed.groups, self.version)
         if groups is not self._groups:
@@ -310,35 +310,35 @@ class AllReduceTrainer(Trainer):
         source = self._source(agreed) if self._visible else self._place
         return read + self._shard.update([(source, 1.0)], used, 1.0 if self._clipped is None else self._clipped)
 
-    def _source(self, agreed: Agreement) -> int:
+    def _source(self, agreed: StepAgreement) -> int:
         """Whose copy of the mean gradient counts here: the script of a passive worker has not seen its own."""
         if self._spread is not None:
-            self._spread.supply(self._meeting.passive)
-            return self._spread.source(self._meeting.passive)
-        return agreed.weights[0][0] if self._meeting.passive[self._rank] else self._rank
+            self._spread.supply(self._barrier.passive)
+            return self._spread.source(self._barrier.passive)
+        return agreed.weights[0][0] if self._barrier.passive[self._rank] else self._rank
 
-    def _run_whole(self, agreed: Agreement, closure: Callable[[], Any] | None) -> Any:
+    def _run_whole(self, agreed: StepAgreement, closure: Callable[[], Any] | None) -> Any:
         """Run the user's optimizer on whole parameters, as every worker does."""
         if closure is None:
             source = self._source(agreed) if self._spread is not None else agreed.weights[0][0]
-            if self._meeting.passive[self._rank]:
+            if self._barrier.passive[self._rank]:
                 if source != self._place or self._spread is None:
                     self._reduction.adopt(source)
                 self._gradients.show(agreed.anywhere())
-            return self._takeover.plain_step()
-        if any(self._meeting.passive):
+            return self._patch.plain_step()
+        if any(self._barrier.passive):
             raise UsageError(
                 f"{type(self._optimizer).__name__} with a closure needs a share of every batch for every worker; "
                 "give the loader drop_last=True"
             )
-        return self._takeover.plain_step(lambda: self._mean_loss(closure))
+        return self._patch.plain_step(lambda: self._mean_loss(closure))
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         """The same loss everywhere, so that an optimizer that looks at it decides the same everywhere."""
         loss = closure()
-        _VALUE.pack_into(self._meeting.note, 0, float(loss) * self._weight, 0.0)
-        self._meeting.meet(Intent.GATHER, _VALUE.size)
-        mean = sum(_VALUE.unpack_from(note)[0] for note in self._meeting.notes)
+        _VALUE.pack_into(self._barrier.note, 0, float(loss) * self._weight, 0.0)
+        self._barrier.wait(BarrierKind.GATHER, _VALUE.size)
+        mean = sum(_VALUE.unpack_from(note)[0] for note in self._barrier.notes)
         return loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
 
     def _clip(self, limit: float = float("nan"), norm: float = 2.0) -> torch.Tensor:
@@ -348,14 +348,14 @@ class AllReduceTrainer(Trainer):
         read = self._reduce(agreed)
         self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
         # Only those who called it know which norm, and what limit; the lowest of them says it.
-        _VALUE.pack_into(self._meeting.note, 0, limit, norm)
-        self._meet(Intent.CLIP, _VALUE.size)
-        limit, norm = _VALUE.unpack_from(self._meeting.notes[agreed.weights[0][0]])
+        _VALUE.pack_into(self._barrier.note, 0, limit, norm)
+        self._meet(BarrierKind.CLIP, _VALUE.size)
+        limit, norm = _VALUE.unpack_from(self._barrier.notes[agreed.weights[0][0]])
         part = self._shards.norm(norm, agreed.anywhere())
-        _VALUE.pack_into(self._meeting.note, 0, part, 0.0)
-        self._meet(Intent.CLIP, _VALUE.size)
+        _VALUE.pack_into(self._barrier.note, 0, part, 0.0)
+        self._meet(BarrierKind.CLIP, _VALUE.size)
         # Every machine has all parts. Cut elsewhere, they round differently: all take those of the first.
-        parts = [_VALUE.unpack_from(self._meeting.notes[rank])[0] for rank in self._members.machines[0]]
+        parts = [_VALUE.unpack_from(self._barrier.notes[rank])[0] for rank in self._members.machines[0]]
         total = together(parts, norm) ** (1.0 if norm == float("inf") else 1.0 / norm)
         self._clipped = min(1.0, limit / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
         return torch.tensor(total, dtype=self._layout.flats[0].dtype)
@@ -374,7 +374,7 @@ class AllReduceTrainer(Trainer):
         pace = self._stopwatch.stop(self.version, again=self._paced is not None)
         self._paced = seconds + pace[0], samples + pace[1]
         length = self._table.bring(self._weight, 1.0, False, self._gradients.settle(), (0.0, 0))
-        self._meet(Intent.REDUCE, length)
+        self._meet(BarrierKind.REDUCE, length)
         self._exchange()
         self._stopwatch.restart(time.perf_counter())
 
@@ -385,13 +385,13 @@ class AllReduceTrainer(Trainer):
         read = self._reduce(agreed)
         middle = time.perf_counter()
         self._recorder.add(Reduce(self._rank, start, middle - start, read))
-        self._meet(Intent.PUBLISH)
+        self._meet(BarrierKind.PUBLISH)
         start = time.perf_counter()
         read = self._reduction.gather()
         self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
         self._gradients.show(agreed.anywhere())
         # The others may change their gradients in place as soon as they have them; not before all have copied.
-        self._meet(Intent.PUBLISH)
+        self._meet(BarrierKind.PUBLISH)
 
     def addresses(self) -> list[int]:
         """Where the shared parameters and the optimizer's state begin."""
@@ -415,14 +415,14 @@ class AllReduceTrainer(Trainer):
 
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         # Nobody may still compute on these values, and nobody may go on before all of them are there.
-        self._meet(Intent.BARRIER)
+        self._meet(BarrierKind.BARRIER)
         self._model.load_state_dict(model)
         self._optimizer.load_state_dict(optimizer)
-        self._meet(Intent.BARRIER)
+        self._meet(BarrierKind.BARRIER)
 
     def close(self) -> None:
         self._gradients.detach()
-        self._takeover.undo()
+        self._patch.undo()
         if self._shard is None or self._versions is None:
             return
         vars(self._optimizer).pop("_step_supports_amp_scaling", None)

@@ -19,7 +19,7 @@ from paceline.config import Launch, Strategy
 from paceline.errors import UsageError
 from paceline.events import Recorder
 from paceline.strategies.stopwatch import Stopwatch
-from paceline.transport import Intent
+from paceline.transport import BarrierKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Surroundings:
+class TrainerContext:
     """What a strategy finds around it."""
 
     members: Members
@@ -81,7 +81,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def __init__(
-        self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings
+        self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext
     ) -> None: ...
 
     @property
@@ -136,7 +136,7 @@ class Trainer(ABC):
         """Who decides what one must decide, where that may change."""
         return 0
 
-    def gather(self, payload: bytes, intent: Intent) -> list[bytes] | None:
+    def gather(self, payload: bytes, intent: BarrierKind) -> list[bytes] | None:
         """Everybody's payload, by rank, where the strategy knows better than the team who takes part; else None."""
         return None
 
@@ -145,7 +145,7 @@ class Trainer(ABC):
         return contextlib.nullcontext()
 
     def part(self) -> None:
-        """The script has ended: say farewell to whoever must know."""
+        """The script has ended: say exit_report to whoever must know."""
 
     def settle(self) -> None:
         """This worker has written its last event: wait until it has arrived where it belongs."""

@@ -1,6 +1,6 @@
 """All-reduce that goes on, without a restart, when a worker dies or leaves.
 
-Every meeting says who is gone, equally to all who are left: those who have died without coming to it. So no further
+Every barrier says who is gone, equally to all who are left: those who have died without coming to it. So no further
 agreement is needed. The parameters are cut into more shards than there are workers; the shards of one who is gone are
 dealt out to the others.
 
@@ -29,12 +29,12 @@ from paceline.events import Lost, Reduce, Roster
 from paceline.parameters.reduction import CHUNK, Weights, together, weighted_sum
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
-from paceline.strategies.agreement import Agreement
 from paceline.strategies.all_reduce import AllReduceTrainer
-from paceline.strategies.base import Options, Surroundings
-from paceline.strategies.ties import Ties, owner
-from paceline.transport import Intent
-from paceline.transport.futex import Words
+from paceline.strategies.base import Options, TrainerContext
+from paceline.strategies.elastic_reduction import ElasticReduction, owner
+from paceline.strategies.step_table import StepAgreement
+from paceline.transport import BarrierKind
+from paceline.transport.futex import FutexArray
 
 _VALUE = struct.Struct("=dd")
 _SHARDS_EACH = 4
@@ -46,35 +46,35 @@ _TRIES = 8
 class ElasticAllReduceTrainer(AllReduceTrainer):
     """One worker's part in training a model by all-reduce with whoever is left."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         self._gone: set[int] = set()
         self._owned: dict[int, ShardedOptimizer] = {}
         """By the number of the shard."""
         self._buffer = 0
         """The one of two in which the newest version lies."""
-        self._agreed: Agreement | None = None
+        self._agreed: StepAgreement | None = None
         """What the running update is made of."""
         self._scale = 1.0
         """What its mean is multiplied with."""
         self._active: list[int] = []
         """Who brought a gradient to the last update, and so still takes part in the epoch."""
-        self._say = around.say
-        self._ties: Ties | None = None
+        self._say = context.say
+        self._ties: ElasticReduction | None = None
         """To other machines."""
         self._summed: set[int] | None = None
         """Who was gone when the sums were made that a clipped gradient is in, if there is one."""
         self._mended = 0
         """How often connections were made anew for the running update."""
-        self._sums = int(len(around.members.machines) > 1)
-        super().__init__(model, optimizer, options, around)
+        self._sums = int(len(context.members.machines) > 1)
+        super().__init__(model, optimizer, options, context)
         if self._shard is None or self._visible:
             raise UsageError(
                 f"an elastic run by all-reduce needs parameters on the CPU, gradients='local', and an optimizer that "
                 f"treats every element by itself, which {type(optimizer).__name__} with these options is not"
             )
-        self._meeting.spare = True
+        self._barrier.spare = True
         if self._rank == 0:  # tell the launcher that one may be lost
-            start_servers(around.launch, Start(0, "", 0.0, [], True))
+            start_servers(context.launch, Start(0, "", 0.0, [], True))
 
     # -- who is here -------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
 
     @property
     def lead(self) -> int:
-        return min(set(range(self._size)) - self._meeting.departed)
+        return min(set(range(self._size)) - self._barrier.departed)
 
     def _owner(self, shard: int) -> int:
         """Who has it on this machine."""
@@ -102,10 +102,10 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         self._cuts = self._size * _SHARDS_EACH
         return self._cuts
 
-    def _reach_out(self, around: Surroundings) -> None:
+    def _reach_out(self, context: TrainerContext) -> None:
         if len(self._members.machines) > 1:
-            topology = around.strategy.topology if isinstance(around.strategy, AllReduce) else "auto"
-            self._ties = Ties(self._layout, self._gradients, self._members, topology, self._cuts)
+            topology = context.strategy.topology if isinstance(context.strategy, AllReduce) else "auto"
+            self._ties = ElasticReduction(self._layout, self._gradients, self._members, topology, self._cuts)
             self._ties.form(())
             if self._ties.broken:
                 raise JoinError(self._ties.trouble)
@@ -117,14 +117,14 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
             members.mirror([slot.parameter for slot in layout.slots])
         if self._place == 0:
             versions.fill()
-        self._meeting.meet(Intent.ALLOCATE)
+        self._barrier.wait(BarrierKind.ALLOCATE)
         versions.pull()
         self._shard = ShardedOptimizer(self._optimizer, layout, versions, self._gradients, 0, self._cuts)
         size = self._shard.memory_size()
         self._state, self._kept = members.share(size), members.share(size)
         self._shard.place(self._state)
-        begun = members.share(Words.STRIDE * self._cuts)
-        self._begun = Words(begun.bytes(0, Words.STRIDE * self._cuts), self._cuts)
+        begun = members.share(FutexArray.STRIDE * self._cuts)
+        self._begun = FutexArray(begun.bytes(0, FutexArray.STRIDE * self._cuts), self._cuts)
         """By shard, the version for which its state was copied, and perhaps changed since."""
         self._take_shards()
         self._import_state()
@@ -157,17 +157,17 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         type(self._optimizer).load_state_dict(self._optimizer, state)
         self._import_state()
 
-    # -- meetings, at which it shows who is gone ---------------------------------------------------------------------
+    # -- barriers, at which it shows who is gone ---------------------------------------------------------------------
 
-    def _meet(self, intent: Intent, length: int = 0) -> Intent:
-        topic = super()._meet(intent, self._own_trouble() if intent is Intent.PUBLISH else length)
-        if topic is Intent.UPDATE:
-            self._active = [rank for rank, passive in enumerate(self._meeting.passive) if not passive]
-        if topic is Intent.PUBLISH:
+    def _meet(self, intent: BarrierKind, length: int = 0) -> BarrierKind:
+        topic = super()._meet(intent, self._own_trouble() if intent is BarrierKind.PUBLISH else length)
+        if topic is BarrierKind.UPDATE:
+            self._active = [rank for rank, passive in enumerate(self._barrier.passive) if not passive]
+        if topic is BarrierKind.PUBLISH:
             self._make_sure()
-        elif gone := set(self._meeting.departed) - self._gone:
+        elif gone := set(self._barrier.departed) - self._gone:
             self._lose(gone)
-        if topic is Intent.PUBLISH and self._versions is not None:
+        if topic is BarrierKind.PUBLISH and self._versions is not None:
             self._buffer ^= 1
             self._versions.pull(self._buffer)
         return topic
@@ -175,7 +175,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
     def _make_sure(self) -> None:
         """At the end of an update: make it again until nobody was lost in it."""
         while True:
-            gone = set(self._meeting.departed) - self._gone
+            gone = set(self._barrier.departed) - self._gone
             if not gone and not self._broken:
                 self._mended = 0
                 return
@@ -185,12 +185,12 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
                     self._update_again(shard)
             else:
                 self._update_all_again(self._ties)
-            super()._meet(Intent.PUBLISH, self._own_trouble())
+            super()._meet(BarrierKind.PUBLISH, self._own_trouble())
 
     @property
     def _broken(self) -> bool:
         """Whether somebody's exchange with another machine has failed in this update."""
-        return self._ties is not None and any(self._meeting.notes[rank][0] for rank in self.ranks)
+        return self._ties is not None and any(self._barrier.notes[rank][0] for rank in self.ranks)
 
     def _mend(self) -> list[int]:
         """A connection between machines has broken, and nobody is known to be lost: have others, and go on."""
@@ -202,8 +202,8 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         return []
 
     def _own_trouble(self) -> int:
-        """Bring to a meeting whether this worker's exchange has failed; returns how long that note is."""
-        self._meeting.note[0] = self._ties is not None and self._ties.broken
+        """Bring to a barrier whether this worker's exchange has failed; returns how long that note is."""
+        self._barrier.note[0] = self._ties is not None and self._ties.broken
         return 1
 
     def _lose(self, gone: set[int], counted: bool = False) -> list[int]:
@@ -212,7 +212,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         counted: the gradients that they brought to the update count, where they have not gone with their machine.
         """
         before = self.present
-        died = sorted(rank for rank in gone if not self._meeting.has_left(rank))
+        died = sorted(rank for rank in gone if not self._barrier.has_left(rank))
         self._gone |= gone
         if self._weight == 1.0 / before:
             self._weight = 1.0 / self.present
@@ -248,7 +248,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
                 self._state.bytes(start, size)[:] = self._kept.bytes(start, size)
         own.adopt_state()
 
-    def _update_all_again(self, ties: Ties) -> None:
+    def _update_all_again(self, ties: ElasticReduction) -> None:
         """Make this worker's part of the next version from what is left of the gradients."""
         assert self._agreed is not None
         before, self._agreed = self._agreed.share, self._left_of(self._agreed)
@@ -260,7 +260,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         for shard in [] if ties.broken else list(self._owned):
             self._update_again(shard)
 
-    def _left_of(self, agreed: Agreement) -> Agreement:
+    def _left_of(self, agreed: StepAgreement) -> StepAgreement:
         """The same without the gradients that were lost with their machines."""
         if self._ties is None or not agreed.weights:
             return agreed
@@ -280,7 +280,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
 
     # -- updating ----------------------------------------------------------------------------------------------------
 
-    def _update_shard(self, agreed: Agreement) -> int:
+    def _update_shard(self, agreed: StepAgreement) -> int:
         self._agreed = agreed
         self._scale = self._whole(agreed) * (1.0 if self._clipped is None else self._clipped)
         groups = self._rate.scaled(agreed.groups, self.version)
@@ -295,7 +295,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
                 return read
         return read + sum(self._update_one(shard, agreed) for shard in list(self._owned))
 
-    def _update_one(self, shard: int, agreed: Agreement) -> int:
+    def _update_one(self, shard: int, agreed: StepAgreement) -> int:
         own = self._owned[shard]
         for start, size in own.ranges():
             self._kept.bytes(start, size)[:] = self._state.bytes(start, size)
@@ -303,24 +303,24 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         read = own.update(*self._sources(agreed), self._scale, (self._buffer, self._buffer ^ 1))
         return read if self._ties is None else 0  # what came from other machines is counted there
 
-    def _sources(self, agreed: Agreement) -> tuple[Weights, list[bytes] | None]:
+    def _sources(self, agreed: StepAgreement) -> tuple[Weights, list[bytes] | None]:
         """What an update is made of here: everybody's gradients, or the sums that were made over machines."""
         if self._ties is None:
             return agreed.weights, agreed.used
         anywhere, place = agreed.anywhere(), self._ties.place
         return [(place, 1.0)], None if anywhere is None else [anywhere] * (place + 1)
 
-    def _whole(self, agreed: Agreement) -> float:
+    def _whole(self, agreed: StepAgreement) -> float:
         """What makes a mean of the gradients, if one is missing whose samples were counted on."""
         return 1.0 if abs(agreed.share - 1.0) < 1e-6 or not self._gone else 1.0 / agreed.share
 
     def _clip(self, limit: float = float("nan"), norm: float = 2.0) -> torch.Tensor:
         """As of the team without elasticity, but the mean is made twice: nothing is overwritten that may be needed."""
         agreed = self._table.read()
-        _VALUE.pack_into(self._meeting.note, 0, limit, norm)
-        self._meet(Intent.CLIP, _VALUE.size)
+        _VALUE.pack_into(self._barrier.note, 0, limit, norm)
+        self._meet(BarrierKind.CLIP, _VALUE.size)
         known = [rank for rank, _ in agreed.weights if rank not in self._gone]
-        limit, norm = _VALUE.unpack_from(self._meeting.notes[known[0]])
+        limit, norm = _VALUE.unpack_from(self._barrier.notes[known[0]])
         parts = [0.0]
         before = None
         while before != self._gone:  # whose part is missing is made by another
@@ -333,9 +333,9 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
             broken = self._ties is not None and self._ties.broken
             part = 0.0 if broken else self._norm(agreed, norm)
             self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
-            _VALUE.pack_into(self._meeting.note, 0, part, broken)
-            self._meet(Intent.CLIP, _VALUE.size)
-            said = {rank: _VALUE.unpack_from(self._meeting.notes[rank]) for rank in self.ranks}
+            _VALUE.pack_into(self._barrier.note, 0, part, broken)
+            self._meet(BarrierKind.CLIP, _VALUE.size)
+            said = {rank: _VALUE.unpack_from(self._barrier.notes[rank]) for rank in self.ranks}
             if any(failed for _, failed in said.values()) and before == self._gone:
                 self._mend()
                 before = None
@@ -346,7 +346,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
         self._clipped = min(1.0, limit / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
         return torch.tensor(total, dtype=self._layout.flats[0].dtype)
 
-    def _norm(self, agreed: Agreement, kind: float) -> float:
+    def _norm(self, agreed: StepAgreement, kind: float) -> float:
         """The norm of the mean gradient of this worker's shards, raised to `kind` so that parts can be added."""
         values, scale = [0.0], self._whole(agreed)
         weights, used = self._sources(agreed)

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from paceline.collectives.everybody import Everybody
+from paceline.collectives.world_group import WorldGroup
 from paceline.errors import TeamError, UsageError
 from paceline.events import Update, Wait
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.reduction import together
-from paceline.strategies.agreement import Table
-from paceline.strategies.base import Options, Surroundings, Trainer
+from paceline.strategies.base import Options, Trainer, TrainerContext
 from paceline.strategies.blocks import check_shardable
+from paceline.strategies.fsdp_model import FsdpModel
 from paceline.strategies.mesh import refuse
-from paceline.strategies.shards import Shards
-from paceline.strategies.takeover import Takeover
-from paceline.transport import Intent
+from paceline.strategies.optimizer_patch import OptimizerPatch
+from paceline.strategies.step_table import StepTable
+from paceline.transport import BarrierKind
 
 _NORM = struct.Struct("=d")
 _NOTABLE = 5e-6
@@ -40,37 +40,37 @@ class FullyShardedTrainer(Trainer):
 
     lockstep = True
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
-        strategy = str(around.strategy)
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
+        strategy = str(context.strategy)
         refuse(optimizer, options, strategy)
         check_shardable(model, strategy)
-        self._members, self._recorder, self._stopwatch = around.members, around.recorder, around.stopwatch
-        self._meeting, self._rank = around.members.meeting, around.members.rank
+        self._members, self._recorder, self._stopwatch = context.members, context.recorder, context.stopwatch
+        self._barrier, self._rank = context.members.barrier, context.members.rank
         self._model, self._optimizer = model, optimizer
-        self._rate = RateScaling(options.scale_lr, around.members.size, options.warmup)
+        self._rate = RateScaling(options.scale_lr, context.members.size, options.warmup)
         self.version = 0
-        self.paces = [(0.0, 0)] * around.members.size
-        self._weight = 1.0 / around.members.size
+        self.paces = [(0.0, 0)] * context.members.size
+        self._weight = 1.0 / context.members.size
         self._accumulating = False
-        around.members.mirror(list(model.buffers()))
+        context.members.mirror(list(model.buffers()))
         device = next(model.parameters()).device
-        self._everybody = Everybody(around.members, device, self._exchanged)
+        self._everybody = WorldGroup(context.members, device, self._exchanged)
         try:
-            self._shards = Shards(
-                model, optimizer, self._everybody, lambda: self._weight, lambda: self._meet(Intent.GATHER)
+            self._shards = FsdpModel(
+                model, optimizer, self._everybody, lambda: self._weight, lambda: self._meet(BarrierKind.GATHER)
             )
         except BaseException:
             self._everybody.close()
             raise
-        self._table = Table(around.members, optimizer, 0)
-        self._takeover = Takeover(optimizer)
+        self._table = StepTable(context.members, optimizer, 0)
+        self._patch = OptimizerPatch(optimizer)
         for name, method in (
             ("step", self.step),
             ("zero_grad", self._zero_grad),
             ("state_dict", self._shards.optimizer_state),
             ("load_state_dict", self._load_state_dict),
         ):
-            self._takeover.replace(name, method)
+            self._patch.replace(name, method)
         # GradScaler then comes to `step`, where it is refused, instead of leaving it out on some workers only.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
@@ -110,7 +110,7 @@ class FullyShardedTrainer(Trainer):
             with torch.enable_grad():
                 loss = closure()
         pace = self._stopwatch.stop(self.version)
-        self._meet(Intent.UPDATE, self._table.bring(self._weight, 1.0, False, b"", pace))
+        self._meet(BarrierKind.UPDATE, self._table.bring(self._weight, 1.0, False, b"", pace))
         self._update()
         return loss
 
@@ -119,8 +119,8 @@ class FullyShardedTrainer(Trainer):
         agreed = self._table.read()
         self.paces = agreed.paces
         self._shards.reshard()
-        with self._takeover.values(self._rate.scaled(agreed.groups, self.version)), self._shards.plain():
-            self._takeover.plain_step()
+        with self._patch.values(self._rate.scaled(agreed.groups, self.version)), self._shards.plain():
+            self._patch.plain_step()
         self.version += 1
         count = sum(weight > 0 for _, weight in agreed.weights)
         end = time.perf_counter()
@@ -132,9 +132,9 @@ class FullyShardedTrainer(Trainer):
         gradients = self._shards.gradients()
         parts = [float(torch.linalg.vector_norm(gradient, norm)) for gradient in gradients if gradient.numel()] or [0.0]
         parts = parts if norm == float("inf") else [part**norm for part in parts]
-        _NORM.pack_into(self._meeting.note, 0, together(parts, norm))
-        self._meet(Intent.CLIP, _NORM.size)
-        parts = [_NORM.unpack_from(note)[0] for note in self._meeting.notes]
+        _NORM.pack_into(self._barrier.note, 0, together(parts, norm))
+        self._meet(BarrierKind.CLIP, _NORM.size)
+        parts = [_NORM.unpack_from(note)[0] for note in self._barrier.notes]
         total = together(parts, norm) ** (1.0 if norm == float("inf") else 1.0 / norm)
         factor = min(1.0, limit / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ has it
         for gradient in gradients:
@@ -144,17 +144,17 @@ class FullyShardedTrainer(Trainer):
     def finish_epoch(self) -> None:
         """Everybody had as many batches, so nobody needs help."""
 
-    def _meet(self, intent: Intent, length: int = 0) -> None:
+    def _meet(self, intent: BarrierKind, length: int = 0) -> None:
         start = time.perf_counter()
         try:
-            self._meeting.meet(intent, length)
+            self._barrier.wait(intent, length)
         except TeamError:
             self._everybody.drop()
             raise
-        if self._meeting.last != self._rank:
+        if self._barrier.last != self._rank:
             waited = time.perf_counter() - start
             if waited > _NOTABLE:
-                self._recorder.add(Wait(self._rank, start, waited, self._meeting.last))
+                self._recorder.add(Wait(self._rank, start, waited, self._barrier.last))
 
     # -- state as plain torch knows it -------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class FullyShardedTrainer(Trainer):
 
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         # Nobody may still compute on these values.
-        self._meet(Intent.BARRIER)
+        self._meet(BarrierKind.BARRIER)
         self._model.load_state_dict(model)
         self._optimizer.load_state_dict(optimizer)
 
@@ -185,12 +185,12 @@ class FullyShardedTrainer(Trainer):
         self._everybody.close()
 
     def close(self) -> None:
-        self._takeover.undo()
+        self._patch.undo()
         vars(self._optimizer).pop("_step_supports_amp_scaling", None)
         try:
             if self._everybody.open:
                 # Without the others the model cannot be whole, which must not go unnoticed.
-                self._meet(Intent.BARRIER)
+                self._meet(BarrierKind.BARRIER)
                 self._shards.undo()
         finally:
             self._everybody.close()

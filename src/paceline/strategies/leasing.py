@@ -10,12 +10,20 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data.leased import Epoch, LeasedLoader
+from paceline.data.leased_loader import LeasedEpoch, LeasedLoader
 from paceline.data.ledger import Lease
 from paceline.errors import TeamError
 from paceline.parameters.gradients import Gradients
-from paceline.server.desk import Desk
-from paceline.server.messages import Ask, Done, Draw, Enter, Leased, Order, Quit
+from paceline.server.client import ServerClient
+from paceline.server.messages import (
+    BeginEpoch,
+    DrawOrder,
+    EpochOrder,
+    LeaseDone,
+    LeaseGranted,
+    LeaveEpoch,
+    RequestLease,
+)
 from paceline.strategies.stopwatch import Stopwatch
 
 
@@ -23,10 +31,10 @@ class Leases:
     """One worker's leases."""
 
     def __init__(
-        self, desk: Desk, stopwatch: Stopwatch, gradients: Gradients, size: int, follow: Callable[[Any], None]
+        self, client: ServerClient, stopwatch: Stopwatch, gradients: Gradients, size: int, follow: Callable[[Any], None]
     ) -> None:
         """follow: take the version that an answer of the server's names."""
-        self._desk, self._stopwatch, self._gradients, self._follow = desk, stopwatch, gradients, follow
+        self._client, self._stopwatch, self._gradients, self._follow = client, stopwatch, gradients, follow
         self.size = size
         self._open: dict[int, tuple[int, int]] = {}
         """Leases whose samples are, or will be, part of the next gradient, with their loaders and how many count."""
@@ -73,16 +81,16 @@ class Leases:
     def ask_batch(self) -> None:
         self._stopwatch.ask()
 
-    def enter(self, loader: int, epoch: int, draw: Callable[[], Epoch]) -> None:
+    def enter(self, loader: int, epoch: int, draw: Callable[[], LeasedEpoch]) -> None:
         start = time.perf_counter()
         training = torch.is_grad_enabled()
         if training:
             self._trained.add(loader)
-        answer = self._desk.call(Enter(loader, epoch, not self._open, training))
-        if isinstance(answer, Draw):
+        answer = self._client.call(BeginEpoch(loader, epoch, not self._open, training))
+        if isinstance(answer, DrawOrder):
             drawn = draw()
-            self._desk.tell(Order(loader, epoch, drawn.sizes, drawn.drop_last, training))
-            answer = self._desk.call_in_parts(drawn.order)
+            self._client.tell(EpochOrder(loader, epoch, drawn.sizes, drawn.drop_last, training))
+            answer = self._client.call_in_parts(drawn.order)
         self._follow(answer)
         self._stopwatch.away(time.perf_counter() - start)
 
@@ -95,11 +103,11 @@ class Leases:
             self.leave()
         training = torch.is_grad_enabled()
         if training and not ahead and not self._computed and (passed := self._forget(loader)):
-            self._desk.tell(Done(passed))  # the script has passed over them
+            self._client.tell(LeaseDone(passed))  # the script has passed over them
         start = time.perf_counter()
-        answer = self._desk.call(Ask(loader, epoch, ahead, training and not self._open and not ahead))
+        answer = self._client.call(RequestLease(loader, epoch, ahead, training and not self._open and not ahead))
         self._stopwatch.away(time.perf_counter() - start)
-        if isinstance(answer, Leased):
+        if isinstance(answer, LeaseGranted):
             self._want = loader if training and not ahead else None
             self._follow(answer)
             return answer.lease
@@ -127,7 +135,7 @@ class Leases:
             self._open[lease.number] = (lease.loader, len(lease.keys))
             self._stopwatch.start(len(lease.keys))
         else:
-            self._desk.tell(Done([lease.number]))
+            self._client.tell(LeaseDone([lease.number]))
 
     def quit(self, loader: int, epoch: int) -> None:
         if self._riding is not None and self._riding.loader == loader:
@@ -136,4 +144,4 @@ class Leases:
         self._trained.discard(loader)
         self._forget(loader)
         with contextlib.suppress(TeamError):
-            self._desk.tell(Quit(loader, epoch))
+            self._client.tell(LeaveEpoch(loader, epoch))

@@ -29,22 +29,22 @@ from paceline.parameters.layout import Layout
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.policies import make_policy
-from paceline.server.desk import Desk
-from paceline.server.host import group_count, table_size
-from paceline.server.messages import Freeze, Go, Plan, Push, Thaw, send_parts
+from paceline.server.client import ServerClient
+from paceline.server.flags import SharedFlags
+from paceline.server.messages import Freeze, Proceed, PushGradient, RunSpec, Thaw, send_parts
+from paceline.server.process import group_count, table_size
 from paceline.server.shard import Sizes, describe
-from paceline.server.words import SharedWords
-from paceline.strategies.base import Options, Surroundings
+from paceline.strategies.base import Options, TrainerContext
 from paceline.strategies.leasing import Leases
 from paceline.strategies.mesh import either, refuse
+from paceline.strategies.mesh_coord import MeshCoord, MeshShape
+from paceline.strategies.optimizer_patch import OneCycleClamp, OptimizerPatch, own_parameters, own_state
 from paceline.strategies.parameter_server import ParameterServerTrainer, _refuse
-from paceline.strategies.parts import PartGradients
-from paceline.strategies.replica_desk import ReplicaDesk
-from paceline.strategies.replicas import Seat, Shape
+from paceline.strategies.partitioned_parameters import PartGradients
+from paceline.strategies.replica_client import ReplicaClient
 from paceline.strategies.split_model import SplitModel
-from paceline.strategies.takeover import Overtime, Takeover, own_parameters, own_state
-from paceline.transport import Intent
-from paceline.transport.wire import new_address
+from paceline.transport import BarrierKind
+from paceline.transport.unix_connection import new_address
 
 
 class _ReplicaLeases(Leases):
@@ -63,35 +63,35 @@ class _ReplicaLeases(Leases):
 class MeshServerTrainer(ParameterServerTrainer):
     """One worker's part in training a split model with a parameter server."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
-        assert isinstance(around.strategy, Mesh)
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
+        assert isinstance(context.strategy, Mesh)
         _refuse(optimizer, options)
-        refuse(optimizer, options, str(around.strategy))
-        if (around.launch.compress or options.compress) not in ("none", "fp32"):
+        refuse(optimizer, options, str(context.strategy))
+        if (context.launch.compress or options.compress) not in ("none", "fp32"):
             raise UsageError("a replica of several workers writes its gradient in parts, which cannot be compressed")
-        self._members, self._recorder, self._stopwatch = around.members, around.recorder, around.stopwatch
-        self._seat = seat = Seat(Shape.of(around.strategy), around.members.rank)
-        self._rank, self.size = seat.replica, seat.shape.data
+        self._members, self._recorder, self._stopwatch = context.members, context.recorder, context.stopwatch
+        self._coord = coord = MeshCoord(MeshShape.of(context.strategy), context.members.rank)
+        self._rank, self.size = coord.replica, coord.shape.data
         """As the server knows it: of replicas."""
-        self._worker = around.members.rank
-        self._model, self._optimizer, self._launch = model, optimizer, around.launch
-        self._timeouts = around.members.meeting.timeouts
-        self._office, self._joins = None, None
+        self._worker = context.members.rank
+        self._model, self._optimizer, self._launch = model, optimizer, context.launch
+        self._timeouts = context.members.barrier.timeouts
+        self._relay, self._joins = None, None
         RateScaling(options.scale_lr, 1, options.warmup)
-        sync = parse_strategy(around.strategy.sync)
+        sync = parse_strategy(context.strategy.sync)
         policy = make_policy(sync, range(self.size))
         self.cancels = False
         self._at = self._buffer = self._before = self._pushes = 0
         self.paces = [(0.0, 0)] * self.size
-        self.replica = (seat.replica, seat.shape.data)
-        self._split = SplitModel(model, optimizer, options, around, seat, lambda: self.version)
+        self.replica = (coord.replica, coord.shape.data)
+        self._split = SplitModel(model, optimizer, options, context, coord, lambda: self.version)
         self._stopwatch = self._split.stopwatch
-        self._together = self._split.meeting
-        self._prepare(options, around, str(sync), policy.spare)
+        self._together = self._split.barrier
+        self._prepare(options, context, str(sync), policy.spare)
         if policy.spare:
-            around.members.meeting.spare = True
-        self._leases = _ReplicaLeases(self._desk, self._stopwatch, self._gradients, self.size, self._follow)
-        self._leases.counts = not seat.place
+            context.members.barrier.spare = True
+        self._leases = _ReplicaLeases(self._client, self._stopwatch, self._gradients, self.size, self._follow)
+        self._leases.counts = not coord.place
         self._pushed = False
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
@@ -99,20 +99,23 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._exchanged = 0.0
         self._snapshot = self._boundaries = None
         self._gradients.attach()
-        self._takeover, self._overtime = Takeover(optimizer), None if policy.lockstep else Overtime(optimizer)
+        self._patch, self._clamp = (
+            OptimizerPatch(optimizer),
+            None if policy.lockstep else OneCycleClamp(optimizer),
+        )
         for name, method in (
             ("step", self.step),
             ("zero_grad", self._zero_grad),
             ("state_dict", self._state_dict),
             ("load_state_dict", self._load_state_dict),
         ):
-            self._takeover.replace(name, method)
+            self._patch.replace(name, method)
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         self._split.ready()
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
-    def _prepare(self, options: Options, around: Surroundings, strategy: str, spare: bool) -> None:
+    def _prepare(self, options: Options, context: TrainerContext, strategy: str, spare: bool) -> None:
         members, parts, launch = self._members, self._split.parts, self._launch
         self._servers = parse_servers(launch.servers or options.servers)
         count = len(place_servers(str(self._servers), [list(range(self.size))]))
@@ -123,12 +126,12 @@ class MeshServerTrainer(ParameterServerTrainer):
         gradients = members.share(sizes.gradients, keep=True)
         versions = members.share(sizes.versions, keep=True)
         table = members.share(table_size(self.size, len(layout.slots)), keep=True)
-        words, rest = members.share(SharedWords.memory_size(self.size), keep=True), members.share(0, keep=True)
+        words, rest = members.share(SharedFlags.memory_size(self.size), keep=True), members.share(0, keep=True)
         self._versions = Versions(layout, versions, sizes.buffers)
         self._gradients = PartGradients.of(layout, gradients, self._rank, sizes.sources, parts.own)
         self._feedback, self._bytes = None, layout.size
         slots = [table.bytes(replica * SLOT, SLOT) for replica in range(self.size)]
-        if self._seat.place:
+        if self._coord.place:
             slots = [memoryview(bytearray(SLOT))] * self.size  # the first worker's values count
         self._hyperparameters = Hyperparameters(self._optimizer, slots, self._rank)
         self._used = table.bytes(self.size * SLOT + self._rank * len(layout.slots), len(layout.slots))
@@ -143,7 +146,7 @@ class MeshServerTrainer(ParameterServerTrainer):
             parts.fill(self._versions.views(0))
             parts.import_state(self._import)
         self._optimizer.state.clear()
-        self._connect(options, around, strategy, spare, [gradients, versions, table, words, rest, state])
+        self._connect(options, context, strategy, spare, [gradients, versions, table, words, rest, state])
 
     def _import(self, shadow: Optimizer) -> None:
         state = dict(shadow.state)
@@ -154,24 +157,24 @@ class MeshServerTrainer(ParameterServerTrainer):
     def _connect(
         self,
         options: Options,
-        around: Surroundings,
+        context: TrainerContext,
         strategy: str,
         spare: bool,
         memories: list[Any],
     ) -> None:
         members, optimizer, launch = self._members, self._optimizer, self._launch
-        address = members.gather(new_address().encode(), Intent.ALLOCATE)[0].decode()
+        address = members.gather(new_address().encode(), BarrierKind.ALLOCATE)[0].decode()
         self._thread, self._processes = None, []
-        if not self._seat.place:
-            self._start(address, spare, around.say)
-        desk = None
-        if not self._seat.place:
-            desk = Desk(address, self._rank, self._timeouts)
-            desk.watch(SharedWords(memories[3], self.size))
-            desk.reduce = self._sum_part
-        self._desk: Any = ReplicaDesk(desk, self._together, self._timeouts)
-        if desk is not None and self._worker == 0:
-            plan = Plan(
+        if not self._coord.place:
+            self._start(address, spare, context.say)
+        client = None
+        if not self._coord.place:
+            client = ServerClient(address, self._rank, self._timeouts)
+            client.watch(SharedFlags(memories[3], self.size))
+            client.reduce = self._sum_part
+        self._client: Any = ReplicaClient(client, self._together, self._timeouts)
+        if client is not None and self._worker == 0:
+            plan = RunSpec(
                 workers=self.size,
                 capacity=self.size,
                 elastic=False,
@@ -179,7 +182,7 @@ class MeshServerTrainer(ParameterServerTrainer):
                 servers=len(self._shards),
                 strategy=strategy,
                 timeouts=self._timeouts,
-                folder=str(around.folder) if around.recorder.on else None,
+                folder=str(context.folder) if context.recorder.on else None,
                 optimizer=(type(optimizer).__module__, type(optimizer).__qualname__),
                 groups=[plain(group) for group in optimizer.param_groups],
                 defaults=plain(optimizer.defaults),
@@ -188,14 +191,14 @@ class MeshServerTrainer(ParameterServerTrainer):
                 compress="none",
                 scale_lr=options.scale_lr,
                 warmup=options.warmup,
-                replica=self._seat.shape.replica,
+                replica=self._coord.shape.replica,
             )
-            wire = desk.introduce(1, [memory.descriptor for memory in memories])
-            send_parts(wire, msgspec.msgpack.encode(plan))
-        elif desk is not None:
-            desk.introduce(0, [])
-        self._desk.wait_until_ready()
-        members.meeting.meet(Intent.ALLOCATE)
+            connection = client.introduce(1, [memory.descriptor for memory in memories])
+            send_parts(connection, msgspec.msgpack.encode(plan))
+        elif client is not None:
+            client.introduce(0, [])
+        self._client.wait_until_ready()
+        members.barrier.wait(BarrierKind.ALLOCATE)
         for memory in memories:
             memory.close_descriptor()
         self._versions.pull(0)
@@ -206,7 +209,7 @@ class MeshServerTrainer(ParameterServerTrainer):
     def present(self) -> None:
         """Replicas do not come and go."""
 
-    def gather(self, payload: bytes, intent: Intent) -> None:
+    def gather(self, payload: bytes, intent: BarrierKind) -> None:
         """All workers take part, not only those that speak with the server."""
 
     def drawn(self) -> None:
@@ -220,9 +223,9 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._recorder.add(Brought(self._worker, start, self._rank, self._pushes, self._at, sum(used), of))
         found, skip = self._exchange(used, skip)
         complete = 0 not in found
-        if not complete and not self._seat.place:
+        if not complete and not self._coord.place:
             self._used[:] = found
-        message = Push(
+        message = PushGradient(
             self._at,
             samples,
             self._leases.take(),
@@ -238,12 +241,12 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._loss = self._clip = None
         self._stopwatch.slow_link(self._exchanged)
         sent = time.perf_counter()
-        answer: Go = self._desk.call(message)
+        answer: Proceed = self._client.call(message)
         self._follow(answer)
         end = time.perf_counter()
         self._exchanged = end - sent if answer.on < 0 else self._exchanged
         if answer.on >= 0:
-            self._recorder.add(Wait(self._worker, start, end - start, answer.on * self._seat.shape.replica))
+            self._recorder.add(Wait(self._worker, start, end - start, answer.on * self._coord.shape.replica))
         else:
             self._recorder.add(Pull(self._worker, start, end - start, self._at))
         self._stopwatch.restart(end)
@@ -253,7 +256,7 @@ class MeshServerTrainer(ParameterServerTrainer):
         """All workers of the replica are here: of which parts they have gradients, and whether one is not finite."""
         if self._together is None:
             return used, skip
-        notes = self._together.gather(bytes([skip]) + used, Intent.UPDATE)
+        notes = self._together.gather(bytes([skip]) + used, BarrierKind.UPDATE)
         return either([note[1:] for note in notes]), any(note[0] for note in notes)
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
@@ -262,7 +265,7 @@ class MeshServerTrainer(ParameterServerTrainer):
         slots = zip(self._layout.slots, self._split.parts.own, strict=True)
         gradients = [slot.parameter.grad for slot, own in slots if own and slot.parameter.grad is not None]
         note = struct.pack("=d", float(torch.nn.utils.get_total_norm(gradients, norm)))
-        notes = [note] if self._together is None else self._together.gather(note, Intent.CLIP)
+        notes = [note] if self._together is None else self._together.gather(note, BarrierKind.CLIP)
         values = [struct.unpack("=d", note)[0] for note in notes]
         if math.isinf(norm):
             return torch.tensor(max(values))
@@ -276,10 +279,10 @@ class MeshServerTrainer(ParameterServerTrainer):
 
         The others of its replica need not be here, so it goes on with the version that it had.
         """
-        if self._frozen or self._desk.desk is None:
+        if self._frozen or self._client.client is None:
             yield
             return
-        frozen = self._desk.desk.call(Freeze(renew=False))
+        frozen = self._client.client.call(Freeze(renew=False))
         self._frozen = True
         before = self._buffer
         self._versions.pull(frozen.buffer)
@@ -288,26 +291,26 @@ class MeshServerTrainer(ParameterServerTrainer):
         finally:
             self._versions.pull(before)
             self._frozen = False
-            self._desk.tell(Thaw(reload))
+            self._client.tell(Thaw(reload))
 
     @contextlib.contextmanager
     def _all_still(self, reload: bool = False) -> Iterator[None]:
         """The same, with all workers of the replica, who go on with the newest version."""
-        self._follow(self._desk.call(Freeze()))
+        self._follow(self._client.call(Freeze()))
         self._frozen = True
         try:
             yield
             if self._together is not None:
-                self._together.gather(b"", Intent.BARRIER)
+                self._together.gather(b"", BarrierKind.BARRIER)
         finally:
             self._frozen = False
-            self._desk.tell(Thaw(reload))
+            self._client.tell(Thaw(reload))
 
     def _state_dict(self) -> dict[str, Any]:
-        if self._desk.desk is None:
+        if self._client.client is None:
             raise UsageError(
                 f"rank {self._worker} is not the first worker of its replica, so it does not speak with the server; "
-                f"ask rank {self._seat.lead} for the optimizer's state, or use team.save, which all may call"
+                f"ask rank {self._coord.lead} for the optimizer's state, or use team.save, which all may call"
             )
         return super()._state_dict()
 
@@ -323,14 +326,14 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._optimizer.state.clear()
 
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        self._members.meeting.meet(Intent.BARRIER)
+        self._members.barrier.wait(BarrierKind.BARRIER)
         # One after the other: the lead's replica writes what all share, the others then find it, and their own buffers.
         for replica in range(self.size):
             if replica == self._rank:
                 with self._all_still():
                     self._model.load_state_dict(model)
                 self._optimizer.load_state_dict(optimizer)
-            self._members.meeting.meet(Intent.BARRIER)
+            self._members.barrier.wait(BarrierKind.BARRIER)
 
     def close(self) -> None:
         with contextlib.suppress(TeamError), self._all_still():
@@ -338,7 +341,7 @@ class MeshServerTrainer(ParameterServerTrainer):
             self._split.undo()
             own_parameters(self._layout)
         self._gradients.detach()
-        self._takeover.undo()
-        if self._overtime is not None:
-            self._overtime.undo()
+        self._patch.undo()
+        if self._clamp is not None:
+            self._clamp.undo()
         vars(self._optimizer).pop("_step_supports_amp_scaling", None)

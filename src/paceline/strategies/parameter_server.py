@@ -24,45 +24,46 @@ from torch.utils.data import DataLoader
 from paceline.cluster.process import is_stopped
 from paceline.cluster.servers import Start, start_servers
 from paceline.config import capacity, parse_compression, parse_correction, parse_servers, place_servers
-from paceline.data.leased import LeasedLoader
+from paceline.data.leased_loader import LeasedLoader
 from paceline.errors import Mismatch, ServerLost, TeamError, UsageError
 from paceline.events import Pull, Reduce, Wait
 from paceline.parameters.compression import Feedback, codec_class
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import SLOT, Hyperparameters, RateScaling, plain
 from paceline.parameters.layout import Layout
+from paceline.parameters.model_buffers import ModelBuffers
 from paceline.parameters.reduction import CHUNK, weighted_sum
-from paceline.parameters.rest import Rest
 from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
+from paceline.parameters.step_snapshot import StepSnapshot
 from paceline.parameters.versions import Versions
 from paceline.parameters.whole import WholeOptimizer
 from paceline.policies import make_policy
-from paceline.server.desk import Desk
-from paceline.server.host import group_count, serve_in_thread, table_size
-from paceline.server.messages import Cancelled as CancelledStep
+from paceline.server.client import ServerClient
+from paceline.server.flags import SharedFlags
 from paceline.server.messages import (
     Freeze,
-    Go,
-    Leased,
-    Made,
-    Plan,
-    Push,
+    GradientReady,
+    LeaseGranted,
+    Proceed,
+    PushGradient,
+    RunSpec,
     Thaw,
     send_parts,
 )
-from paceline.server.messages import Reduce as ReduceOrder
+from paceline.server.messages import ReduceShare as ReduceOrder
+from paceline.server.messages import StepCancelled as CancelledStep
+from paceline.server.process import group_count, serve_in_thread, table_size
 from paceline.server.shard import Sizes, describe
-from paceline.server.words import SharedWords
-from paceline.strategies.base import Options, Surroundings, Trainer
-from paceline.strategies.cancellation import Boundaries, Cancelled, Snapshot, release_scaler
+from paceline.strategies.base import Options, Trainer, TrainerContext
+from paceline.strategies.cancellation import CancelHooks, StepCancelledError, release_scaler
 from paceline.strategies.leasing import Leases
-from paceline.strategies.offices import Freight, open_office
-from paceline.strategies.takeover import Overtime, Takeover, own_parameters, own_state, zero_grad
-from paceline.transport import Intent, Memory
-from paceline.transport.wire import new_address
+from paceline.strategies.optimizer_patch import OneCycleClamp, OptimizerPatch, own_parameters, own_state, zero_grad
+from paceline.strategies.transfer_layout import TransferLayout, open_relay
+from paceline.transport import BarrierKind, Memory
+from paceline.transport.unix_connection import new_address
 
-_OFFICE_ENDS = 5.0
-"""Seconds in which an office has sent the last events home."""
+_RELAY_ENDS = 5.0
+"""Seconds in which a relay has sent the last events home."""
 
 
 class ParameterServerTrainer(Trainer):
@@ -70,23 +71,23 @@ class ParameterServerTrainer(Trainer):
 
     _inside = 0
     """How many blocks of `team.step()` the script is in, one in the other."""
-    _doors: Sequence[str] = ()
+    _relay_addresses: Sequence[str] = ()
     """By machine, the address at which its workers talk to the server, if there are several."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         _refuse(optimizer, options)
-        self._members, self._recorder, self._stopwatch = around.members, around.recorder, around.stopwatch
-        self._rank, self.size = around.members.rank, around.members.size
-        self._spread = len(around.members.machines) > 1
-        self._office: subprocess.Popen[bytes] | None = None
+        self._members, self._recorder, self._stopwatch = context.members, context.recorder, context.stopwatch
+        self._rank, self.size = context.members.rank, context.members.size
+        self._spread = len(context.members.machines) > 1
+        self._relay: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pushed = False
         """Whether it has pushed anything."""
-        self._joins = around.launch.joins
+        self._joins = context.launch.joins
         """Of a run that goes on already, the address of its server."""
-        self._model, self._optimizer, self._launch = model, optimizer, around.launch
-        self._timeouts = around.members.meeting.timeouts
+        self._model, self._optimizer, self._launch = model, optimizer, context.launch
+        self._timeouts = context.members.barrier.timeouts
         RateScaling(options.scale_lr, 1, options.warmup)
         self._at = self._buffer = 0
         """The server's version, and the buffer that it lies in."""
@@ -95,16 +96,16 @@ class ParameterServerTrainer(Trainer):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held]
         rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
-        around.members.mirror([*rest, *model.buffers()] if self._joins is None else [])
-        self._rest = Rest([*rest, *model.buffers()])
-        self._set_up(named, options, around)
+        context.members.mirror([*rest, *model.buffers()] if self._joins is None else [])
+        self._rest = ModelBuffers([*rest, *model.buffers()])
+        self._set_up(named, options, context)
         self.paces = [(0.0, 0)] * self.size
-        policy = make_policy(around.strategy, range(self.size))
+        policy = make_policy(context.strategy, range(self.size))
         self.cancels = policy.cancels
         if policy.spare or self._launch.elastic:
-            around.members.meeting.spare = True
+            context.members.barrier.spare = True
 
-        self._leases = Leases(self._desk, self._stopwatch, self._gradients, self.size, self._follow)
+        self._leases = Leases(self._client, self._stopwatch, self._gradients, self.size, self._follow)
         self._leases.leave = self._leave_if_told
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
@@ -113,23 +114,26 @@ class ParameterServerTrainer(Trainer):
         """Seconds that the last push and pull took that had to wait for nobody."""
         self._gone_back = False
         """Whether the leases of a step that is being left are with the server already."""
-        self._snapshot: Snapshot | None = None
-        self._boundaries: Boundaries | None = None
+        self._snapshot: StepSnapshot | None = None
+        self._boundaries: CancelHooks | None = None
         if self.cancels:
-            self._snapshot = Snapshot(model)
-            self._boundaries = Boundaries(model, self._look)
+            self._snapshot = StepSnapshot(model)
+            self._boundaries = CancelHooks(model, self._look)
             self._stopwatch.sleep = self._sleep
-        away = set(self._machine_of_server) != {around.members.machine}
+        away = set(self._machine_of_server) != {context.members.machine}
         early = self._spread and self._feedback is None and away
         self._gradients.attach(which=self._made if early else None)
-        self._takeover, self._overtime = Takeover(optimizer), None if policy.lockstep else Overtime(optimizer)
+        self._patch, self._clamp = (
+            OptimizerPatch(optimizer),
+            None if policy.lockstep else OneCycleClamp(optimizer),
+        )
         for name, method in (
             ("step", self.step),
             ("zero_grad", self._zero_grad),
             ("state_dict", self._state_dict),
             ("load_state_dict", self._load_state_dict),
         ):
-            self._takeover.replace(name, method)
+            self._patch.replace(name, method)
         # GradScaler then leaves unscaling and skipping to `step`.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
@@ -148,12 +152,12 @@ class ParameterServerTrainer(Trainer):
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
-    def _set_up(self, named: list[tuple[str, torch.nn.Parameter]], options: Options, around: Surroundings) -> None:
+    def _set_up(self, named: list[tuple[str, torch.nn.Parameter]], options: Options, context: TrainerContext) -> None:
         members = self._members
         self._servers = parse_servers(self._launch.servers or options.servers)
         joins = self._joins is not None
         self._machine_of_server = [0] if joins else place_servers(str(self._servers), members.machines)
-        plan = self._plan(named, options, around, len(self._machine_of_server))
+        plan = self._plan(named, options, context, len(self._machine_of_server))
         if self._joins is not None:
             self._join(plan, self._joins)
             return
@@ -162,19 +166,19 @@ class ParameterServerTrainer(Trainer):
         memories = self._lay_out(plan, functools.partial(members.share, keep=True))
         self._fill(memories)
 
-        coordinator = members.gather(new_address().encode(), Intent.ALLOCATE)[0].decode()
+        coordinator = members.gather(new_address().encode(), BarrierKind.ALLOCATE)[0].decode()
         if self._spread:
-            self._doors = self._open_office(coordinator, memories, around)
-        address = self._doors[members.machine] if self._spread else coordinator
-        spare = plan.elastic or make_policy(around.strategy, range(self.size)).spare
-        self._start(coordinator if members.machine == 0 else address, spare, around.say)
-        self._sit_down(Desk(address, self._rank, self._timeouts), memories)
+            self._relay_addresses = self._open_relay(coordinator, memories, context)
+        address = self._relay_addresses[members.machine] if self._spread else coordinator
+        spare = plan.elastic or make_policy(context.strategy, range(self.size)).spare
+        self._start(coordinator if members.machine == 0 else address, spare, context.say)
+        self._sit_down(ServerClient(address, self._rank, self._timeouts), memories)
         if self._rank == 0:
-            wire = self._desk.introduce(1, [memory.descriptor for memory in memories])
-            send_parts(wire, msgspec.msgpack.encode(plan))
+            connection = self._client.introduce(1, [memory.descriptor for memory in memories])
+            send_parts(connection, msgspec.msgpack.encode(plan))
         else:
-            self._desk.introduce(0, [])
-        self._desk.wait_until_ready(self._look_for_lead)
+            self._client.introduce(0, [])
+        self._client.wait_until_ready(self._look_for_lead)
         for memory in memories:
             memory.close_descriptor()
         self._versions.pull(0)
@@ -182,39 +186,41 @@ class ParameterServerTrainer(Trainer):
     def _look_for_lead(self) -> None:
         """Without the lead, which brings the plan, no server begins."""
         members = self._members
-        if members.machine == 0 and self._rank != 0 and (how := members.local.meeting.gone(0)) is not None:
+        if members.machine == 0 and self._rank != 0 and (how := members.local.barrier.gone(0)) is not None:
             raise ServerLost(f"rank 0 {how} before it had told the server what to train", [0])
 
-    def _open_office(self, coordinator: str, memories: list[Memory], around: Surroundings) -> list[str]:
+    def _open_relay(self, coordinator: str, memories: list[Memory], context: TrainerContext) -> list[str]:
         """By machine, the address at which its workers talk to the server, wherever that is."""
-        freight = Freight(self._layout, self._bytes, self._feedback is not None, [s.owned() for s in self._shards])
-        folder = around.folder if around.recorder.on else None
+        transfer_layout = TransferLayout(
+            self._layout, self._bytes, self._feedback is not None, [s.owned() for s in self._shards]
+        )
+        folder = context.folder if context.recorder.on else None
         servers, key = self._machine_of_server, self._launch.key
         elastic = self._launch.elastic
-        doors, self._office = open_office(
-            self._members, coordinator, key, servers, freight, memories, folder, self._timeouts, elastic=elastic
+        relay_addresses, self._relay = open_relay(
+            self._members, coordinator, key, servers, transfer_layout, memories, folder, self._timeouts, elastic=elastic
         )
-        return doors
+        return relay_addresses
 
     def _made(self, parameter: int) -> None:
         """While the backward pass goes on, what it has made can travel."""
         if not self._accumulating:
-            self._desk.tell(Made([parameter]))
+            self._client.tell(GradientReady([parameter]))
 
     def _plan(
-        self, named: list[tuple[str, torch.nn.Parameter]], options: Options, around: Surroundings, count: int
-    ) -> Plan:
+        self, named: list[tuple[str, torch.nn.Parameter]], options: Options, context: TrainerContext, count: int
+    ) -> RunSpec:
         self._named, optimizer, launch = named, self._optimizer, self._launch
         compress = launch.compress or options.compress
-        return Plan(
+        return RunSpec(
             workers=self.size,
             capacity=capacity(self.size),
             elastic=launch.elastic,
             rest=self._rest.size,
             servers=count,
-            strategy=str(around.strategy),
+            strategy=str(context.strategy),
             timeouts=self._timeouts,
-            folder=str(around.folder) if around.recorder.on else None,
+            folder=str(context.folder) if context.recorder.on else None,
             optimizer=(type(optimizer).__module__, type(optimizer).__qualname__),
             groups=[plain(group) for group in optimizer.param_groups],
             defaults=plain(optimizer.defaults),
@@ -230,14 +236,14 @@ class ParameterServerTrainer(Trainer):
     def _pids(self) -> list[int]:
         members, pids = self._members, [0] * self.size
         for place, rank in enumerate(members.machines[members.machine]):
-            pids[rank] = members.local.meeting.pid(place)
+            pids[rank] = members.local.barrier.pid(place)
         return pids
 
-    def _join(self, own: Plan, address: str) -> None:
+    def _join(self, own: RunSpec, address: str) -> None:
         """Take part in a run that goes on: its plan counts, and its memory comes from the server."""
-        desk = Desk(address, self._rank, self._timeouts, late=True)
-        seated, text, descriptors = desk.ask_in()
-        plan = msgspec.msgpack.decode(text, type=Plan)
+        client = ServerClient(address, self._rank, self._timeouts, late=True)
+        seated, text, descriptors = client.ask_in()
+        plan = msgspec.msgpack.decode(text, type=RunSpec)
         if (plan.parameters, plan.optimizer, plan.rest) != (own.parameters, own.optimizer, own.rest):
             raise Mismatch(
                 f"rank {self._rank} cannot join: its model or optimizer is not the one that the run trains",
@@ -249,13 +255,13 @@ class ParameterServerTrainer(Trainer):
         self._lay_out(plan, lambda _size: next(coming))
         self._optimizer.state.clear()
         self._rest.read(memories[4])
-        self._sit_down(desk, memories)
+        self._sit_down(client, memories)
         for memory in memories:
             memory.close_descriptor()
         self._versions.pull(seated.buffer)
         self._at, self._buffer = seated.version, seated.buffer
 
-    def _lay_out(self, plan: Plan, share: Callable[[int], Memory]) -> list[Memory]:
+    def _lay_out(self, plan: RunSpec, share: Callable[[int], Memory]) -> list[Memory]:
         """Find everything's place in shared memory; `share` gives a memory of some size, always in the same order."""
         room, optimizer = plan.capacity, self._optimizer
         whole = type(optimizer) not in ELEMENTWISE
@@ -263,7 +269,7 @@ class ParameterServerTrainer(Trainer):
         sizes = Sizes(layout, room, group_count(plan.strategy, plan.workers), plan.compress)
         gradients, versions = share(sizes.gradients), share(sizes.versions)
         table = share(table_size(room, len(layout.slots)))
-        words, rest = share(SharedWords.memory_size(room)), share(plan.rest)
+        words, rest = share(SharedFlags.memory_size(room)), share(plan.rest)
         self._room = room
         self._versions = Versions(layout, versions, sizes.buffers)
         self._take_gradients(gradients, sizes.sources, plan.compress)
@@ -282,11 +288,11 @@ class ParameterServerTrainer(Trainer):
             shard.place(state)
         return [gradients, versions, table, words, rest, state]
 
-    def _sit_down(self, desk: Desk, memories: list[Memory]) -> None:
-        self._desk = desk
-        desk.watch(SharedWords(memories[3], self._room))
-        desk.reduce = self._sum_part
-        desk.copy = functools.partial(self._rest.write, memories[4])
+    def _sit_down(self, client: ServerClient, memories: list[Memory]) -> None:
+        self._client = client
+        client.watch(SharedFlags(memories[3], self._room))
+        client.reduce = self._sum_part
+        client.copy = functools.partial(self._rest.write, memories[4])
 
     def _take_gradients(self, memory: Memory, sources: int, compress: str) -> None:
         """Where this worker's gradients lie: where the server reads them, or to be compressed first."""
@@ -320,14 +326,14 @@ class ParameterServerTrainer(Trainer):
     def _mirror_state(self, state: Memory) -> None:
         """Let every machine begin with the state that the lead has, if it has one."""
         marks = bytes([any(state.bytes(start, stop - start)) for s in self._shards for start, stop in s.owned()[:1]])
-        if any(self._members.gather(marks, Intent.ALLOCATE)[0]):
+        if any(self._members.gather(marks, BarrierKind.ALLOCATE)[0]):
             whole = state.tensor(0, state.size, torch.uint8)
             self._members.mirror([whole] if self._members.local.rank == 0 else [torch.empty_like(whole)])
 
     def _start(self, address: str, spare: bool, say: Callable[[str], None]) -> None:
         """Have the servers of this machine started, as processes or beside the workers.
 
-        address: of the coordinator, or away from home of this machine's office.
+        address: of the coordinator, or away from home of this machine's relay.
         """
         patience, where, machine = self._timeouts.join, self._servers, self._members.machine
         if where in ("lead", "all"):
@@ -335,7 +341,9 @@ class ParameterServerTrainer(Trainer):
             if self._rank == 0 or where == "all":
                 self._thread = serve_in_thread(address, self._rank, patience, say)
             if self._rank == 0:
-                start_servers(self._launch, Start(0, address, patience, [], False, doors=list(self._doors)))
+                start_servers(
+                    self._launch, Start(0, address, patience, [], False, relay_addresses=list(self._relay_addresses))
+                )
             return
         kind = type(self._optimizer)
         if kind.__module__ == "__main__":
@@ -347,7 +355,7 @@ class ParameterServerTrainer(Trainer):
         if self._members.local.rank == 0 and count:
             paths = [path for path in sys.path if path]
             first = self._machine_of_server.index(machine)
-            start = Start(count, address, patience, paths, spare, first, list(self._doors))
+            start = Start(count, address, patience, paths, spare, first, list(self._relay_addresses))
             self._processes = start_servers(self._launch, start)
 
     def _import_state(self) -> None:
@@ -375,12 +383,12 @@ class ParameterServerTrainer(Trainer):
 
     def leave_step(self, error: BaseException | None) -> bool:
         self._inside -= 1
-        if self._inside or not isinstance(error, Cancelled):
+        if self._inside or not isinstance(error, StepCancelledError):
             return False  # a step is left as a whole
         if not self._gone_back:
             leases = self._leases.take()
-            self._stopwatch.cancel(self._at, leases, self._desk.cancelled_at())
-            self._follow(self._desk.call(CancelledStep(leases, self._leases.wanted())), free=False)
+            self._stopwatch.cancel(self._at, leases, self._client.cancelled_at())
+            self._follow(self._client.call(CancelledStep(leases, self._leases.wanted())), free=False)
         self._gone_back = False
         self._clip = None
         release_scaler(error, self._optimizer)
@@ -392,12 +400,12 @@ class ParameterServerTrainer(Trainer):
         return True
 
     def _look(self) -> None:
-        if self._inside and self._desk.cancelled(self._at):
-            raise Cancelled
+        if self._inside and self._client.cancelled(self._at):
+            raise StepCancelledError
 
     def _sleep(self, seconds: float) -> None:
-        if self._desk.sleep(seconds, self._at if self._inside else None):
-            raise Cancelled
+        if self._client.sleep(seconds, self._at if self._inside else None):
+            raise StepCancelledError
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         if not self._accumulating:
@@ -406,7 +414,7 @@ class ParameterServerTrainer(Trainer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._accumulating:
             return None
-        self._takeover.run_hooks("pre")
+        self._patch.run_hooks("pre")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -418,7 +426,7 @@ class ParameterServerTrainer(Trainer):
         self._look()
         _, samples = self._stopwatch.stop(self._at)
         self._push(samples, factor, skip)
-        self._takeover.run_hooks("post")
+        self._patch.run_hooks("post")
         return loss
 
     def _push(self, samples: int, factor: float, skip: bool) -> None:
@@ -429,7 +437,7 @@ class ParameterServerTrainer(Trainer):
             self._used[:] = used
         if self._feedback is not None and not skip:
             self._feedback.encode(None if complete else used, factor)
-        message = Push(
+        message = PushGradient(
             self._at,
             samples,
             self._leases.take(),
@@ -445,7 +453,7 @@ class ParameterServerTrainer(Trainer):
         self._loss, self._clip, self._pushed = None, None, True
         self._stopwatch.slow_link(self._exchanged)
         sent = time.perf_counter()
-        answer: Go = self._desk.call(message)
+        answer: Proceed = self._client.call(message)
         self._follow(answer)
         end = time.perf_counter()
         self._exchanged = end - sent if answer.on < 0 else self._exchanged
@@ -458,9 +466,9 @@ class ParameterServerTrainer(Trainer):
         self._leave_if_told()
         if answer.outcome == "dropped" and self.cancels and self._inside:
             self._gone_back = True
-            raise Cancelled
+            raise StepCancelledError
 
-    def _follow(self, answer: Go | Leased | Any, *, free: bool = True) -> None:
+    def _follow(self, answer: Proceed | LeaseGranted | Any, *, free: bool = True) -> None:
         """Take the version that the server says, and a lease if it gives one."""
         if answer.buffer != self._buffer:
             self._versions.pull(answer.buffer)
@@ -468,21 +476,21 @@ class ParameterServerTrainer(Trainer):
         self._at = answer.version
         if free and not self._leases.open:
             self._stopwatch.free()
-        if isinstance(answer, Go) and answer.lease is not None:
+        if isinstance(answer, Proceed) and answer.lease is not None:
             self._leases.ride(answer.lease)
 
     def _leave_if_told(self) -> None:
-        """End this script, as its launcher wants it: between two gradients, and with a farewell."""
-        if self._desk.dismissed:
+        """End this script, as its launcher wants it: between two gradients, and with a exit_report."""
+        if self._client.dismissed:
             raise SystemExit(0)
 
     @property
     def present(self) -> int | None:
-        return self._desk.present
+        return self._client.present
 
-    def gather(self, payload: bytes, intent: Intent) -> list[bytes] | None:
+    def gather(self, payload: bytes, intent: BarrierKind) -> list[bytes] | None:
         """Over the server, since who takes part may change."""
-        brought = self._desk.meet(intent, payload)
+        brought = self._client.meet(intent, payload)
         return [brought.get(rank, b"") for rank in range(max(self.size, *(rank + 1 for rank in brought)))]
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
@@ -524,13 +532,13 @@ class ParameterServerTrainer(Trainer):
         if self._frozen:
             yield
             return
-        self._follow(self._desk.call(Freeze()))
+        self._follow(self._client.call(Freeze()))
         self._frozen = True
         try:
             yield
         finally:
             self._frozen = False
-            self._desk.tell(Thaw(reload))
+            self._client.tell(Thaw(reload))
 
     def _state_dict(self) -> dict[str, Any]:
         with self.still():
@@ -556,35 +564,35 @@ class ParameterServerTrainer(Trainer):
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         if self._late:
             return  # what the run has made of it since then counts
-        here = [rank for rank, said in enumerate(self.gather(b"here", Intent.BARRIER) or []) if said]
+        here = [rank for rank, said in enumerate(self.gather(b"here", BarrierKind.BARRIER) or []) if said]
         # One after the other: the lead writes what all share, the others then find it, and their own buffers.
         for rank in here:
             if rank == self._rank:
                 with self.still():
                     self._model.load_state_dict(model)
                 self._optimizer.load_state_dict(optimizer)
-            self.gather(b"", Intent.BARRIER)
+            self.gather(b"", BarrierKind.BARRIER)
 
     def part(self) -> None:
-        self._desk.close()
+        self._client.close()
         if getattr(sys, "last_value", None) is not None:
             return  # this script has failed, and the others should know soon
         # The others need what is served from here, or from processes that die with this one.
-        until = time.monotonic() + self._timeouts.meeting
+        until = time.monotonic() + self._timeouts.barrier
         if self._thread is not None:
-            self._thread.join(self._timeouts.meeting)
+            self._thread.join(self._timeouts.barrier)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
 
     def settle(self) -> None:
-        if self._office is None:
+        if self._relay is None:
             return
         try:
-            self._office.wait(_OFFICE_ENDS)
+            self._relay.wait(_RELAY_ENDS)
         except subprocess.TimeoutExpired:
-            if is_stopped(self._office.pid):  # others may still need one that runs; this one serves nobody
-                self._office.kill()
+            if is_stopped(self._relay.pid):  # others may still need one that runs; this one serves nobody
+                self._relay.kill()
 
     def close(self) -> None:
         with contextlib.suppress(TeamError), self.still():
@@ -592,9 +600,9 @@ class ParameterServerTrainer(Trainer):
         if self._boundaries is not None:
             self._boundaries.remove()
         self._gradients.detach()
-        self._takeover.undo()
-        if self._overtime is not None:
-            self._overtime.undo()
+        self._patch.undo()
+        if self._clamp is not None:
+            self._clamp.undo()
         vars(self._optimizer).pop("_step_supports_amp_scaling", None)
         own_parameters(self._layout)
 

@@ -22,19 +22,19 @@ from paceline.collectives.group import Group
 from paceline.config import Pipeline, one_of
 from paceline.errors import UsageError
 from paceline.events import Update
+from paceline.graph.batch_dim import batch_of
+from paceline.graph.model_profile import model_profile, undivided
+from paceline.graph.partition import Device, partition
+from paceline.graph.trace import ModelTrace, trace
 from paceline.parameters.hyperparameters import RateScaling
-from paceline.plan.partition import Device, partition
-from paceline.plan.rows import batch_of
-from paceline.plan.sheet import sheet, undivided
-from paceline.plan.trace import Trace, trace
-from paceline.strategies.base import Options, Surroundings, Trainer
-from paceline.strategies.split.deferred import Deferred
-from paceline.strategies.split.home import Home
-from paceline.strategies.split.line import Line, Place
-from paceline.strategies.split.passage import Call, Passage
-from paceline.strategies.split.rota import Rota
-from paceline.strategies.takeover import Takeover
-from paceline.transport import Intent
+from paceline.pipeline.batch_run import BatchRun, ModelCall
+from paceline.pipeline.deferred import Deferred
+from paceline.pipeline.runtime import PipelineRuntime, RuntimeContext
+from paceline.pipeline.shared_state import SharedState
+from paceline.pipeline.stage_assignment import StageAssignment
+from paceline.strategies.base import Options, Trainer, TrainerContext
+from paceline.strategies.optimizer_patch import OptimizerPatch
+from paceline.transport import BarrierKind
 
 _SLACK = 0.02
 """How much slower the slowest stage may be for fewer bytes over the cuts: about what measuring is good for."""
@@ -62,18 +62,18 @@ class _Split:
 class PipelineTrainer(Trainer):
     """One worker's stages of a model."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
-        assert isinstance(around.strategy, Pipeline)
-        self._spec = spec = around.strategy
-        self._around, self._members = around, around.members
-        self._rank, self._size = around.members.rank, around.members.size
-        self._recorder, self._stopwatch = around.recorder, around.stopwatch
+        assert isinstance(context.strategy, Pipeline)
+        self._spec = spec = context.strategy
+        self._around, self._members = context, context.members
+        self._rank, self._size = context.members.rank, context.members.size
+        self._recorder, self._stopwatch = context.recorder, context.stopwatch
         self._model, self._optimizer = model, optimizer
         _refuse(model, optimizer)
         # Only to refuse what a larger team would: a pipeline is one replica, and scales its rate by 1.
         RateScaling(options.scale_lr, 1, options.warmup)
-        self._rota = _rota(spec)
+        self._assignment = _assignment(spec)
         self.version = 0
         self.paces = [(0.0, 0)]
         self.replica = (0, 1)
@@ -81,17 +81,17 @@ class PipelineTrainer(Trainer):
         self._accumulating = False
         self._samples = 0
         self._seed = 0
-        self._line: Line | None = None
+        self._line: PipelineRuntime | None = None
         self._said: set[str] = set()
         self._plain_forward: Callable[..., Any] = model.forward
         self._had_forward = "forward" in vars(model)
         self._split = _Split(self._forward)
         model.forward = self._split
-        self._takeover = Takeover(optimizer)
-        self._takeover.replace("step", self.step)
-        self._takeover.replace("zero_grad", self._zero_grad)
-        self._takeover.replace("state_dict", self._state_dict)
-        self._takeover.replace("load_state_dict", self._load_state_dict)
+        self._patch = OptimizerPatch(optimizer)
+        self._patch.replace("step", self.step)
+        self._patch.replace("zero_grad", self._zero_grad)
+        self._patch.replace("state_dict", self._state_dict)
+        self._patch.replace("load_state_dict", self._load_state_dict)
         # So that a GradScaler leaves it to `step` to say that it cannot be used.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         self._hook = model.register_state_dict_pre_hook(lambda *_: self._settle())
@@ -130,13 +130,13 @@ class PipelineTrainer(Trainer):
         inputs = known.flat_inputs(args, kwargs)
         batch = batch_of(inputs)
         sizes = self._sizes(known, batch, first=not self._calls and training)
-        call = Call(inputs, batch, sizes, kind, self._calls, self._seed, self.version)
+        call = ModelCall(inputs, batch, sizes, kind, self._calls, self._seed, self.version)
         self._calls += 1
-        passage = Passage(line, call, training)
+        batch_run = BatchRun(line, call, training)
         if not training:
-            return known.returned(passage.outputs(), inputs)
+            return known.returned(batch_run.outputs(), inputs)
         outlines = line.outlines(kind, args, kwargs, batch)
-        return known.returned([Deferred.made(passage, one, number) for number, one in enumerate(outlines)], inputs)
+        return known.returned([Deferred.made(batch_run, one, number) for number, one in enumerate(outlines)], inputs)
 
     def _check_rows(self, inputs: list[Any]) -> None:
         """Refuse to cut what has its samples elsewhere than in its rows."""
@@ -148,7 +148,7 @@ class PipelineTrainer(Trainer):
                 "microbatches are rows; let samples be the first dimension, or write microbatches=1"
             )
 
-    def _sizes(self, traced: Trace, batch: int, first: bool) -> tuple[int, ...]:
+    def _sizes(self, traced: ModelTrace, batch: int, first: bool) -> tuple[int, ...]:
         """Samples of each microbatch."""
         wanted = self._spec.microbatches
         why = self._undivided(traced) if batch > 1 else ""
@@ -164,10 +164,10 @@ class PipelineTrainer(Trainer):
         each, more = divmod(batch, wanted)
         return (each + 1,) * more + (each,) * (wanted - more)
 
-    def _undivided(self, traced: Trace) -> str:
+    def _undivided(self, traced: ModelTrace) -> str:
         """Why batches are not cut; empty if they are."""
         why = undivided(self._model, traced, self._spec.norm) if self._spec.microbatches > 1 else ""
-        if why and self._rota.shared:
+        if why and self._assignment.shared:
             raise UsageError(f"the workers of a stage share its microbatches, but {why}")
         return why
 
@@ -184,8 +184,8 @@ class PipelineTrainer(Trainer):
             with torch.enable_grad():
                 loss = closure()
         start = time.perf_counter()
-        with self._takeover.values(_in_one_pass(self._optimizer)):
-            self._takeover.plain_step()
+        with self._patch.values(_in_one_pass(self._optimizer)):
+            self._patch.plain_step()
         if self._line is not None:
             self._line.home.settle()
             self._line.updated()
@@ -202,7 +202,7 @@ class PipelineTrainer(Trainer):
         parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
         own = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], norm)  # type: ignore[misc]
         # JSON has no word for what is infinite or not a number.
-        told = self._members.gather(msgspec.msgpack.encode(float(own)), Intent.CLIP)
+        told = self._members.gather(msgspec.msgpack.encode(float(own)), BarrierKind.CLIP)
         parts = [msgspec.msgpack.decode(part, type=float) for part in told]
         total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
@@ -239,11 +239,11 @@ class PipelineTrainer(Trainer):
 
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         if self._line is not None:
-            self._members.meeting.meet(Intent.BARRIER)
+            self._members.barrier.wait(BarrierKind.BARRIER)
         self._model.load_state_dict(model)
         self._optimizer.load_state_dict(optimizer)
         if self._line is not None:
-            self._members.meeting.meet(Intent.BARRIER)
+            self._members.barrier.wait(BarrierKind.BARRIER)
 
     def close(self) -> None:
         if self._line is not None:
@@ -259,7 +259,7 @@ class PipelineTrainer(Trainer):
             self._optimizer.state = _like(self._optimizer.state, copies)
             self._line.group.close()
             self._line = None
-        self._takeover.undo()
+        self._patch.undo()
         self._hook.remove()
         vars(self._model).pop("forward", None)
         if self._had_forward:
@@ -283,17 +283,17 @@ class PipelineTrainer(Trainer):
             self._said.add(message)
             self._around.say(message)
 
-    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Line:
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineRuntime:
         members = self._members
         # The script's random numbers must be the same everywhere: they may decide what is in a batch.
-        state = members.gather(bytes(torch.get_rng_state().numpy()), Intent.ALLOCATE)[0]
+        state = members.gather(bytes(torch.get_rng_state().numpy()), BarrierKind.ALLOCATE)[0]
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         self._seed = torch.initial_seed() if members.size == 1 else int.from_bytes(state[:8], "little")
         home = self._home()
         error, traced = None, None
         with self._traceable():
             try:
-                traced = trace(self._model, args, kwargs, len(self._rota.workers))
+                traced = trace(self._model, args, kwargs, len(self._assignment.workers))
             except UsageError as caught:
                 error = str(caught)
         answer = {"error": error, "operations": _fingerprint(traced) if traced else ""}
@@ -308,27 +308,27 @@ class PipelineTrainer(Trainer):
             everybody = members.gather(payload)
             return [everybody[rank] for rank in ranks]
 
-        group = Group(self._rank, self._size, exchange, members.meeting.timeouts, self._around.say)
-        group.board.ranks = [members.meeting.ranks[rank] for rank in ranks]
-        place = Place(
+        group = Group(self._rank, self._size, exchange, members.barrier.timeouts, self._around.say)
+        group.board.ranks = [members.barrier.ranks[rank] for rank in ranks]
+        place = RuntimeContext(
             ranks=ranks,
-            rota=self._rota,
+            assignment=self._assignment,
             schedule=self._spec.schedule,
             recorder=self._recorder,
             slow=self._stopwatch.slow_pass,
             traceable=self._traceable,
             in_step=self._in_step,
-            meet=lambda: members.meeting.meet(Intent.BARRIER),
+            meet=lambda: members.barrier.wait(BarrierKind.BARRIER),
         )
-        return Line(self._model, home, group, place, traced, bounds, (args, kwargs))
+        return PipelineRuntime(self._model, home, group, place, traced, bounds, (args, kwargs))
 
     @property
     def _in_step(self) -> bool:
         """Whether other workers do the same with their parts of the same layers."""
         return False
 
-    def _home(self) -> Home:
-        return Home(self._members, self._model, self._optimizer)
+    def _home(self) -> SharedState:
+        return SharedState(self._members, self._model, self._optimizer)
 
     def _line_ranks(self) -> list[int]:
         """Among the members, those that this worker's microbatches go through, in the order of their stages."""
@@ -352,13 +352,13 @@ class PipelineTrainer(Trainer):
         slow = self._around.launch.slow.get(rank)
         return 1.0 if slow is None else 1.0 / slow.factor
 
-    def _cut(self, traced: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    def _cut(self, traced: ModelTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
         """Where each part ends; the lead finds it out."""
         answer: dict[str, Any] = {}
         if self._rank == 0:
             try:
-                spec, parts = self._spec, self._rota.workers
-                known = sheet(traced, self._model, args, kwargs, spec.microbatches, spec.norm)
+                spec, parts = self._spec, self._assignment.workers
+                known = model_profile(traced, self._model, args, kwargs, spec.microbatches, spec.norm)
                 found = partition(
                     known.problem(len(parts)),
                     [Device(pace=min(map(self._pace, workers)), count=len(workers)) for workers in parts],
@@ -378,13 +378,13 @@ class PipelineTrainer(Trainer):
         return list(told["bounds"])
 
 
-def _fingerprint(traced: Trace) -> str:
+def _fingerprint(traced: ModelTrace) -> str:
     """Equal for traces of the same operations."""
     return hashlib.sha256(repr(traced.operations).encode()).hexdigest()
 
 
-def _rota(spec: Pipeline) -> Rota:
-    return Rota.of(spec.by_stage, spec.chunks if spec.schedule == "interleaved" else 1)
+def _assignment(spec: Pipeline) -> StageAssignment:
+    return StageAssignment.of(spec.by_stage, spec.chunks if spec.schedule == "interleaved" else 1)
 
 
 def _in_one_pass(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -10,18 +10,18 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.plan.sheet import profiled
-from paceline.strategies.alone import AloneTrainer
-from paceline.strategies.base import Options, Surroundings
+from paceline.graph.model_profile import profiled
+from paceline.strategies.base import Options, TrainerContext
+from paceline.strategies.single import SingleTrainer
 
 
-class ProfilingTrainer(AloneTrainer):
+class ProfilingTrainer(SingleTrainer):
     """Ends the script as soon as it knows."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, around: Surroundings) -> None:
-        super().__init__(model, optimizer, options, around)
-        assert around.launch.profiling is not None
-        self._wanted = around.launch.profiling
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
+        super().__init__(model, optimizer, options, context)
+        assert context.launch.profiling is not None
+        self._wanted = context.launch.profiling
         self._had: Any = vars(model).get("forward")
         model.forward = self._forward
 

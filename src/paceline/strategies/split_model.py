@@ -9,14 +9,14 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.strategies.base import Options, Surroundings
-from paceline.strategies.parts import Parts
-from paceline.strategies.replica_desk import ReplicaMeeting
-from paceline.strategies.replicas import Seat, random_state, set_random_state
+from paceline.strategies.base import Options, TrainerContext
+from paceline.strategies.mesh_coord import MeshCoord, random_state, set_random_state
+from paceline.strategies.partitioned_parameters import PartitionedParameters
+from paceline.strategies.replica_client import ReplicaBarrier
 from paceline.strategies.splitting import cut_model, share_rest
 from paceline.strategies.stages import Stages, StageWatch
 from paceline.strategies.stopwatch import Stopwatch
-from paceline.transport import Intent
+from paceline.transport import BarrierKind
 
 
 class SplitModel:
@@ -27,27 +27,27 @@ class SplitModel:
         model: torch.nn.Module,
         optimizer: Optimizer,
         options: Options,
-        around: Surroundings,
-        seat: Seat,
+        context: TrainerContext,
+        coord: MeshCoord,
         version: Callable[[], int],
     ) -> None:
-        self._members, self._seat = around.members, seat
+        self._members, self._coord = context.members, coord
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-            raise UsageError(f"'{around.strategy}' needs a model on the CPU: its parts lie in the machine's memory")
+            raise UsageError(f"'{context.strategy}' needs a model on the CPU: its parts lie in the machine's memory")
         rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
         self._members.mirror([*rest, *model.buffers()])
-        inside = cut_model(model, options, around, seat)
+        inside = cut_model(model, options, context, coord)
         self._cutting = None if inside is None else inside.cutting
-        self.parts = Parts(model, optimizer, seat, self._cutting)
-        self.meeting = ReplicaMeeting(self._members, seat, around.say) if seat.shape.replica > 1 else None
+        self.parts = PartitionedParameters(model, optimizer, coord, self._cutting)
+        self.barrier = ReplicaBarrier(self._members, coord, context.say) if coord.shape.replica > 1 else None
         self._stages = None
-        if seat.shape.pipeline > 1 and self.meeting is not None:
-            self._stages = Stages(model, optimizer, around, self.meeting.members, seat, version, inside)
-        watch: Any = StageWatch(around.stopwatch) if self._stages is not None else around.stopwatch
+        if coord.shape.pipeline > 1 and self.barrier is not None:
+            self._stages = Stages(model, optimizer, context, self.barrier.members, coord, version, inside)
+        watch: Any = StageWatch(context.stopwatch) if self._stages is not None else context.stopwatch
         self.stopwatch: Stopwatch = watch
         if self._cutting is not None:
-            others = share_rest(self._cutting, self._members, seat, held)
+            others = share_rest(self._cutting, self._members, coord, held)
             numbers = {self._cutting.names[key]: of for key, of in self.parts.of.items() if key in self._cutting.names}
             named = self.parts.named
             self._cutting.parts = lambda name: (
@@ -62,8 +62,8 @@ class SplitModel:
 
     def draw_alike(self) -> None:
         """Let all workers of a replica go on with the same random numbers."""
-        states = self._members.gather(random_state(), Intent.ALLOCATE)
-        set_random_state(states[self._seat.lead])
+        states = self._members.gather(random_state(), BarrierKind.ALLOCATE)
+        set_random_state(states[self._coord.lead])
 
     def undo(self) -> None:
         """The model is whole again, in memory of its own."""
@@ -71,5 +71,5 @@ class SplitModel:
             self._cutting.undo()
         if self._stages is not None:
             self._stages.close()
-        if self.meeting is not None:
-            self.meeting.leave()
+        if self.barrier is not None:
+            self.barrier.leave()

@@ -11,22 +11,22 @@ from torch.utils.data import DataLoader
 
 from paceline.cluster.membership import Members
 from paceline.errors import UsageError
-from paceline.plan.sealed import Sealed
-from paceline.splits.borders import Space
-from paceline.splits.cutting import Cutting
-from paceline.splits.plans import decode, described, encode, find_plan
-from paceline.strategies.base import Options, Surroundings
+from paceline.graph.opaque_layers import OpaqueLayers
+from paceline.parameters.step_snapshot import StepSnapshot
+from paceline.strategies.base import Options, TrainerContext
 from paceline.strategies.batch_norm import TeamBatchNorm
-from paceline.strategies.cancellation import Snapshot
-from paceline.strategies.replicas import Seat, come_together
-from paceline.transport import Intent
+from paceline.strategies.mesh_coord import MeshCoord, join_replica
+from paceline.tensor_parallel.comm_functions import ShardSpace
+from paceline.tensor_parallel.plans import decode, described, encode, find_plan
+from paceline.tensor_parallel.sharded_model import ShardedModel
+from paceline.transport import BarrierKind
 
 
 class Inside(NamedTuple):
     """A model that is cut inside its layers."""
 
-    cutting: Cutting
-    sealed: Sealed
+    cutting: ShardedModel
+    sealed: OpaqueLayers
     """The layers that are cut, for tracing the model around them."""
 
 
@@ -66,23 +66,23 @@ def _fits(takes: inspect.Signature, arguments: Sequence[Any]) -> bool:
     return True
 
 
-def cut_model(model: torch.nn.Module, options: Options, around: Surroundings, seat: Seat) -> Inside | None:
+def cut_model(model: torch.nn.Module, options: Options, context: TrainerContext, coord: MeshCoord) -> Inside | None:
     """Cut a model's layers for the workers of a stage, as the lead finds that it can be."""
-    if seat.shape.tensor == 1:
+    if coord.shape.tensor == 1:
         return None
-    members = around.members
+    members = context.members
     plan, error = b"", ""
     if members.rank == 0:
-        snapshot = Snapshot(model)
+        snapshot = StepSnapshot(model)
         snapshot.take()
         synchronised = {module: module.exchange for module in model.modules() if isinstance(module, TeamBatchNorm)}
         for module in synchronised:
             module.exchange = None  # the others are not here
         try:
             inputs = example(options.loaders, model)
-            roles = find_plan(model, inputs, seat.shape.tensor, options.tensor_plan, options.sequence_parallel)
+            roles = find_plan(model, inputs, coord.shape.tensor, options.tensor_plan, options.sequence_parallel)
             plan = encode(roles)
-            around.say(described(model, roles, seat.shape.tensor))
+            context.say(described(model, roles, coord.shape.tensor))
         except UsageError as refusal:
             error = str(refusal)
         except Exception as failure:
@@ -94,33 +94,35 @@ def cut_model(model: torch.nn.Module, options: Options, around: Surroundings, se
             snapshot.restore()
             for module, exchange in synchronised.items():
                 module.exchange = exchange
-    told = members.gather(b"!" + error.encode() if error else plan, Intent.ALLOCATE)[0]
+    told = members.gather(b"!" + error.encode() if error else plan, BarrierKind.ALLOCATE)[0]
     if told[:1] == b"!":
         raise UsageError(told[1:].decode())
-    member = come_together(members, seat.stage_ranks(), around.say)
-    seeds = members.gather(str(torch.initial_seed()).encode(), Intent.ALLOCATE)
-    space = Space(member, int(seeds[seat.lead]) % (1 << 31) + seat.stage * 1000)
+    member = join_replica(members, coord.stage_ranks(), context.say)
+    seeds = members.gather(str(torch.initial_seed()).encode(), BarrierKind.ALLOCATE)
+    space = ShardSpace(member, int(seeds[coord.lead]) % (1 << 31) + coord.stage * 1000)
     roles = decode(told)
-    sealed = Sealed({name: model.get_submodule(name) for name in roles})
-    return Inside(Cutting(model, roles, space), sealed)
+    sealed = OpaqueLayers({name: model.get_submodule(name) for name in roles})
+    return Inside(ShardedModel(model, roles, space), sealed)
 
 
-def share_rest(cutting: Cutting, members: Members, seat: Seat, held: set[int]) -> dict[str, list[torch.Tensor]]:
+def share_rest(
+    cutting: ShardedModel, members: Members, coord: MeshCoord, held: set[int]
+) -> dict[str, list[torch.Tensor]]:
     """Let parts of what is not trained lie where all can read them: buffers, frozen parameters. All parts, by name.
 
     Each part is there once for all stages of a replica, as only one of them changes it.
     """
     tensors = cutting.besides(held)
     sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
-    parts = seat.shape.tensor
-    memory = members.share(max(1, seat.shape.data * parts * sum(sizes)))
+    parts = coord.shape.tensor
+    memory = members.share(max(1, coord.shape.data * parts * sum(sizes)))
     found: dict[str, list[torch.Tensor]] = {}
     for part in range(parts):
-        offset = (seat.replica * parts + part) * sum(sizes)
+        offset = (coord.replica * parts + part) * sum(sizes)
         for tensor, size in zip(tensors, sizes, strict=True):
             view = memory.tensor(offset, tensor.numel(), tensor.dtype).view(tensor.shape)
             offset += size
-            if part == seat.part:
+            if part == coord.part:
                 view.copy_(tensor.data)  # the same on all stages
                 tensor.data = view
             found.setdefault(cutting.names[id(tensor)], []).append(view)

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from paceline.cluster.membership import Members
 from paceline.config import Mesh, Pipeline
 from paceline.events import Pass, Wait
-from paceline.strategies.base import Surroundings
-from paceline.strategies.pipeline import PipelineTrainer, _rota, _Split
-from paceline.strategies.replicas import Seat
+from paceline.strategies.base import TrainerContext
+from paceline.strategies.mesh_coord import MeshCoord
+from paceline.strategies.pipeline import PipelineTrainer, _assignment, _Split
 from paceline.strategies.splitting import Inside
 from paceline.strategies.stopwatch import Stopwatch
-from paceline.transport import Intent
+from paceline.transport import BarrierKind
 
 
 class _Home:
@@ -28,21 +28,21 @@ class _Home:
     The workers of one stage change what they have whole alike, so each of them does that in memory of its own.
     """
 
-    def __init__(self, members: Members, model: torch.nn.Module, seat: Seat, elsewhere: Iterable[int]) -> None:
+    def __init__(self, members: Members, model: torch.nn.Module, coord: MeshCoord, elsewhere: Iterable[int]) -> None:
         """elsewhere: ids of buffers that have a place already."""
         self.parameters = list(model.parameters())
         known = set(elsewhere)
         buffers = [buffer for buffer in dict.fromkeys(model.buffers()) if buffer.numel() and id(buffer) not in known]
         sizes = [-(-buffer.nbytes // 64) * 64 for buffer in buffers]
-        memory = members.share(max(1, seat.shape.tensor * sum(sizes)))
-        views, offset = [], seat.part * sum(sizes)
+        memory = members.share(max(1, coord.shape.tensor * sum(sizes)))
+        views, offset = [], coord.part * sum(sizes)
         for buffer, size in zip(buffers, sizes, strict=True):
             views.append(memory.tensor(offset, buffer.numel(), buffer.dtype).view(buffer.shape))
             offset += size
-        if seat.stage == 0:
+        if coord.stage == 0:
             for buffer, view in zip(buffers, views, strict=True):
                 view.copy_(buffer)
-        members.meeting.meet(Intent.ALLOCATE)
+        members.barrier.wait(BarrierKind.ALLOCATE)
         for buffer, view in zip(buffers, views, strict=True):
             buffer.data = view
 
@@ -53,8 +53,8 @@ class _Home:
 class _Events:
     """A recorder to which workers are known by their places in the replica."""
 
-    def __init__(self, around: Surroundings, seat: Seat) -> None:
-        self._add, self._first, self._counts = around.recorder.add, seat.lead, not seat.part
+    def __init__(self, context: TrainerContext, coord: MeshCoord) -> None:
+        self._add, self._first, self._counts = context.recorder.add, coord.lead, not coord.part
 
     def add(self, event: Any) -> None:
         more = {"on": event.on + self._first} if isinstance(event, Wait) else {}
@@ -95,14 +95,14 @@ class Stages(PipelineTrainer):
         self,
         model: torch.nn.Module,
         optimizer: Optimizer,
-        around: Surroundings,
+        context: TrainerContext,
         replica: Members,
-        seat: Seat,
+        coord: MeshCoord,
         version: Callable[[], int],
         inside: Inside | None,
     ) -> None:
         """replica: its workers by their places; inside: where each stage has several, what they have parts of."""
-        mesh = around.strategy
+        mesh = context.strategy
         assert isinstance(mesh, Mesh)
         self._spec = spec = Pipeline(
             stages=mesh.pipeline,
@@ -111,16 +111,16 @@ class Stages(PipelineTrainer):
             chunks=mesh.chunks,
             norm=mesh.norm,
         )
-        self._seat, self._inside = seat, inside
-        first = seat.lead
-        events: Any = _Events(around, seat)
-        slow = {rank - first: value for rank, value in around.launch.slow.items() if rank >= first}
-        launch = msgspec.structs.replace(around.launch, slow=slow)
-        self._around = dataclasses.replace(around, members=replica, recorder=events, launch=launch)
-        self._members, self._rank, self._size = replica, seat.stage, seat.shape.pipeline
-        self._recorder, self._stopwatch = events, around.stopwatch
+        self._coord, self._inside = coord, inside
+        first = coord.lead
+        events: Any = _Events(context, coord)
+        slow = {rank - first: value for rank, value in context.launch.slow.items() if rank >= first}
+        launch = msgspec.structs.replace(context.launch, slow=slow)
+        self._around = dataclasses.replace(context, members=replica, recorder=events, launch=launch)
+        self._members, self._rank, self._size = replica, coord.stage, coord.shape.pipeline
+        self._recorder, self._stopwatch = events, context.stopwatch
         self._model, self._optimizer = model, optimizer
-        self._rota = _rota(spec)
+        self._assignment = _assignment(spec)
         self._version = version
         self._steps = self._calls = self._samples = self._seed = 0
         self._line = None
@@ -144,25 +144,25 @@ class Stages(PipelineTrainer):
 
     def _home(self) -> Any:
         cut = () if self._inside is None else self._inside.cutting.placements
-        return _Home(self._members, self._model, self._seat, cut)
+        return _Home(self._members, self._model, self._coord, cut)
 
     def _line_ranks(self) -> list[int]:
         """Those with the same part of other stages, and itself."""
-        each = self._seat.shape.tensor
-        return [stage * each + self._seat.part for stage in range(self._size)]
+        each = self._coord.shape.tensor
+        return [stage * each + self._coord.part for stage in range(self._size)]
 
     def _pace(self, stage: int) -> float:
         """Of the slowest of its workers."""
-        each = self._seat.shape.tensor
+        each = self._coord.shape.tensor
         return min(super(Stages, self)._pace(stage * each + part) for part in range(each))
 
     @contextlib.contextmanager
     def _traceable(self) -> Iterator[None]:
-        with contextlib.ExitStack() as around:
-            around.enter_context(self._plain())
+        with contextlib.ExitStack() as context:
+            context.enter_context(self._plain())
             if self._inside is not None:
-                around.enter_context(self._inside.cutting.bare())
-                around.enter_context(self._inside.sealed.closed())
+                context.enter_context(self._inside.cutting.bare())
+                context.enter_context(self._inside.sealed.closed())
             yield
 
     def close(self) -> None:

@@ -214,7 +214,7 @@ class Stopwatch:
         self.sleep(max(0.0, self._parts[part].seconds(seconds, self._source) - seconds))
 
 
-class Turns:
+class BackwardTimer:
     """Tells a stopwatch when backward passes begin and end, until `undo`.
 
     Autograd has no hook for that, so `torch.autograd.backward`, which every backward pass of a script goes through, is

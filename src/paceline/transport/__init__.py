@@ -1,9 +1,9 @@
-"""Moves bytes: memory that processes of one machine share, their meetings, and wires to other machines."""
+"""Moves bytes: memory that processes of one machine share, their barriers, and connections to other machines."""
 
-from paceline.transport.meeting import Intent, Meeting
+from paceline.transport.barrier import Barrier, BarrierKind
+from paceline.transport.elastic_barrier import ElasticBarrier
+from paceline.transport.machines_barrier import MachinesBarrier
 from paceline.transport.memory import Memory
-from paceline.transport.spread import SpreadMeeting
-from paceline.transport.star import StarMeeting
-from paceline.transport.steps import Steps
+from paceline.transport.step_counter import StepCounter
 
-__all__ = ["Intent", "Meeting", "Memory", "SpreadMeeting", "StarMeeting", "Steps"]
+__all__ = ["Barrier", "BarrierKind", "ElasticBarrier", "MachinesBarrier", "Memory", "StepCounter"]

@@ -1,6 +1,6 @@
 """A channel: one member's way to send tensors to each of the others. Algorithms know this and nothing else.
 
-Between two members messages arrive in the order in which they were sent. `Rehearsal` is the in-process double: the
+Between two members messages arrive in the order in which they were sent. `InMemoryChannel` is the in-process double:
 members are threads, nothing leaves the process, and a clock that nobody waits for says how long it would have taken on
 links of a given latency and bandwidth.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Sending(Protocol):
+class PendingSend(Protocol):
     """A message on its way."""
 
     def wait(self) -> object:
@@ -39,7 +39,7 @@ class Channel(Protocol):
     rank: int
     size: int
 
-    def send(self, peer: int, tensor: torch.Tensor) -> Sending:
+    def send(self, peer: int, tensor: torch.Tensor) -> PendingSend:
         """Begin to send; does not wait for the peer."""
 
     def receive(self, peer: int, tensor: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class Traffic(msgspec.Struct):
     bytes_received: int = 0
 
 
-class Counted:
+class CountingChannel:
     """A channel that counts what goes through it; `told` hears of each message, once it is sent or received."""
 
     def __init__(self, channel: Channel, told: Callable[[str, int, int, float], None] | None = None) -> None:
@@ -64,7 +64,7 @@ class Counted:
         self.traffic = Traffic()
         self._channel, self._told = channel, told
 
-    def send(self, peer: int, tensor: torch.Tensor, *tag: int) -> Sending:
+    def send(self, peer: int, tensor: torch.Tensor, *tag: int) -> PendingSend:
         start = time.perf_counter()
         sending = self._channel.send(peer, tensor, *tag)
         self.traffic.sent += 1
@@ -89,7 +89,7 @@ class _Sent:
         return
 
 
-class Rehearsal:
+class InMemoryChannel:
     """A channel between threads, with a clock of its own.
 
     A member sends one message at a time and receives one at a time, each way at full speed: a message of S bytes takes
@@ -98,7 +98,9 @@ class Rehearsal:
     if the member asks for that one first.
     """
 
-    def __init__(self, rank: int, boxes: list[list[queue.SimpleQueue[tuple[torch.Tensor, float]]]], link: Link) -> None:
+    def __init__(
+        self, rank: int, boxes: list[list[queue.SimpleQueue[tuple[torch.Tensor, float]]]], link: LinkCost
+    ) -> None:
         self.rank, self.size = rank, len(boxes)
         self.clock = 0.0
         """Seconds that have passed for this member."""
@@ -108,7 +110,7 @@ class Rehearsal:
         self._in: list[tuple[float, float]] = []
         """When the incoming port was or will be busy, in the order of time."""
 
-    def send(self, peer: int, tensor: torch.Tensor) -> Sending:
+    def send(self, peer: int, tensor: torch.Tensor) -> PendingSend:
         start = max(self.clock, self._out)
         self._out = start + tensor.nbytes / self._link.bandwidth
         self._boxes[self.rank][peer].put((tensor.clone(), start))
@@ -138,7 +140,7 @@ class Rehearsal:
         return ready + duration
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
     """What a message costs."""
 
     latency: float = 0.0
@@ -147,15 +149,17 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes per second, each way."""
 
 
-def rehearse(size: int, work: Callable[[Rehearsal], T], link: Link | None = None) -> tuple[list[T], float]:
+def run_in_memory(
+    size: int, work: Callable[[InMemoryChannel], T], link: LinkCost | None = None
+) -> tuple[list[T], float]:
     """Let `size` threads do `work`, each with its own channel; what each returned, and the seconds on the clock."""
     boxes: list[list[queue.SimpleQueue[tuple[torch.Tensor, float]]]] = [
         [queue.SimpleQueue() for _ in range(size)] for _ in range(size)
     ]
-    members = [Rehearsal(rank, boxes, link or Link()) for rank in range(size)]
+    members = [InMemoryChannel(rank, boxes, link or LinkCost()) for rank in range(size)]
     start = threading.Barrier(size)
 
-    def play(member: Rehearsal) -> T:
+    def play(member: InMemoryChannel) -> T:
         start.wait()
         return work(member)
 

@@ -21,7 +21,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class Words:
+class FutexArray:
     """32-bit words, one per member, a cache line apart; each is written by its own member only."""
 
     STRIDE = 64

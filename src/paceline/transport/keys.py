@@ -50,7 +50,7 @@ def new_key() -> str:
 
 def check_key(key: str) -> str:
     """The key itself; refuses what is none, without repeating it."""
-    if len(key) != _LENGTH or any(letter not in "0123456789abcdef" for letter in key):
+    if len(key) != _LENGTH or any(message not in "0123456789abcdef" for message in key):
         raise UsageError(
             f"the key of this run is not one: it must be {_LENGTH} hexadecimal digits, as `paceline key` prints them"
         )

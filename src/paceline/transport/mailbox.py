@@ -19,10 +19,10 @@ import torch
 from paceline.config import Timeouts
 from paceline.errors import Mismatch, TeamError, TeamTimeout, WorkerLost, names
 from paceline.transport import segments
-from paceline.transport.futex import Words
+from paceline.transport.futex import FutexArray
 from paceline.transport.memory import Memory
-from paceline.transport.reach import Reach, bytes_of
-from paceline.transport.steps import Steps
+from paceline.transport.peer_memory import PeerMemory, bytes_of
+from paceline.transport.step_counter import StepCounter
 
 ANY = -1
 """As a source: whoever sends first."""
@@ -62,11 +62,11 @@ class Transfer:
             raise self.error
 
 
-class Sending(Transfer):
+class SendTransfer(Transfer):
     """On its way to `peer`."""
 
 
-class Receiving(Transfer):
+class ReceiveTransfer(Transfer):
     """Awaited from `peer`, or from anybody; then `peer` is who sent it."""
 
 
@@ -120,22 +120,24 @@ class _Message:
 
 
 class Mailbox:
-    """One member's letters, to and from all others and itself."""
+    """One member's messages, to and from all others and itself."""
 
-    def __init__(self, memory: Memory, start: int, steps: Steps, reach: Reach, dtypes: list[torch.dtype]) -> None:
+    def __init__(
+        self, memory: Memory, start: int, steps: StepCounter, reach: PeerMemory, dtypes: list[torch.dtype]
+    ) -> None:
         self.rank, self.size = steps.rank, steps.size
         self._steps, self._reach, self._dtypes = steps, reach, dtypes
         self._numbers = {dtype: number for number, dtype in enumerate(dtypes)}
-        self._bells = Words(memory.bytes(start, Words.STRIDE * self.size), self.size)
-        rings = start + -(-Words.STRIDE * self.size // 4096) * 4096
+        self._bells = FutexArray(memory.bytes(start, FutexArray.STRIDE * self.size), self.size)
+        rings = start + -(-FutexArray.STRIDE * self.size // 4096) * 4096
         self._out = [_Ring(memory, rings + _RING * (self.rank * self.size + peer)) for peer in range(self.size)]
         self._in = [_Ring(memory, rings + _RING * (peer * self.size + self.rank)) for peer in range(self.size)]
         self._lock = threading.Lock()
         self._rung = 0
-        self._unsent: list[deque[Sending]] = [deque() for _ in range(self.size)]
-        self._unsigned: list[dict[int, Sending]] = [{} for _ in range(self.size)]
+        self._unsent: list[deque[SendTransfer]] = [deque() for _ in range(self.size)]
+        self._unsigned: list[dict[int, SendTransfer]] = [{} for _ in range(self.size)]
         self._tickets = [list(range(_TICKETS)) for _ in range(self.size)]
-        self._awaited: list[Receiving] = []
+        self._awaited: list[ReceiveTransfer] = []
         self._unasked: list[_Message] = []
         self._finished: list[Transfer] = []
         self._waiting = 0
@@ -146,7 +148,7 @@ class Mailbox:
 
     @staticmethod
     def memory_size(size: int) -> int:
-        return -(-Words.STRIDE * size // 4096) * 4096 + _RING * size * size
+        return -(-FutexArray.STRIDE * size // 4096) * 4096 + _RING * size * size
 
     @property
     def timeouts(self) -> Timeouts:
@@ -157,9 +159,9 @@ class Mailbox:
         """Whether something is to be sent that there was no room for yet."""
         return any(self._unsent)
 
-    def send(self, peer: int, tensor: torch.Tensor, tag: int = 0) -> Sending:
+    def send(self, peer: int, tensor: torch.Tensor, tag: int = 0) -> SendTransfer:
         """Begin to send a contiguous tensor."""
-        sending = Sending(self, peer, tensor, tag)
+        sending = SendTransfer(self, peer, tensor, tag)
         with self._lock:
             self._unsent[peer].append(sending)
             self._post(peer)
@@ -167,9 +169,9 @@ class Mailbox:
         _tell(finished)
         return sending
 
-    def receive(self, peer: int, tensor: torch.Tensor, tag: int = 0) -> Receiving:
+    def receive(self, peer: int, tensor: torch.Tensor, tag: int = 0) -> ReceiveTransfer:
         """Begin to wait for a message; it will be put into this contiguous tensor."""
-        receiving = Receiving(self, peer, tensor, tag)
+        receiving = ReceiveTransfer(self, peer, tensor, tag)
         with self._lock:
             for message in self._unasked:
                 if _fits(receiving, message):
@@ -191,7 +193,7 @@ class Mailbox:
             self._needed.set()
 
     def wait(self, transfer: Transfer, timeout: float | None = None) -> None:
-        limit = self.timeouts.meeting if timeout is None else timeout
+        limit = self.timeouts.barrier if timeout is None else timeout
         since, spins = time.monotonic(), _SPINS
         with self._lock:
             self._waiting += 1
@@ -311,7 +313,7 @@ class Mailbox:
         if ring.head - first >= _ENVELOPES:  # it was full meanwhile: its sender may wait for room
             self._ring(source)
 
-    def _deliver(self, receiving: Receiving, message: _Message) -> None:
+    def _deliver(self, receiving: ReceiveTransfer, message: _Message) -> None:
         tensor, source = receiving.tensor, message.source
         receiving.peer = source
         error: Exception | None = None
@@ -388,11 +390,11 @@ class Mailbox:
 
     def _spoken(self, transfer: Transfer) -> str:
         who = "anybody" if transfer.peer == ANY else f"rank {self._ranks[transfer.peer]}"
-        return f"a message {'to' if isinstance(transfer, Sending) else 'from'} {who}"
+        return f"a message {'to' if isinstance(transfer, SendTransfer) else 'from'} {who}"
 
     def _abandon(self, transfer: Transfer, error: Exception) -> None:
         with self._lock:
-            if isinstance(transfer, Receiving) and transfer in self._awaited:
+            if isinstance(transfer, ReceiveTransfer) and transfer in self._awaited:
                 self._awaited.remove(transfer)
             if not transfer.done:
                 self._finish(transfer, error)
@@ -400,7 +402,7 @@ class Mailbox:
         _tell(finished)
 
     def _withdraw(self, transfer: Transfer) -> None:
-        if isinstance(transfer, Receiving):
+        if isinstance(transfer, ReceiveTransfer):
             here = self._ranks[self.rank]
             self._abandon(transfer, TeamError(f"the wait of rank {here} for {self._spoken(transfer)} was interrupted"))
 
@@ -432,7 +434,7 @@ class Mailbox:
             return [*self._awaited, *sending, *unsigned]
 
 
-def _fits(receiving: Receiving, message: _Message) -> bool:
+def _fits(receiving: ReceiveTransfer, message: _Message) -> bool:
     return receiving.tag == message.tag and receiving.peer in (ANY, message.source)
 
 

@@ -29,10 +29,10 @@ from typing import NamedTuple
 from paceline.collectives.algorithms import halving_doubling, tree
 from paceline.collectives.algorithms.chunks import bounds
 from paceline.errors import UsageError
-from paceline.transport.channel import Link, Traffic
+from paceline.transport.channel import LinkCost, Traffic
 
 
-def seconds(topology: str, size: int, bytes: float, link: Link) -> float:
+def seconds(topology: str, size: int, bytes: float, link: LinkCost) -> float:
     """The time of an all-reduce of `bytes` over `size` ranks."""
     latency, whole = link.latency, bytes / link.bandwidth
     levels = size.bit_length() - 1  # floor(log2 N)
@@ -58,12 +58,12 @@ def bound(size: int, bytes: float, bandwidth: float) -> float:
     return 2 * (size - 1) / size * bytes / bandwidth
 
 
-def single_tree(size: int, bytes: float, link: Link) -> float:
+def single_tree(size: int, bytes: float, link: LinkCost) -> float:
     """The time of an all-reduce up and down one tree with one message per level, nothing pipelined."""
     return 2 * (size - 1).bit_length() * (link.latency + bytes / link.bandwidth)
 
 
-def servers(workers: int, count: int, bytes: float, link: Link) -> float:
+def servers(workers: int, count: int, bytes: float, link: LinkCost) -> float:
     """The time of push and pull with parameters sharded over `count` machines in which no worker is.
 
     Either the servers' links are the bottleneck or, if there are more servers than workers, the workers' own.
@@ -71,7 +71,7 @@ def servers(workers: int, count: int, bytes: float, link: Link) -> float:
     return 2 * link.latency + 2 * max(1.0, workers / count) * bytes / link.bandwidth
 
 
-class Shares(NamedTuple):
+class ServerShares(NamedTuple):
     """How many bytes of the parameters are served from each machine."""
 
     spare: float
@@ -80,18 +80,18 @@ class Shares(NamedTuple):
     """By each machine with one."""
 
 
-def best_shares(workers: int, spare: int, bytes: float) -> Shares:
+def best_shares(workers: int, spare: int, bytes: float) -> ServerShares:
     """Shares that load all links alike, with one worker per machine and `spare` machines besides (BytePS).
 
     A worker's machine also moves that worker's gradients, so it serves less than a spare one, and nothing once there
     are as many spare machines as workers.
     """
     if workers == 1:
-        return Shares(0.0, bytes)
+        return ServerShares(0.0, bytes)
     if spare >= workers:
-        return Shares(bytes / spare, 0.0)
+        return ServerShares(bytes / spare, 0.0)
     whole = workers**2 + spare * workers - 2 * spare
-    return Shares(2 * (workers - 1) * bytes / whole, (workers - spare) * bytes / whole)
+    return ServerShares(2 * (workers - 1) * bytes / whole, (workers - spare) * bytes / whole)
 
 
 def best_servers(workers: int, spare: int, bytes: float, bandwidth: float) -> float:

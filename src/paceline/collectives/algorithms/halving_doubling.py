@@ -30,7 +30,7 @@ from paceline.collectives.algorithms.messages import Combine, outgoing
 from paceline.transport.channel import Channel
 
 
-class Round(NamedTuple):
+class ExchangeRound(NamedTuple):
     """One exchange on the way down; ranges of chunks are given as first, last + 1."""
 
     peer: int
@@ -43,7 +43,7 @@ def hosts(size: int) -> int:
     return 1 << (size.bit_length() - 1)
 
 
-def rounds(rank: int, count: int) -> list[Round]:
+def rounds(rank: int, count: int) -> list[ExchangeRound]:
     """The exchanges of a rank on the way down, when `count` (a power of two) ranks take part."""
     found = []
     first, last = 0, count
@@ -51,7 +51,7 @@ def rounds(rank: int, count: int) -> list[Round]:
         middle = (first + last) // 2
         lower, upper = (first, middle), (middle, last)
         kept, given = (lower, upper) if rank < middle else (upper, lower)
-        found.append(Round(rank ^ (middle - first), kept, given))
+        found.append(ExchangeRound(rank ^ (middle - first), kept, given))
         first, last = kept
     return found
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from paceline.errors import UsageError
-from paceline.transport.channel import Channel, Sending
+from paceline.transport.channel import Channel, PendingSend
 
 Combine = Callable[[torch.Tensor, torch.Tensor], None]
 """Adds the second tensor to the first, in place. It may also be a maximum, a product or the like."""
@@ -21,7 +21,7 @@ def outgoing(channel: Channel) -> Iterator[Callable[[int, torch.Tensor], None]]:
     Inside, nobody waits for a message to leave, so two ranks that send to each other never block each other. After the
     block the tensors may be changed. They are held until then, since a message may still be read from their memory.
     """
-    held: list[tuple[Sending, torch.Tensor]] = []
+    held: list[tuple[PendingSend, torch.Tensor]] = []
 
     def send(peer: int, tensor: torch.Tensor) -> None:
         held.append((channel.send(peer, tensor), tensor))

@@ -34,7 +34,7 @@ from paceline.transport.channel import Channel
 TREES = (0, 1)
 
 
-class Place(NamedTuple):
+class TreePosition(NamedTuple):
     """Where a rank is in a tree."""
 
     parent: int | None
@@ -42,7 +42,7 @@ class Place(NamedTuple):
     """The larger subtree's first."""
 
 
-def place(tree: int, rank: int, size: int) -> Place:
+def place(tree: int, rank: int, size: int) -> TreePosition:
     """The parent and the children of a rank in the first (0) or the second (1) tree of `size` ranks."""
     position = _position(tree, rank, size)
     start, stop, above = 0, size, None
@@ -51,7 +51,7 @@ def place(tree: int, rank: int, size: int) -> Place:
         start, stop = (start, top) if position < top else (top + 1, stop)
     below = [_top(first, last) for first, last in ((start, top), (top + 1, stop)) if first < last]
     parent = None if above is None else _rank(tree, above, size)
-    return Place(parent, tuple(_rank(tree, child, size) for child in below))
+    return TreePosition(parent, tuple(_rank(tree, child, size) for child in below))
 
 
 def all_reduce(channel: Channel, tensor: torch.Tensor, combine: Combine) -> None:
@@ -86,7 +86,7 @@ def barrier(channel: Channel) -> None:
             send(child, nothing)
 
 
-def _up(channel: Channel, places: list[Place], tensor: torch.Tensor, combine: Combine) -> None:
+def _up(channel: Channel, places: list[TreePosition], tensor: torch.Tensor, combine: Combine) -> None:
     """Add up both halves on the way to the tops of their trees."""
     work = zip(places, split(tensor, len(places)), strict=True)
     with outgoing(channel) as send:
@@ -100,7 +100,7 @@ def _up(channel: Channel, places: list[Place], tensor: torch.Tensor, combine: Co
                 send(parent, half)
 
 
-def _down(channel: Channel, places: list[Place], tensor: torch.Tensor) -> None:
+def _down(channel: Channel, places: list[TreePosition], tensor: torch.Tensor) -> None:
     """Copy both halves from the tops of their trees to all."""
     work = zip(places, split(tensor, len(places)), strict=True)
     with outgoing(channel) as send:
@@ -112,11 +112,11 @@ def _down(channel: Channel, places: list[Place], tensor: torch.Tensor) -> None:
                 send(child, half)
 
 
-def _is_inner(work: tuple[Place, torch.Tensor]) -> bool:
+def _is_inner(work: tuple[TreePosition, torch.Tensor]) -> bool:
     return bool(work[0].children)
 
 
-def _below(channel: Channel, root: int) -> list[Place]:
+def _below(channel: Channel, root: int) -> list[TreePosition]:
     """The own places in two trees of all ranks but the root, which stands above the tops of both."""
     size = channel.size - 1
 
@@ -125,10 +125,10 @@ def _below(channel: Channel, root: int) -> list[Place]:
 
     if channel.rank == root:
         tops = [(real(_rank(tree, _top(0, size), size)),) if size else () for tree in TREES]
-        return [Place(None, top) for top in tops]
+        return [TreePosition(None, top) for top in tops]
     own = (channel.rank - root - 1) % channel.size
     places = [place(tree, own, size) for tree in TREES]
-    return [Place(real(parent), tuple(map(real, children))) for parent, children in places]
+    return [TreePosition(real(parent), tuple(map(real, children))) for parent, children in places]
 
 
 def _top(start: int, stop: int) -> int:

@@ -1,0 +1,1 @@
+"""Engines that start a run's processes: local, torchrun, Ray."""

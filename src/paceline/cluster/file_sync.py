@@ -1,0 +1,89 @@
+"""What a node sends home of a run's folder. Plain Python, for the same reason as `agent`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import time
+from typing import Any
+
+_LOOK = 0.4
+"""Seconds between looks for new files."""
+
+
+class FileSync:
+    """Which files of a folder the driver has not got yet. Streams grow; all others are whole, once they have a name."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+        self._sent: dict[str, int] = {}
+        """Of a stream, how many bytes; of another file, when it was written."""
+        self._open: tuple[str, Any, int] | None = None
+        """The file that is being sent, and up to where."""
+        self._next = 0.0
+
+    def knows(self, path: str) -> None:
+        """The driver has this file: it sent it."""
+        self._sent[path] = (self._folder / path).stat().st_mtime_ns
+
+    def news(self, most: int, at_once: bool = False) -> list[tuple[Any, ...]]:
+        if not at_once and self._open is None and time.monotonic() < self._next:
+            return []
+        self._next = time.monotonic() + _LOOK
+        news: list[tuple[Any, ...]] = []
+        for path in sorted((self._folder / "streams").glob("*.jsonl")):
+            name = f"streams/{path.name}"
+            sent = self._sent.get(name, 0)
+            data = b""
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                file.seek(sent)
+                data = file.read(most)
+            if data:
+                news.append(("grown", name, sent, data))
+                self._sent[name] = sent + len(data)
+                most -= len(data)
+        while most > 0 and (part := self._part(most)) is not None:
+            news.append(part)
+            most -= len(part[3])
+        return news
+
+    def _part(self, most: int) -> tuple[Any, ...] | None:
+        if self._open is None:
+            self._open = self._new_file()
+        if self._open is None:
+            return None
+        name, file, start = self._open
+        data = file.read(most)
+        last = file.tell() == os.fstat(file.fileno()).st_size
+        self._open = None if last else (name, file, start + len(data))
+        if last:
+            file.close()
+        return ("file", name, start, data, last)
+
+    def _new_file(self) -> tuple[str, Any, int] | None:
+        for inside in self._files():
+            try:
+                file = (self._folder / inside).open("rb")
+            except FileNotFoundError:
+                continue
+            written = os.fstat(file.fileno()).st_mtime_ns
+            if self._sent.get(str(inside)) != written:
+                self._sent[str(inside)] = written
+                return str(inside), file, 0
+            file.close()
+        return None
+
+    def _files(self) -> list[pathlib.Path]:
+        """Of the run, but for its streams. Any of them may be gone when it is looked at: others write and remove."""
+        found = []
+        for folder, inner, names in os.walk(self._folder):
+            inside = pathlib.Path(folder).relative_to(self._folder)
+            unwanted = ("streams", "exit_reports") if inside == pathlib.Path() else ()
+            inner[:] = [name for name in inner if not name.startswith(".") and name not in unwanted]
+            found += [inside / name for name in names if not name.startswith(".")]
+        return sorted(path for path in found if (self._folder / path).is_file())
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open[1].close()

@@ -1,0 +1,183 @@
+"""How the members of a team find each other: through torch's store, at MASTER_ADDR and MASTER_PORT."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from paceline.config import Place, Timeouts
+from paceline.errors import JoinError, UsageError, names
+from paceline.transport.keys import is_loopback
+
+
+class MemberEntry(msgspec.Struct, frozen=True):
+    """What a member says of itself."""
+
+    machine: str
+    host: str
+    """The address from which it reaches the store."""
+    master: str
+    """The address at which it reaches the store."""
+    name: str
+    """Of this process alone."""
+
+
+class MemberList(msgspec.Struct, frozen=True):
+    """Who is where; the same for all members."""
+
+    machines: list[list[int]] = []
+    """The ranks on each machine, in rising order; rank 0's machine is the first."""
+    hosts: list[str] = []
+    """Per machine, the address at which the others reach it."""
+    token: bytes = b""
+    """By which the members know each other."""
+    names: list[str] = []
+    """Of all processes, by rank."""
+    error: str = ""
+    """Why there is none."""
+    missing: list[int] = []
+
+    def machine_of(self, rank: int) -> int:
+        return next(number for number, ranks in enumerate(self.machines) if rank in ranks)
+
+
+def open_store(place: Place, timeouts: Timeouts) -> Store:
+    """torch's key-value store at MASTER_ADDR and MASTER_PORT, hosted by torchrun's agent or else by rank 0."""
+    host, port = _master(place)
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        host,
+        port,
+        place.world_size,
+        is_master=place.rank == 0 and not hosted,
+        timeout=datetime.timedelta(seconds=timeouts.join),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    return PrefixStore("paceline", store)
+
+
+def find_members(place: Place, store: Store, machine: str, timeouts: Timeouts) -> tuple[MemberList, Store]:
+    """Say who one is, and hear who the others are; also the part of the store that is this team's alone.
+
+    Rank 0 calls, the others answer. After a restart the store may still hold what an earlier team has said, and a
+    restart is not counted alike on all machines. So every call has a name of its own, and a roster counts for a member
+    only if it is in there itself.
+    """
+    entry = MemberEntry(machine, *addresses(*_master(place)), secrets.token_hex(8))
+    if place.rank == 0:
+        call = secrets.token_hex(8)
+        own: Store = PrefixStore(call, store)
+        own.set("member/0", msgspec.json.encode(entry).decode())
+        store.set("call", call)
+        roster = _collect(place, own, timeouts)
+        own.set("roster", msgspec.json.encode(roster).decode())
+    else:
+        try:
+            roster, own = _answer(place, store, entry, timeouts)
+        except DistError as error:
+            raise JoinError(f"rank {place.rank} has lost the store of rank 0: {error}", [0]) from None
+    if roster.error:
+        raise JoinError(roster.error, roster.missing)
+    return roster, own
+
+
+def _answer(place: Place, store: Store, entry: MemberEntry, timeouts: Timeouts) -> tuple[MemberList, Store]:
+    """Whenever rank 0 calls, until it has heard this member."""
+    until = time.monotonic() + timeouts.join + 2.0  # rank 0 waits as long for the last, and says then who is missing
+    answered = ""
+    pause = 0.01
+    while time.monotonic() < until:
+        call = store.get("call").decode() if store.check(["call"]) else ""
+        own = PrefixStore(call, store)
+        if call and call != answered:
+            own.set(f"member/{place.rank}", msgspec.json.encode(entry).decode())
+            answered = call
+        if call and own.check(["roster"]):
+            roster = msgspec.json.decode(own.get("roster"), type=MemberList)
+            if roster.error or entry.name in roster.names:
+                return roster, own
+        time.sleep(pause)
+        pause = min(0.2, pause * 1.5)
+    raise JoinError(f"rank {place.rank} did not hear from rank 0 in {timeouts.join:g} s", [0])
+
+
+def _collect(place: Place, store: Store, timeouts: Timeouts) -> MemberList:
+    entries: list[MemberEntry] = []
+    until = time.monotonic() + timeouts.join
+    for rank in range(place.world_size):
+        try:
+            store.wait([f"member/{rank}"], datetime.timedelta(seconds=max(0.05, until - time.monotonic())))
+        except DistStoreError:
+            missing = [other for other in range(rank, place.world_size) if not store.check([f"member/{other}"])]
+            error = (
+                f"rank 0 waited {timeouts.join:g} s for {names(missing or [rank])} to join; "
+                "raise it with --timeout if they only need longer"
+            )
+            return MemberList(error=error, missing=missing or [rank])
+        entries.append(msgspec.json.decode(store.get(f"member/{rank}"), type=MemberEntry))
+    places = list(dict.fromkeys(entry.machine for entry in entries))
+    machines = [[rank for rank, entry in enumerate(entries) if entry.machine == where] for where in places]
+    hosts = [_reachable(entries, ranks) for ranks in machines]
+    return MemberList(machines, hosts, secrets.token_bytes(32), [entry.name for entry in entries])
+
+
+def _reachable(entries: list[MemberEntry], ranks: list[int]) -> str:
+    """The address of a machine; where it knows itself only as loopback, the one by which others know it."""
+    own = entries[ranks[0]]
+    if is_loopback(own.host):
+        elsewhere = [entry.master for entry in entries if entry.machine != own.machine]
+        return next((address for address in elsewhere if not is_loopback(address)), own.host)
+    return own.host
+
+
+def _master(place: Place) -> tuple[str, int]:
+    try:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise UsageError(
+            f"WORLD_SIZE is {place.world_size}, but MASTER_ADDR and MASTER_PORT do not say where rank 0 is; "
+            "start the script with paceline run or torchrun"
+        ) from None
+
+
+def addresses(host: str, port: int) -> tuple[str, str]:
+    """From which address this machine reaches the store, and at which."""
+    last = ("127.0.0.1", "127.0.0.1")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing: the kernel only says which way it would go
+                return str(probe.getsockname()[0]), str(address[0])
+        except OSError:
+            continue
+    return last
+
+
+def exchange_ports(store: Store, timeouts: Timeouts) -> tuple[Callable[[int, int], None], Callable[[int], int]]:
+    """How the leads leave their ports for each other."""
+
+    def publish(machine: int, port: int) -> None:
+        store.set(f"connection/{machine}", str(port))
+
+    def find(machine: int) -> int:
+        try:
+            return int(store.get(f"connection/{machine}"))
+        except DistStoreError as error:
+            raise JoinError(f"did not hear from machine {machine} in {timeouts.join:g} s: {error}") from None
+
+    return publish, find
+
+
+def machine() -> str:
+    """Equal in two processes exactly if they can find each other in /proc, and have the same network."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
+        boot = file.read().strip()
+    return "/".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])  # noqa: PTH115

@@ -1,0 +1,328 @@
+"""One member of a group, with all ways that it has to do a collective: through shared memory, or by an algorithm."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from paceline.collectives import algorithms
+from paceline.collectives.group import Group
+from paceline.collectives.operation import Op
+from paceline.collectives.operators import reducer
+from paceline.collectives.shared_memory import SharedMemoryCollectives
+from paceline.errors import UsageError
+from paceline.events import Message
+from paceline.transport.channel import Channel, CountingChannel, PendingSend, Traffic
+
+TOPOLOGIES = ("auto", "shared", *algorithms.ALGORITHMS)
+Price = Callable[[int], float]
+"""Seconds, for so many bytes."""
+_PROBES = ((1 << 10, 6), (1 << 17, 3), (1 << 20, 2))
+"""Bytes and repetitions of the all-reduces from which costs are measured."""
+
+
+class TaggedChannel(Channel, Protocol):
+    """A channel on which messages of different kinds can be told apart."""
+
+    def send(self, peer: int, tensor: torch.Tensor, tag: int = ...) -> PendingSend: ...
+
+    def receive(self, peer: int, tensor: torch.Tensor, tag: int = ...) -> None: ...
+
+
+class ObservedTraffic:
+    """What was seen of the collectives that were done while somebody looked."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        """Messages and bytes of this member."""
+        self.messages: list[Message] = []
+        """One event per message, in the order of their ends."""
+
+    def note(
+        self, rank: int, operation: str, topology: str, direction: str, peer: int, size: int, start: float
+    ) -> None:
+        seconds = time.perf_counter() - start
+        self.messages.append(Message(rank, start, seconds, operation, topology, direction, peer, size))
+
+    def add(self, traffic: Traffic) -> None:
+        for name in Traffic.__struct_fields__:
+            setattr(self.traffic, name, getattr(self.traffic, name) + getattr(traffic, name))
+
+
+class Communicator:
+    """Does collectives in a chosen topology. `group` is there if all members share memory."""
+
+    def __init__(self, rank: int, size: int, channel: TaggedChannel, group: Group | None) -> None:
+        self.rank, self.size = rank, size
+        self._channel, self._group = channel, group
+        self._observers: list[ObservedTraffic] = []
+        self.pushed: dict[tuple[int, int], int] = {}
+        self.pulled: dict[tuple[int, int], int] = {}
+        """How many messages with a gradient were pushed or pulled, by rank and tag."""
+        self._prices: dict[str, Price] | None = None
+        self._chosen: dict[tuple[str, int], str] = {}
+
+    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> PendingSend:
+        """Begin to send a contiguous tensor."""
+        with self._watched("push") as channel:
+            sending: PendingSend = channel.send(peer, tensor, tag)
+            return sending
+
+    def receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        """Wait for a contiguous tensor."""
+        with self._watched("pull") as channel:
+            channel.receive(peer, tensor, tag)
+
+    @contextmanager
+    def observe(self) -> Iterator[ObservedTraffic]:
+        """Look at what goes through the channel meanwhile."""
+        seen = ObservedTraffic()
+        self._observers.append(seen)
+        try:
+            yield seen
+        finally:
+            self._observers.remove(seen)
+
+    @contextmanager
+    def _watched(self, operation: str, topology: str = "") -> Iterator[Any]:
+        """The channel, and who looks told of what goes through it."""
+        if not self._observers:
+            yield self._channel
+            return
+        channel = CountingChannel(self._channel, partial(self._note, operation, topology))
+        try:
+            yield channel
+        finally:
+            for observer in self._observers:
+                observer.add(channel.traffic)
+
+    def _note(self, operation: str, topology: str, *message: Any) -> None:
+        for observer in self._observers:
+            observer.note(self.rank, operation, topology, *message)
+
+    # -- operations --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op, topology: str = "auto") -> None:
+        chosen = self._choose("all_reduce", topology, tensor.nbytes)
+        if chosen == "shared":
+            self._now(lambda: self._shared.all_reduce(tensor, op))
+            return
+        way = reducer(op, tensor.dtype)
+        flat = in_one_piece(tensor).view(-1)
+        self._do("all_reduce", chosen, flat, way.add)
+        way.divide(flat, self.size)
+        _put_back(tensor, flat)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: Op, topology: str = "auto") -> None:
+        chosen = self._choose("reduce", topology, tensor.nbytes)
+        if chosen == "shared":
+            self._now(lambda: self._shared.reduce(tensor, root, op))
+            return
+        way = reducer(op, tensor.dtype)
+        flat = in_one_piece(tensor).view(-1)
+        self._do("reduce", chosen, flat, way.add, root)
+        if self.rank == root:
+            way.divide(flat, self.size)
+            _put_back(tensor, flat)
+
+    def reduce_scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op, topology: str = "auto") -> None:
+        size = sum(part.nbytes for part in inputs)
+        chosen = self._choose("reduce_scatter", topology, size)
+        if chosen == "shared":
+            self._now(lambda: self._shared.reduce_scatter(out, inputs, op))
+            return
+        way = reducer(op, out.dtype)
+        parts = [part.reshape(-1).clone() for part in inputs]  # algorithms use them on the way
+        self._do("reduce_scatter", chosen, parts, way.add)
+        way.divide(parts[self.rank], self.size)
+        out.copy_(parts[self.rank].view(out.shape))
+
+    def broadcast(self, tensor: torch.Tensor, root: int, topology: str = "auto") -> None:
+        flat = in_one_piece(tensor).view(-1)
+        chosen = self._choose("broadcast", topology, flat.nbytes)
+        if chosen == "shared":
+            self._now(lambda: self._shared.broadcast(flat, root))
+        else:
+            self._do("broadcast", chosen, flat, root)
+        _put_back(tensor, flat)
+
+    def all_gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor, topology: str = "auto") -> None:
+        source = in_one_piece(tensor)
+        chosen = self._choose("all_gather", topology, sum(out.nbytes for out in outs))
+        if chosen == "shared":
+            self._now(lambda: self._shared.all_gather(outs, source))
+            return
+        parts = [out.view(-1) for out in outs]
+        parts[self.rank].copy_(source.view(-1))
+        self._do("all_gather", chosen, parts)
+
+    def gather(
+        self,
+        outs: Sequence[torch.Tensor] | None,
+        tensor: torch.Tensor,
+        root: int,
+        topology: str = "auto",
+        size: int = 0,
+    ) -> None:
+        """`size` is how many bytes there are in all, which everybody must know alike, or 0."""
+        source = in_one_piece(tensor)
+        chosen = self._choose("gather", topology, size)
+        if chosen == "shared":
+            self._now(lambda: self._shared.gather(outs, source, root))
+            return
+        parts = None if outs is None else [out.view(-1) for out in outs]
+        self._do("gather", chosen, source.view(-1), parts, root)
+
+    def scatter(
+        self, out: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, topology: str = "auto", size: int = 0
+    ) -> None:
+        """`size` as with `gather`."""
+        parts = None if inputs is None else [in_one_piece(part) for part in inputs]
+        chosen = self._choose("scatter", topology, size)
+        if chosen == "shared":
+            self._now(lambda: self._shared.scatter(out, parts, root))
+            return
+        flat = None if parts is None else [part.view(-1) for part in parts]
+        self._do("scatter", chosen, out.view(-1), flat, root)
+
+    def all_to_all(
+        self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], topology: str = "auto", size: int = 0
+    ) -> None:
+        """`size` as with `gather`."""
+        parts = [in_one_piece(part) for part in inputs]
+        chosen = self._choose("all_to_all", topology, size)
+        if chosen == "shared":
+            self._now(lambda: self._shared.all_to_all(outs, parts))
+            return
+        self._do("all_to_all", chosen, [part.view(-1) for part in parts], [out.view(-1) for out in outs])
+
+    def barrier(self, topology: str = "auto") -> None:
+        chosen = self._choose("barrier", topology, 0)
+        if chosen == "shared":
+            self._now(self._shared.barrier)
+        else:
+            self._do("barrier", chosen)
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
+
+    def prices(self) -> dict[str, Price]:
+        """Seconds of an all-reduce of so many bytes, by topology, as measured here."""
+        if self._prices is None:
+            self._prices = self._measure()
+        return self._prices
+
+    @staticmethod
+    def has(operation: str, topology: str) -> bool:
+        """Whether a topology has this operation."""
+        return topology in ("auto", "shared") or operation in algorithms.ALGORITHMS.get(topology, ())
+
+    def check(self, operation: str, topology: str) -> None:
+        """Whether this can be done; if not, one sentence, before anybody waits for anybody."""
+        if topology not in TOPOLOGIES:
+            raise UsageError(f"there is no topology '{topology}'; there are {', '.join(TOPOLOGIES)}")
+        if topology == "shared" and self._group is None:
+            raise UsageError("the topology shared needs a group of the backend paceline, on one machine")
+        if topology not in ("auto", "shared"):
+            algorithms.find(topology, operation)
+
+    def _choose(self, operation: str, topology: str, size: int) -> str:
+        """The topology asked for; if any will do, the one that should be the quickest for so many bytes.
+
+        All must choose alike, so where members may have more or less the size is not asked for.
+        """
+        if topology == "auto":
+            key = operation, size.bit_length()
+            chosen = self._chosen.get(key)
+            if chosen is None:
+                chosen = self._chosen[key] = self._cheapest(operation, size)
+            return chosen
+        self.check(operation, topology)
+        return topology
+
+    def _cheapest(self, operation: str, size: int) -> str:
+        having = [name for name, known in algorithms.ALGORITHMS.items() if operation in known]
+        if self._group is not None:
+            having.append("shared")
+        if self.size == 1:
+            return having[-1]
+        prices = self.prices()
+        return min(having, key=lambda name: prices[name](1 << size.bit_length()))
+
+    def _measure(self) -> dict[str, Price]:
+        """Time all-reduces of some sizes in each topology; all take the numbers of rank 0."""
+        names = [*algorithms.ALGORITHMS, *(["shared"] if self._group is not None else [])]
+        times = [[self._best(name, size, count) for size, count in _PROBES] for name in names]
+        numbers = torch.tensor(times, dtype=torch.float64).view(-1)
+        algorithms.find("tree", "broadcast")(self._channel, numbers, 0)
+        table = numbers.view(-1, len(_PROBES)).tolist()
+        return {name: partial(_price, known) for name, known in zip(names, table, strict=True)}
+
+    def _best(self, topology: str, size: int, count: int) -> float:
+        data, best = torch.zeros(size, dtype=torch.uint8), math.inf
+        way = reducer(Op.MAX, data.dtype)
+        for _ in range(count):
+            start = time.perf_counter()
+            if topology == "shared":
+                self._group_now(lambda: self._shared.all_reduce(data, Op.MAX))
+            else:
+                self._group_now(lambda: algorithms.find(topology, "all_reduce")(self._channel, data, way.add))
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    def _group_now(self, run: Callable[[], None]) -> None:
+        self._group.lane.now(run) if self._group is not None else run()
+
+    # -- what these have in common -----------------------------------------------------------------------------------
+
+    @property
+    def _shared(self) -> SharedMemoryCollectives:
+        assert self._group is not None
+        return self._group.shared
+
+    def _now(self, run: Callable[[], None]) -> None:
+        assert self._group is not None
+        if not self._observers:
+            self._group.lane.now(run)
+            return
+        shared = self._shared
+        shared.told = lambda operation, *message: self._note(operation, "shared", *message)
+        try:
+            self._group.lane.now(run)
+        finally:
+            shared.told = None
+
+    def _do(self, operation: str, topology: str, *arguments: Any) -> None:
+        """Do it by an algorithm, in its turn among the group's other operations."""
+        function = algorithms.find(topology, operation)
+        if topology == "hub" and operation in ("gather", "scatter"):
+            function = partial(function, hub=arguments[-1])  # the root: no other way is shorter
+        with self._watched(operation, topology) as channel:
+            self._group_now(lambda: function(channel, *arguments))
+
+
+def _price(known: list[float], size: int) -> float:
+    """Seconds for so many bytes, on the line through the two probes that are next to it."""
+    sizes = [probe for probe, _ in _PROBES]
+    right = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
+    (less, more), (before, after) = sizes[right - 1 : right + 1], known[right - 1 : right + 1]
+    slope = max(after - before, 0.0) / (more - less)
+    return max(before + slope * (size - less), min(known) / 2)
+
+
+def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor, contiguous; itself if it is."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))

@@ -1,0 +1,76 @@
+"""Who this process does collectives with, when it is not told."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+
+from torch import distributed
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from paceline.cluster import membership
+from paceline.cluster.membership import Members
+from paceline.collectives.channels import DistributedChannel, MailChannel
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.group import Group
+from paceline.collectives.process_group import PacelineProcessGroup
+from paceline.config import Launch, Place
+from paceline.errors import UsageError
+
+GroupLike = ProcessGroup | Communicator | None
+"""Those who take part: a process group of torch.distributed; without one, all of them, or all workers of the team."""
+
+_by_group: weakref.WeakKeyDictionary[ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+_of_team: tuple[Members, Communicator] | None = None
+
+
+def member(group: GroupLike = None) -> Communicator:
+    """This process as a member of a group."""
+    if isinstance(group, Communicator):
+        return group
+    if group is None:
+        group = distributed_c10d._world.default_pg
+        if group is None:
+            return _team_member()
+    if isinstance(group, PacelineProcessGroup):
+        own: Communicator = group.member or _wrap(group)
+        group.member = own
+        return own
+    if not isinstance(group, ProcessGroup):
+        raise UsageError(f"group is {group!r}; it must be a process group of torch.distributed that this process is in")
+    known = _by_group.get(group)
+    if known is None:
+        known = _by_group[group] = _wrap(group)
+    return known
+
+
+def _wrap(group: ProcessGroup) -> Communicator:
+    if isinstance(group, PacelineProcessGroup) and group.on_one_machine:
+        inner = group.group
+        return Communicator(inner.rank, inner.size, MailChannel(inner.mailbox), inner)
+    rank = distributed.get_rank(group)
+    return Communicator(rank, group.size(), DistributedChannel(group, rank), None)
+
+
+def _team_member() -> Communicator:
+    """The workers of the team, which is joined if that has not happened yet."""
+    global _of_team
+    members = membership.current()
+    if members is None:
+        launch = Launch.from_environment()
+        members = membership.come_together(Place.from_environment(), launch, launch.timeouts, _say)
+        atexit.register(members.leave)
+    if len(members.machines) > 1:
+        raise UsageError(
+            f"this team is on {len(members.machines)} machines, where its collectives need a process group: call "
+            "torch.distributed.init_process_group('paceline') first"
+        )
+    if _of_team is None or _of_team[0] is not members:
+        group = Group(members.rank, members.size, members.gather, members.barrier.timeouts, _say)
+        _of_team = members, Communicator(group.rank, group.size, MailChannel(group.mailbox), group)
+    return _of_team[1]
+
+
+def _say(message: str) -> None:
+    print(f"paceline: {message}", file=sys.stderr, flush=True)

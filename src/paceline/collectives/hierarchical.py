@@ -1,0 +1,196 @@
+"""Collectives of a group whose members are on several machines: shared memory inside a machine, gloo between them.
+
+An all-reduce combines inside each machine, every member its own part; then members in the same place on all machines
+combine those parts over the network, all at once; then parts are gathered inside the machines again. Each byte crosses
+the network once, whatever the number of members on a machine. Other operations are algorithms over a channel that
+knows the quickest way to each member.
+"""
+
+from __future__ import annotations
+
+import datetime
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+
+from paceline.collectives import algorithms
+from paceline.collectives.channels import MailChannel
+from paceline.collectives.group import Group, StoreExchange
+from paceline.collectives.op_queue import OpQueue
+from paceline.collectives.operation import Op
+from paceline.collectives.operators import reducer, scaled
+from paceline.config import Timeouts
+from paceline.errors import TeamError
+from paceline.transport.channel import Channel, PendingSend
+from paceline.transport.peer_memory import bytes_of
+
+_LARGE = 64 * 1024
+"""From how many bytes on it pays to cut a tensor in parts."""
+_TAG = 0x4000_0000
+"""Of the messages of algorithms, apart from those of users."""
+
+
+class HierarchicalGroup:
+    """One member's part in the collectives of such a group; does what `Shared` does on one machine."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        places: list[str],
+        timeouts: Timeouts,
+        say: Callable[[str], None],
+    ) -> None:
+        self.rank, self.size = rank, len(places)
+        self.spin = True
+        here = [other for other, place in enumerate(places) if place == places[rank]]
+        inside = PrefixStore(f"inside/{here[0]}", store)
+        exchange = StoreExchange(inside, here.index(rank), len(here), timeouts)
+        self.group = Group(here.index(rank), len(here), exchange, timeouts, say)
+        limit = datetime.timedelta(seconds=timeouts.barrier)
+        self.gloo: Any = ProcessGroupGloo(PrefixStore("between", store), rank, self.size, limit)
+        exchange.forget()
+        self._channel = _MachineChannel(rank, self.size, here, self.group, self.gloo)
+        self.lane = OpQueue(self, self.group.board.fail)
+        self._end = weakref.finalize(self, OpQueue.close, self.lane, 2.0)
+        counts = {places.count(place) for place in places}
+        column = [other for other in range(self.size) if _index(places, other) == _index(places, rank)]
+        self._column = _Part(self._channel, column) if len(counts) == 1 else None
+
+    # -- reductions --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op = Op.SUM, factor: float | torch.Tensor | None = None) -> None:
+        way = reducer(op, tensor.dtype)
+        if factor is not None:
+            tensor.copy_(scaled(tensor, factor))
+        flat = tensor.contiguous().view(-1)
+        if self._column is None or flat.nbytes < _LARGE:
+            self._do("tree", "all_reduce", flat, way.add)
+        else:
+            self._all_reduce_by_parts(flat, op)
+        way.divide(flat, self.size)
+        if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
+
+    def _all_reduce_by_parts(self, flat: torch.Tensor, op: Op) -> None:
+        assert self._column is not None
+        shared, count = self.group.shared, self.group.size
+        inner = Op.SUM if op in (Op.AVG, Op.PREMUL_SUM) else op
+        share = -(-flat.numel() // count)
+        parts = list(flat.split(share)) + [flat[:0]] * count
+        own = torch.empty_like(parts[self.group.rank])
+        shared.reduce_scatter(own, parts[:count], inner)
+        with _named():
+            algorithms.find("ring", "all_reduce")(self._column, own, reducer(inner, flat.dtype).add)
+        shared.all_gather(parts[:count], own)
+
+    def reduce(
+        self, tensor: torch.Tensor, root: int, op: Op = Op.SUM, factor: float | torch.Tensor | None = None
+    ) -> None:
+        way = reducer(op, tensor.dtype)
+        flat = (scaled(tensor, factor) if factor is not None else tensor).contiguous().view(-1)
+        flat = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
+        self._do("tree", "reduce", flat, way.add, root)
+        if self.rank == root:
+            way.divide(flat, self.size)
+            tensor.copy_(flat.view(tensor.shape))
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: Op = Op.SUM,
+        factor: float | torch.Tensor | None = None,
+    ) -> None:
+        way = reducer(op, out.dtype)
+        parts = [(scaled(part, factor) if factor is not None else part.clone()).view(-1) for part in inputs]
+        self._do("ring", "reduce_scatter", parts, way.add)
+        way.divide(parts[self.rank], self.size)
+        out.copy_(parts[self.rank].view(out.shape))
+
+    # -- moving ------------------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        self._do("tree", "barrier")
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self._do("tree", "broadcast", tensor.view(-1), root)
+
+    def all_gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        parts = [out.view(-1) for out in outs]
+        parts[self.rank].copy_(tensor.view(-1))
+        self._do("ring", "all_gather", parts)
+
+    def gather(self, outs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
+        parts = None if outs is None else [out.view(-1) for out in outs]
+        self._do("direct", "gather", tensor.view(-1), parts, root)
+
+    def scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
+        parts = None if inputs is None else [part.view(-1) for part in inputs]
+        self._do("direct", "scatter", out.view(-1), parts, root)
+
+    def all_to_all(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        parts = [part.clone().view(-1) for part in inputs]
+        self._do("direct", "all_to_all", parts, [out.view(-1) for out in outs])
+
+    def close(self) -> None:
+        self._end()
+        self.group.close()
+
+    def _do(self, topology: str, operation: str, *arguments: object) -> None:
+        with _named():
+            algorithms.find(topology, operation)(self._channel, *arguments)
+
+
+class _MachineChannel:
+    """To members of this machine through shared memory, to others through gloo."""
+
+    def __init__(self, rank: int, size: int, here: list[int], group: Group, gloo: Any) -> None:
+        self.rank, self.size = rank, size
+        self._here = {other: index for index, other in enumerate(here)}
+        self._inside, self._gloo = MailChannel(group.mailbox), gloo
+
+    def send(self, peer: int, tensor: torch.Tensor) -> PendingSend:
+        if peer in self._here:
+            return self._inside.send(self._here[peer], tensor)
+        work: PendingSend = self._gloo.send([bytes_of(tensor)], peer, _TAG)
+        return work
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> None:
+        if peer in self._here:
+            self._inside.receive(self._here[peer], tensor)
+        else:
+            self._gloo.recv([bytes_of(tensor)], peer, _TAG).wait()
+
+
+class _Part:
+    """Some members of a channel, numbered anew."""
+
+    def __init__(self, channel: Channel, ranks: list[int]) -> None:
+        self.rank, self.size = ranks.index(channel.rank), len(ranks)
+        self._channel, self._ranks = channel, ranks
+
+    def send(self, peer: int, tensor: torch.Tensor) -> PendingSend:
+        return self._channel.send(self._ranks[peer], tensor)
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> None:
+        self._channel.receive(self._ranks[peer], tensor)
+
+
+class _named:  # noqa: N801
+    """Errors of gloo as ours: it says with whom it lost the connection."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is RuntimeError:
+            raise TeamError(f"the connection to another machine failed: {str(error).splitlines()[0]}") from error
+
+
+def _index(places: list[str], rank: int) -> int:
+    """How many members before this one are on its machine."""
+    return places[:rank].count(places[rank])

@@ -1,0 +1,145 @@
+"""Collectives of all workers of a team on several machines, and errors that say who is to blame.
+
+gloo only says that a connection was closed, and only to who waited for that one. So whoever hears of it lets go of its
+own connections: those who wait for it hear of it in turn, and so on, within milliseconds. Then all of them meet, and a
+barrier knows who is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import distributed
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.cluster.membership import Members, current
+from paceline.collectives.gloo import open_gloo
+from paceline.errors import TeamError, UsageError
+from paceline.transport import BarrierKind
+from paceline.transport.peer_memory import bytes_of
+
+_BACKEND = "paceline-gloo"
+_ROLL_CALL = 15.0
+"""Seconds that others have to come and say that they, too, have lost a connection."""
+
+
+class WorldGroup:
+    """One worker's connections to all others."""
+
+    def __init__(self, members: Members, device: torch.device, told: Callable[[float, int], None]) -> None:
+        """told: is told of each exchange how long it took and how many bytes came."""
+        self._members, self._told = members, told
+        self.rank, self.size = members.rank, members.size
+        self._own = not distributed.is_initialized()
+        """Whether torch's default group is ours to end."""
+        timeouts = members.barrier.timeouts
+        self._limit = datetime.timedelta(seconds=0.9 * timeouts.barrier)
+        patience = datetime.timedelta(seconds=max(timeouts.join, timeouts.barrier))
+        assert members.store is not None  # through which the machines found each other
+        store = PrefixStore(f"everybody/{next(members.numbers)}", members.store)
+        if self._own:
+            self._open_torch(device, PrefixStore("torch", store), patience)
+        elif (distributed.get_rank(), distributed.get_world_size()) != (self.rank, self.size):
+            raise UsageError(
+                f"torch's default process group has {distributed.get_world_size()} members and this is number "
+                f"{distributed.get_rank()}; in the team it is {self.rank} of {self.size}, and both must be the same"
+            )
+        self.mesh = DeviceMesh.from_group(distributed.group.WORLD, device.type)  # type: ignore[arg-type]
+        """All workers, as torch's own distributed tensors know them."""
+        # On CPUs what is exchanged goes another way than through torch's group, which could not be let go of.
+        self._gloo: Any = None
+        if device.type == "cpu":
+            self._gloo = open_gloo(
+                PrefixStore("gloo", store), self.rank, self.size, members.hosts[members.machine], patience
+            )
+            self._gloo._set_default_timeout(self._limit)
+        self.open = True
+
+    def _open_torch(self, device: torch.device, store: Any, patience: datetime.timedelta) -> None:
+        backend = distributed.get_default_backend_for_device(device)
+        if device.type == "cpu":
+            backend = _BACKEND
+            if backend.upper() not in distributed.Backend._plugins:
+                distributed.Backend.register_backend(backend, _create, devices=["cpu"])
+        distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
+
+    # -- exchanging --------------------------------------------------------------------------------------------------
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Everybody's part, by rank, one after the other."""
+        with self._named(whole.nbytes - part.nbytes):
+            if self._gloo is None:
+                distributed.all_gather_into_tensor(whole, part)
+            else:
+                self._gloo._allgather_base(bytes_of(whole), bytes_of(part)).wait()
+
+    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """The sum of everybody's `whole`, of which this worker gets its part."""
+        with self._named((self.size - 1) * part.nbytes):
+            if self._gloo is None:
+                distributed.reduce_scatter_tensor(part, whole)
+            else:
+                self._gloo._reduce_scatter_base(part, whole, distributed.ReduceScatterOptions()).wait()
+
+    def mirror(self, tensor: torch.Tensor) -> None:
+        """Rank 0's values, on all."""
+        with self._named(tensor.nbytes if self.rank else 0):
+            if self._gloo is None:
+                distributed.broadcast(tensor, 0)
+            elif tensor.numel():
+                options = distributed.BroadcastOptions()
+                options.rootRank = 0
+                self._gloo.broadcast([bytes_of(tensor)], options).wait()
+
+    @contextlib.contextmanager
+    def _named(self, read: int) -> Iterator[None]:
+        """Errors of torch.distributed as ours."""
+        if not self.open:
+            raise TeamError("this worker has lost its team, and cannot exchange anything with it any more")
+        start = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            self.drop()
+            self._call_roll()
+            raise TeamError(
+                f"rank {self.rank} could not exchange with the other workers: {str(error).splitlines()[0]}"
+            ) from None
+        self._told(time.perf_counter() - start, read)
+
+    def _call_roll(self) -> None:
+        """Meet the others: who does not come is named by that."""
+        barrier = self._members.barrier
+        timeouts = barrier.timeouts
+        barrier.timeouts = msgspec.structs.replace(timeouts, barrier=min(_ROLL_CALL, timeouts.barrier))
+        try:
+            barrier.wait(BarrierKind.REDUCE)
+        finally:
+            barrier.timeouts = timeouts
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Let go of all connections, so that whoever waits for this worker hears of it."""
+        self._gloo = None
+        self.open = False
+
+    def close(self) -> None:
+        self.drop()
+        if self._own and distributed.is_initialized():
+            distributed.destroy_process_group()
+        self._own = False
+
+
+def _create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    """What torch.distributed calls for its default group, and for those that a script makes besides."""
+    members = current()
+    assert members is not None  # a team has come together before it trains
+    return open_gloo(store, rank, size, members.hosts[members.machine], timeout)

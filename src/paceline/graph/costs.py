@@ -1,0 +1,102 @@
+"""What each operation of a model costs: seconds forward and backward, and bytes that it makes and keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from paceline.graph.module_attributes import untouched
+from paceline.graph.trace import ModelTrace
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """Of one operation, for one microbatch."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    bytes: int = 0
+    """Of its value: what goes over a cut behind it."""
+    parameters: int = 0
+    """Bytes of parameters that it is the first to use."""
+    whole: bool = True
+    """Whether each worker has all of its value; otherwise several have parts of it."""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+def measure(trace: ModelTrace, model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> list[Cost]:
+    """Run every operation by itself, forward and backward, and take the shortest of some times."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    best: list[tuple[float, float]] = [(float("inf"), float("inf"))] * len(trace.operations)
+    sizes, wholes = [0] * len(trace.operations), [True] * len(trace.operations)
+    with untouched(model):
+        for _ in range(repeats + 1):  # the first one is to warm up
+            values: dict[int, Any] = {-1 - number: value for number, value in enumerate(inputs)}
+            for number, operation in enumerate(trace.operations):
+                weights = [parameters[name] for name in operation.parameters if name in parameters]
+                forward, backward, value = _timed(trace, number, values, weights)
+                values[number] = value
+                best[number] = (min(best[number][0], forward), min(best[number][1], backward))
+                sizes[number] = sum(one.nbytes for one in _tensors(value))
+                wholes[number] = all(_own(one) is one for one in _tensors(value))
+    seen: set[int] = set()
+    costs = []
+    for number, operation in enumerate(trace.operations):
+        own = 0
+        for name in operation.parameters:
+            parameter = parameters.get(name)
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                own += parameter.nbytes
+        costs.append(Cost(*best[number], sizes[number], own, wholes[number]))
+    return costs
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """What this worker has of it: a part, or all."""
+    part: torch.Tensor = getattr(tensor, "local", tensor)
+    return part
+
+
+def _timed(
+    trace: ModelTrace, number: int, values: dict[int, Any], weights: list[nn.Parameter]
+) -> tuple[float, float, Any]:
+    needed = {one: values[one] for one in trace.operations[number].inputs}
+    leaves: list[torch.Tensor] = [weight for weight in weights if weight.requires_grad]
+
+    def fresh(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor.detach()
+        leaf = tensor.detach()
+        leaves.append(_own(leaf).requires_grad_())
+        # Not the leaf itself: an operation may change what it is given in place.
+        return leaf.clone() if trace.changes(number) else leaf
+
+    given = {
+        one: pytree.tree_map_only(torch.Tensor, fresh if one >= 0 else torch.Tensor.detach, value)
+        for one, value in needed.items()
+    }
+    with torch.enable_grad():
+        start = time.perf_counter()
+        value = trace.execute(number, given)
+        forward = time.perf_counter() - start
+    outputs = [_own(one) for one in _tensors(value) if _own(one).grad_fn is not None]
+    backward = 0.0
+    if outputs and leaves:
+        gradients = [torch.ones_like(one) for one in outputs]
+        start = time.perf_counter()
+        torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+        backward = time.perf_counter() - start
+    return forward, backward, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)

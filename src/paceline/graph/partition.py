@@ -1,0 +1,261 @@
+"""Where to cut a model: so that the slowest stage is as quick as can be, and then with the fewest bytes over the cuts.
+
+PipeDream's dynamic programme over the operations in their order: the best way to give the first j of them to the first
+s devices is found from the best ways for s - 1. A stage is a stretch of the order; a cut costs the bytes of all values
+that are made before it and needed after it, skip connections included. So on a chain it is the optimum, and on any
+other model the best among the cuts of the order in which it computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import UsageError
+from paceline.graph.costs import Cost
+from paceline.schedules.orders import in_flight, shared
+
+Numbers = NDArray[np.float64]
+
+_STATE = 4
+"""Parameter, gradient, and two values of an optimizer such as Adam: bytes per byte of parameters."""
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a stage is to run."""
+
+    pace: float = 1.0
+    """How quick it is: 0.5 takes twice as long."""
+    memory: float = math.inf
+    """Bytes that it has."""
+    bandwidth: float = math.inf
+    """Bytes per second of its link to the stage before."""
+    count: int = 1
+    """How many such share the stage's microbatches."""
+
+
+class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage of a partition."""
+
+    first: int
+    last: int
+    """The operations from `first` up to, not including, `last`."""
+    seconds: float
+    """Of one microbatch, forward and backward, on its device or devices."""
+    parameters: int
+    memory: float
+    """Bytes: parameters, gradients and the optimizer's state, and activations of the microbatches in flight."""
+    bytes: int
+    """Over the cut in front of it, per microbatch and direction."""
+    devices: int = 1
+    """How many share its microbatches."""
+
+
+class Partition(msgspec.Struct, frozen=True, kw_only=True):
+    stages: list[StagePlan]
+    slowest: float
+    """Seconds of the slowest stage, or of the slowest transfer, per microbatch."""
+
+    @property
+    def bounds(self) -> list[int]:
+        """Where each stage ends."""
+        return [stage.last for stage in self.stages]
+
+
+def kept_in_flight(schedule: str, stages: int, microbatches: int, replicas: Sequence[int] = ()) -> list[int]:
+    """Microbatches whose activations each stage keeps at most; one of its devices, where several share it."""
+    if max(replicas, default=1) > 1:
+        orders = shared(schedule, replicas, microbatches)
+        firsts = [sum(replicas[:stage]) for stage in range(stages)]
+        return [in_flight(orders[first]) for first in firsts]
+    if schedule in ("gpipe", "interleaved"):
+        return [microbatches] * stages
+    if schedule == "zero-bubble-2p":
+        return [min(microbatches, 2 * (stages - stage) - 1) for stage in range(stages)]
+    return [min(microbatches, stages - stage) for stage in range(stages)]
+
+
+class Problem:
+    """A model's costs between the places where it may be cut."""
+
+    def __init__(self, costs: Sequence[Cost], cuts: Sequence[int], crossing: Sequence[Sequence[int]]) -> None:
+        """cuts: in front of which operations it may be cut; crossing: there, the values that go over the cut."""
+        self.points = [0, *cuts, len(costs)]
+        self._seconds = np.concatenate([[0.0], np.cumsum([cost.seconds for cost in costs])])[self.points]
+        self._parameters = np.concatenate([[0], np.cumsum([cost.parameters for cost in costs])])[self.points]
+        self._kept = np.concatenate([[0], np.cumsum([cost.bytes for cost in costs])])[self.points]
+        over = [sum(costs[value].bytes for value in crossing[cut]) for cut in cuts]
+        self.over = np.array([0, *over, 0], dtype=np.float64)
+
+    def seconds(self, first: int, last: int) -> float:
+        return float(self._seconds[last] - self._seconds[first])
+
+    def before(self, last: int) -> Numbers:
+        """Seconds of the stretches that end at this point, by where they begin."""
+        spent: Numbers = self._seconds[last] - self._seconds[:last]
+        return spent
+
+    def parameters(self, last: int) -> Numbers:
+        """Bytes of those stretches' parameters."""
+        held: Numbers = (self._parameters[last] - self._parameters[:last]).astype(np.float64)
+        return held
+
+    def memory(self, last: int, kept: int) -> Numbers:
+        held: Numbers = _STATE * self.parameters(last)
+        flying: Numbers = kept * (self._kept[last] - self._kept[:last])
+        total: Numbers = held + flying
+        return total
+
+    def stage(self, first: int, last: int, pace: float, kept: int, devices: int = 1) -> StagePlan:
+        return StagePlan(
+            first=self.points[first],
+            last=self.points[last],
+            seconds=self.seconds(first, last) / pace / devices,
+            parameters=int(self._parameters[last] - self._parameters[first]),
+            memory=float(self.memory(last, kept)[first]),
+            bytes=int(self.over[first]),
+            devices=devices,
+        )
+
+
+def partition(
+    problem: Problem,
+    devices: Sequence[Device],
+    *,
+    bandwidth: float = math.inf,
+    latency: float = 0.0,
+    schedule: str = "1f1b",
+    microbatches: int = 8,
+    slack: float = 0.0,
+) -> Partition:
+    """One stage per device, or per group of equal devices that share it, in their order.
+
+    bandwidth: of all links; one that a device knows to be slower counts as that.
+    slack: how much slower than the best the slowest stage may be, as a share, for fewer bytes over the cuts.
+    """
+    count, points = len(devices), len(problem.points)
+    if points - 1 < count:
+        raise UsageError(
+            f"the model can be cut into {points - 1} part{'s' * (points > 2)} at most, as it has no more layers; "
+            f"{count} stages are too many: ask for {points - 1} or fewer"
+        )
+    kept = kept_in_flight(schedule, count, microbatches, [device.count for device in devices])
+    transfers = [_transfer(problem, min(bandwidth, device.bandwidth), latency) for device in devices]
+
+    def worst(stage: int, last: int) -> Numbers:
+        """What a stage that ends at this point takes, by where it begins; infinite where it has no room."""
+        device = devices[stage]
+        own = problem.before(last) / (device.pace * device.count)
+        own = own + _agreement(problem, last, device.count, min(bandwidth, device.bandwidth), microbatches)
+        taken = np.maximum(own, transfers[stage][:last] if stage else 0.0)
+        return np.where(problem.memory(last, kept[stage]) <= device.memory, taken, np.inf)
+
+    best = _programme(count, points, worst, np.maximum)
+    limit = best[0] * (1 + slack) + 1e-15
+    if not math.isfinite(best[0]):
+        raise UsageError(
+            f"the model does not fit: no cut into {count} stages leaves each within its device's memory; give it more "
+            "stages, fewer microbatches, or more memory"
+        )
+
+    def fewest(stage: int, last: int) -> Numbers:
+        bytes_over = problem.over[:last] if stage else np.zeros(last)
+        return np.where(worst(stage, last) <= limit, bytes_over, np.inf)
+
+    _, ends = _programme(count, points, fewest, np.add)
+    starts = [0, *ends[:-1]]
+    stages = [
+        problem.stage(first, last, device.pace, keep, device.count)
+        for first, last, device, keep in zip(starts, ends, devices, kept, strict=True)
+    ]
+    slowest = max(float(worst(stage, last)[starts[stage]]) for stage, last in enumerate(ends))
+    return Partition(stages=stages, slowest=slowest)
+
+
+def _transfer(problem: Problem, bandwidth: float, latency: float) -> Numbers:
+    """Seconds that a microbatch takes over a cut at each point, there and back."""
+    taken: Numbers = np.where(problem.over > 0, 2 * (problem.over / bandwidth + latency), 0.0)
+    return taken
+
+
+def _agreement(problem: Problem, last: int, share: int, bandwidth: float, microbatches: int) -> Numbers:
+    """Seconds per microbatch in which devices that share a stage agree on its gradient, by where the stage begins."""
+    # All but one of them send and receive it.
+    agree: Numbers = 2 * (share - 1) / share * problem.parameters(last) / bandwidth / microbatches
+    return agree
+
+
+def _programme(
+    stages: int,
+    points: int,
+    cost: Callable[[int, int], Numbers],
+    join: np.ufunc,
+) -> tuple[float, list[int]]:
+    """The least that stages which follow each other cost, joined by `join`, and where each of them ends."""
+    table = np.full((stages, points), np.inf)
+    choice = np.zeros((stages, points), dtype=np.int64)
+    for stage in range(stages):
+        for last in range(stage + 1, points - (stages - 1 - stage)):
+            own = cost(stage, last)
+            if stage == 0:
+                table[0, last] = own[0]
+                continue
+            total = join(table[stage - 1, :last], own)
+            choice[stage, last] = int(np.argmin(total))
+            table[stage, last] = total[choice[stage, last]]
+    ends = [points - 1]
+    for stage in range(stages - 1, 0, -1):
+        ends.append(int(choice[stage, ends[-1]]))
+    return float(table[stages - 1, points - 1]), ends[::-1]
+
+
+def replicated(
+    problem: Problem,
+    devices: int,
+    *,
+    bandwidth: float = math.inf,
+    latency: float = 0.0,
+    microbatches: int = 8,
+    memory: float = math.inf,
+) -> Partition:
+    """Any number of stages on equal devices, of which several may share the microbatches of one stage."""
+    points = len(problem.points)
+    transfer = _transfer(problem, bandwidth, latency)
+    table = np.full((devices + 1, points), np.inf)
+    choice: dict[tuple[int, int], tuple[int, int]] = {}
+    table[0, 0] = 0.0
+    for used in range(1, devices + 1):
+        for last in range(1, points):
+            for share in range(1, min(used, microbatches) + 1):
+                agree = _agreement(problem, last, share, bandwidth, microbatches)
+                # As many microbatches are on their way as there are devices from here on, shared by those of the stage.
+                flying = min(microbatches, -(-(devices - used + share) // share))
+                room = problem.memory(last, flying) <= memory
+                own = np.where(room, problem.before(last) / share + agree, np.inf)
+                before = table[used - share, :last]
+                total = np.maximum(np.maximum(before, own), transfer[:last])
+                first = int(np.argmin(total))
+                if total[first] < table[used, last]:
+                    table[used, last] = total[first]
+                    choice[used, last] = (first, share)
+    used = int(np.argmin(table[:, points - 1]))
+    if not math.isfinite(table[used, points - 1]):
+        raise UsageError(
+            f"the model does not fit: no cut for {devices} devices leaves each stage within its device's memory; give "
+            "it more devices, fewer microbatches, or more memory"
+        )
+    last, found = points - 1, []
+    while last:
+        first, share = choice[used, last]
+        found.append((first, last, share))
+        used, last = used - share, first
+    found.reverse()
+    kept = kept_in_flight("1f1b", len(found), microbatches, [share for _, _, share in found])
+    stages = [
+        problem.stage(first, last, 1.0, keep, share) for (first, last, share), keep in zip(found, kept, strict=True)
+    ]
+    return Partition(stages=stages, slowest=float(table[:, points - 1].min()))

@@ -1,0 +1,130 @@
+"""An `nn.Sequential`: its children, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.graph.trace.operations import CHANGES_INPUT, ModelOperation, ModelPart, ModelTrace, Value, draw_for
+
+
+class ChainTrace(ModelTrace):
+    """An `nn.Sequential`, with those inside it laid open."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self._model = model
+        self._layers = list(_flattened(model, ""))
+        self.operations = [
+            ModelOperation(
+                name,
+                (number - 1,),
+                tuple(f"{name}.{own}" for own, _ in layer.named_parameters()),
+                type(layer).__name__,
+            )
+            for number, (name, layer) in enumerate(self._layers)
+        ]
+        self.results = (len(self._layers) - 1,)
+        self._several: set[int] = set()
+        """Layers that have been seen to give something else than one tensor."""
+        if getattr(self._layers[0][1], "inplace", False):
+            raise UsageError(CHANGES_INPUT.format(self._layers[0][0]))
+
+    def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        if len(args) != 1 or kwargs:
+            raise UsageError(f"an nn.Sequential takes one input; it got {len(args) + len(kwargs)}")
+        return [args[0]]
+
+    def returned(self, values: Sequence[Value], inputs: Sequence[Any]) -> Any:
+        return values[0]
+
+    def computed(self, returned: Any) -> list[Value]:
+        return [returned]
+
+    def part(self, first: int, last: int) -> ModelPart:
+        layers = [layer for _, layer in self._layers[first:last]]
+        drawing = [draws(layer) for layer in layers]
+
+        def run(values: Sequence[Value]) -> list[Value]:
+            (value,) = values
+            for number, (layer, random) in enumerate(zip(layers, drawing, strict=True), first):
+                if random:
+                    draw_for(number)
+                value = layer(value)
+            if not isinstance(value, torch.Tensor):
+                raise UsageError(
+                    f"layer '{self._layers[last - 1][0]}' of the nn.Sequential gives a {type(value).__name__}; between "
+                    "parts of a pipeline it must be one tensor"
+                )
+            return [value]
+
+        own = nn.ModuleList(layers)
+        takes, gives = self.ends(first, last)
+        return ModelPart(takes, gives, run, tuple(own.parameters()), tuple(own.buffers()), any(drawing))
+
+    def changes_buffers(self, first: int, last: int) -> bool:
+        inside = (module for _, layer in self._layers[first:last] for module in layer.modules())
+        return any(module.training and any(True for _ in module.buffers(recurse=False)) for module in inside)
+
+    def _inseparable(self, source: int, target: int) -> bool:
+        return source in self._several or bool(getattr(self._layers[target][1], "inplace", False))
+
+    def execute(self, number: int, values: dict[int, Value]) -> Value:
+        value = self._layers[number][1](values[number - 1])
+        if not isinstance(value, torch.Tensor):
+            self._several.add(number)
+        return value
+
+    def execute_calmly(self, number: int, values: dict[int, Value]) -> Value:
+        with calmed(self._layers[number][1]):
+            return self.execute(number, values)
+
+
+@contextlib.contextmanager
+def calmed(layer: nn.Module) -> Iterator[None]:
+    """Let a layer draw nothing, if that is what evaluating is about."""
+    modes = [(inner, inner.training) for inner in layer.modules()]
+    if draws(layer):
+        layer.eval()
+    try:
+        yield
+    finally:
+        for inner, mode in modes:
+            inner.training = mode
+
+
+def _flattened(model: nn.Sequential, path: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, layer in model._modules.items():
+        if type(layer) is nn.Sequential and not hooked(layer):
+            yield from _flattened(layer, f"{path}{name}.")
+        elif layer is not None:
+            yield f"{path}{name}", layer
+
+
+def is_own(module: nn.Module) -> bool:
+    """Whether it is none of torch's own: nobody knows what it does."""
+    return not type(module).__module__.startswith("torch.nn")
+
+
+def hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a module may draw random numbers: what is not one of torch's own layers may."""
+    for inner in module.modules():
+        if isinstance(inner, nn.modules.dropout._DropoutNd | nn.RReLU | nn.FractionalMaxPool2d | nn.MultiheadAttention):
+            return True
+        if is_own(inner):
+            return True
+    return False
+
+
+def may_remember(module: nn.Module) -> bool:
+    """Whether a layer that is not one of torch's own has buffers: it may change them."""
+    own = (inner for inner in module.modules() if is_own(inner))
+    return any(True for inner in own for _ in inner.buffers(recurse=False))

@@ -1,0 +1,214 @@
+"""Any model, as `torch.export` traces it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from paceline.errors import UsageError
+from paceline.graph.batch_dim import with_rows
+from paceline.graph.module_attributes import ModuleAttributes
+from paceline.graph.opaque_layers import LayerCall
+from paceline.graph.trace.chain import calmed
+from paceline.graph.trace.exporting import attribute, exported
+from paceline.graph.trace.nodes import (
+    aliases,
+    changed_by,
+    given_to,
+    has_free_rows,
+    has_statistics,
+    is_quiet,
+    is_random,
+    origin,
+    unseal,
+    without_gradients,
+)
+from paceline.graph.trace.operations import CHANGES_INPUT, ModelOperation, ModelPart, ModelTrace, Value, draw_for
+
+_IGNORED = ("_assert", "sym_constrain_range", "_guards_fn")
+
+
+class GraphTrace(ModelTrace):
+    """A model that `torch.export` has traced."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._model = model
+        before = ModuleAttributes(model)
+
+        def note(*_: Any) -> None:
+            self.changed = before.changes()
+
+        hook = model.register_forward_hook(note)  # after it, torch.export puts most of them back
+        try:
+            self._module = module = exported(model, args, kwargs)
+        finally:
+            hook.remove()
+            before.restore()
+        leaves, self._given = pytree.tree_flatten((args, kwargs))
+        info: Any = module.graph._codegen
+        self._spec: pytree.TreeSpec = info.pytree_info.out_spec
+        self._inputs: dict[fx.Node, int] = {}
+        self._nodes: list[fx.Node] = []
+        self._number: dict[fx.Node, int] = {}
+        flat: list[fx.Node] = []
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self._inputs[node] = -1 - len(self._inputs)
+            elif node.op == "call_function" and not any(word in str(node.target) for word in _IGNORED):
+                unseal(node)
+                self._number[node] = len(self._nodes)
+                self._nodes.append(node)
+            elif node.op == "output":
+                flat = list(pytree.tree_leaves(node.args[0]))
+        self.operations = [self._operation(node) for node in self._nodes]
+        if any(isinstance(node, fx.Node) and node.op == "get_attr" for node in flat):
+            raise UsageError(
+                "the model returns one of its parameters or buffers itself; a pipeline needs it to return what it "
+                "computes"
+            )
+        self._returned: list[Any] = flat
+        computed = [node for node in flat if node in self._number]
+        self.results = tuple(self._number[node] for node in computed)
+        samples = zip(self._inputs, with_rows(leaves), strict=True)
+        self.counts = any(rows and not has_free_rows(node) for node, rows in samples)
+        self.summarises = not self.counts and not all(map(has_free_rows, computed))
+        for node in self._nodes:
+            if any(origin(changed) in self._inputs for changed in changed_by(node)):
+                raise UsageError(CHANGES_INPUT.format(self.operations[self._number[node]].shown))
+        self.remembers = any(map(self._remembers, self._nodes))
+
+    def _remembers(self, node: fx.Node) -> bool:
+        return any(map(self._buffer, changed_by(node)))
+
+    def changes_buffers(self, first: int, last: int) -> bool:
+        return any(self._remembers(node) or has_statistics(node) for node in self._nodes[first:last])
+
+    def _buffer(self, node: fx.Node) -> bool:
+        """Whether it is a buffer, or a view of one."""
+        node = origin(node)
+        return node.op == "get_attr" and self._parameter(node) is None
+
+    def _operation(self, node: fx.Node) -> ModelOperation:
+        inputs = [self._number.get(needed, self._inputs.get(needed)) for needed in node.all_input_nodes]
+        parameters = [str(needed.target) for needed in node.all_input_nodes if self._parameter(needed) is not None]
+        if isinstance(node.target, LayerCall):
+            parameters += node.target.parameters()
+        shown = str(getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target))
+        return ModelOperation(node.name, tuple(one for one in inputs if one is not None), tuple(parameters), shown)
+
+    def _parameter(self, node: fx.Node) -> nn.Parameter | None:
+        if node.op != "get_attr":
+            return None
+        value = attribute(self._module, str(node.target))
+        return value if isinstance(value, nn.Parameter) else None
+
+    def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self._given:
+            raise UsageError("the model is called with other arguments than when it was traced")
+        return leaves
+
+    def returned(self, values: Sequence[Value], inputs: Sequence[Any]) -> Any:
+        left = iter(values)
+        flat = [
+            next(left) if node in self._number else inputs[-1 - self._inputs[node]] if node in self._inputs else node
+            for node in self._returned
+        ]
+        return pytree.tree_unflatten(flat, self._spec)
+
+    def computed(self, returned: Any) -> list[Value]:
+        flat = pytree.tree_leaves(returned)
+        return [value for value, node in zip(flat, self._returned, strict=True) if node in self._number]
+
+    def _inseparable(self, source: int, target: int) -> bool:
+        value = self._nodes[source].meta.get("val")
+        # Several values at once are taken apart where they are made.
+        return not isinstance(value, torch.Tensor | int | torch.SymInt)
+
+    def cuts(self) -> list[int]:
+        forbidden: set[int] = set()
+        for number, node in enumerate(self._nodes):
+            for changed in changed_by(node):  # whoever makes a value changes it, be it through a view
+                first = min((self._number[one] for one in aliases(changed) if one in self._number), default=number)
+                forbidden.update(range(first + 1, number + 1))
+        return [cut for cut in super().cuts() if cut not in forbidden]
+
+    def changes(self, number: int) -> bool:
+        schema = getattr(self._nodes[number].target, "_schema", None)
+        return schema is not None and bool(schema.is_mutable)
+
+    def part(self, first: int, last: int) -> ModelPart:
+        takes, gives = self.ends(first, last)
+        graph = fx.Graph()
+        known: dict[fx.Node, fx.Node] = {}
+        by_number = {number: node for node, number in [*self._number.items(), *self._inputs.items()]}
+        for number in takes:
+            known[by_number[number]] = graph.placeholder(by_number[number].name)
+        parameters: dict[int, nn.Parameter] = {}
+        buffers: dict[int, torch.Tensor] = {}
+        draws = False
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in known:
+                known[node] = graph.get_attr(str(node.target))
+                value = attribute(self._module, str(node.target))
+                (parameters if isinstance(value, nn.Parameter) else buffers)[id(value)] = value
+            return known[node]
+
+        for number, node in enumerate(self._nodes[first:last], first):
+            if is_random(node):
+                draws = True
+                graph.call_function(draw_for, (number,))
+            known[node] = copy = graph.node_copy(node, copied)
+            if is_quiet(node):
+                operation: Any = node.target
+                copy.target, copy.args = without_gradients, (operation, *copy.args)
+            if isinstance(node.target, LayerCall):
+                parameters.update((id(value), value) for value in node.target.layer.parameters())
+                buffers.update((id(value), value) for value in node.target.layer.buffers())
+        graph.output([known[by_number[number]] for number in gives])
+        module = fx.GraphModule(self._module, graph)
+
+        def run(values: Sequence[Value]) -> list[Value]:
+            return list(module(*values))
+
+        return ModelPart(takes, gives, run, tuple(parameters.values()), tuple(buffers.values()), draws)
+
+    def execute(self, number: int, values: dict[int, Value]) -> Value:
+        return self._executed(number, values)
+
+    def execute_calmly(self, number: int, values: dict[int, Value]) -> Value:
+        node = self._nodes[number]
+        if not is_random(node):
+            return self._executed(number, values)
+        if isinstance(node.target, LayerCall):
+            with calmed(node.target.layer):
+                return self._executed(number, values)
+        given = given_to(node)
+        calm = {name: value for name, value in (("train", False), ("dropout_p", 0.0)) if name in given}
+        if not calm:
+            return pytree.tree_map_only(torch.Tensor, _drawn_to_one, self._executed(number, values))
+        return self._executed(number, values, {**given, **calm})
+
+    def _executed(self, number: int, values: dict[int, Value], given: dict[str, Any] | None = None) -> Value:
+        """given: the arguments by name, where they are to be others than in the trace."""
+        node = self._nodes[number]
+
+        def value(needed: fx.Node) -> Any:
+            if needed.op == "get_attr":
+                return attribute(self._module, str(needed.target))
+            return values[self._number.get(needed, self._inputs.get(needed, 0))]
+
+        args = fx.map_arg(node.args if given is None else (), value)
+        kwargs = fx.map_arg(node.kwargs if given is None else given, value)
+        target: Any = node.target
+        return without_gradients(target, *args, **kwargs) if is_quiet(node) else target(*args, **kwargs)
+
+
+def _drawn_to_one(tensor: torch.Tensor) -> torch.Tensor:
+    """As if the same number had been drawn everywhere."""
+    return tensor.fill_(0.5) if tensor.is_floating_point() else tensor.zero_()

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, microbatches and the loss of a batch made of them."""

@@ -1,0 +1,171 @@
+"""Where the parts of a split model live: in memory that all workers of a replica map, and one of them writes.
+
+Every parameter is there once for all of them. A worker touches only the pages of its own part, so it has no more of the
+model in its memory than that; and whoever writes a checkpoint reads the others' parts where they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+
+from paceline.cluster.membership import Members
+from paceline.errors import TeamTimeout, WorkerLost
+from paceline.transport import BarrierKind, Memory
+
+_LINE = 64
+_ROOM = 8
+"""Bytes of an optimizer's state per byte of its parameters, at most; what is not used costs nothing."""
+_SPARE = 1 << 20
+
+
+class _Entry(msgspec.Struct, array_like=True):
+    """A tensor of the optimizer's state."""
+
+    parameter: int
+    name: str
+    place: int
+    shape: list[int]
+    dtype: str
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _LINE) * _LINE
+
+
+class SharedState:
+    """The parameters and buffers of a model, and its optimizer's state, shared by the workers of one replica."""
+
+    def __init__(self, members: Members, model: torch.nn.Module, optimizer: Optimizer) -> None:
+        self._members, self._optimizer = members, optimizer
+        self._rank, self._size = members.rank, members.size
+        tensors = {id(one): one for one in [*model.parameters(), *model.buffers()]}
+        self._tensors = list(tensors.values())
+        self.parameters = list(model.parameters())
+        self._number = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        size = _LINE * members.size
+        places = []
+        for tensor in self._tensors:
+            places.append(size)
+            size += _aligned(tensor.nbytes)
+        self._directory = _SPARE + 512 * len(self.parameters)
+        self._room = _ROOM * sum(parameter.nbytes for parameter in self.parameters) + _SPARE
+        self._state = _aligned(size)
+        self._memory: Memory = members.share(self._state + members.size * (self._directory + self._room))
+        self._control = [self._memory.bytes(_LINE * rank, _LINE).cast("q") for rank in range(members.size)]
+        views = []
+        for tensor, place in zip(self._tensors, places, strict=True):
+            flat = self._memory.tensor(place, tensor.numel(), tensor.dtype)
+            dense = torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta")
+            views.append(flat.as_strided(tensor.shape, dense.stride()) if tensor.numel() else tensor.data)
+        if self._rank == 0:
+            for tensor, view in zip(self._tensors, views, strict=True):
+                view.copy_(tensor.data)
+        members.barrier.wait(BarrierKind.ALLOCATE)
+        for tensor, view in zip(self._tensors, views, strict=True):
+            tensor.data = view
+        self._homed: dict[tuple[int, str], torch.Tensor] = {}
+        self._entries: list[_Entry] = []
+        self._used = 0
+        self._own: list[torch.nn.Parameter] = []
+
+    # -- the optimizer's state ---------------------------------------------------------------------------------------
+
+    def keep(self, own: Iterable[torch.nn.Parameter]) -> None:
+        """From now on this worker updates these, and has the optimizer's state for no others."""
+        self._own = list(own)
+        ids = {id(parameter) for parameter in self._own}
+        for parameter in list(self._optimizer.state):
+            if id(parameter) not in ids:
+                del self._optimizer.state[parameter]
+        self.settle()
+
+    def settle(self) -> None:
+        """Let state that the optimizer has made anew be where the others can read it."""
+        changed = False
+        for parameter in self._own:
+            state = self._optimizer.state.get(parameter)
+            if not state:
+                continue
+            number = self._number[id(parameter)]
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and self._homed.get((number, name)) is not value:
+                    state[name] = self._place(number, name, value)
+                    changed = True
+        if changed:
+            payload = msgspec.json.encode(self._entries)
+            start = self._region(self._rank)
+            self._memory.bytes(start, len(payload))[:] = payload
+            self._control[self._rank][1] = len(payload)
+
+    def _region(self, rank: int) -> int:
+        return self._state + rank * (self._directory + self._room)
+
+    def _place(self, number: int, name: str, value: torch.Tensor) -> torch.Tensor:
+        home = self._homed.get((number, name))
+        if home is None or home.shape != value.shape or home.dtype != value.dtype:
+            self._entries = [one for one in self._entries if (one.parameter, one.name) != (number, name)]
+            if self._used + value.nbytes > self._room:
+                raise MemoryError(f"the optimizer keeps more than {_ROOM} times the size of its parameters")
+            place = self._region(self._rank) + self._directory + self._used
+            self._used += _aligned(value.nbytes)
+            dtype = str(value.dtype).removeprefix("torch.")
+            self._entries.append(_Entry(number, name, place, list(value.shape), dtype))
+            home = self._memory.tensor(place, max(1, value.numel()), value.dtype)[: value.numel()].view(value.shape)
+            self._homed[number, name] = home
+        home.copy_(value)
+        return home
+
+    def all_state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
+        """The optimizer's state for all parameters, of whatever part."""
+        found: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        for rank in range(self._size):
+            length = self._control[rank][1]
+            if not length:
+                continue
+            start = self._region(rank)
+            entries = msgspec.json.decode(bytes(self._memory.bytes(start, length)), type=list[_Entry])
+            for one in entries:
+                dtype = getattr(torch, one.dtype)
+                count = torch.Size(one.shape).numel()
+                value = self._memory.tensor(one.place, max(1, count), dtype)[:count].view(one.shape)
+                found.setdefault(self.parameters[one.parameter], {})[one.name] = value
+        known: dict[Any, dict[str, Any]] = self._optimizer.state
+        for parameter, state in known.items():
+            rest = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+            found.setdefault(parameter, {}).update(rest)
+        order = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        return dict(sorted(found.items(), key=lambda item: order[id(item[0])]))
+
+    # -- who is how far ----------------------------------------------------------------------------------------------
+
+    def done(self, steps: int) -> None:
+        """This worker has made so many updates."""
+        self._control[self._rank][0] = steps
+
+    def wait(self, steps: int) -> None:
+        """Until all others have, too. They cannot be further: each needs the others for its next one."""
+        barrier = self._members.barrier
+        since = time.monotonic()
+        for rank in range(self._size):
+            while self._control[rank][0] < steps:
+                gone = barrier.gone(rank)
+                if gone is not None and self._control[rank][0] < steps:
+                    raise WorkerLost(f"rank {rank} {gone}; rank {self._rank} needs its part of the model", [rank])
+                if time.monotonic() - since > barrier.timeouts.barrier:
+                    raise TeamTimeout(
+                        f"rank {rank} did not finish its update in {barrier.timeouts.barrier:g} s; rank {self._rank} "
+                        "needs its part of the model",
+                        [rank],
+                    )
+                time.sleep(0.0005)
+
+    def release(self) -> None:
+        """Let everything be in this process's own memory again."""
+        for tensor in self._tensors:
+            tensor.data = tensor.data.clone(memory_format=torch.preserve_format)

@@ -1,1 +1,0 @@
-"""Choosing a strategy: what could be run, what each would bring, and why."""

@@ -1,0 +1,209 @@
+"""Ranks what could be run, by what a simulation says of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.planner.candidates import Candidate, candidates
+from paceline.simulate.calibrate import cluster_of
+from paceline.simulate.cluster import SimulatedCluster
+from paceline.simulate.convergence import Convergence
+from paceline.simulate.predict import simulate
+from paceline.simulate.replica import Model
+from paceline.simulate.result import Result
+
+_GLANCE, _STEPS = 6_000, 60_000
+"""Of all workers, in the simulation of one candidate: of each, and of those that could turn out to be the best."""
+_NEAR = 1.3
+"""Times the best score at a glance, up to which one could."""
+_ABOUT = 1.02
+"""Times the best score that is about as good."""
+_USUAL_GAIN, _USUAL_PENALTY = 0.33, 0.05
+"""What gradients in an update, and their staleness, are usually worth: where no run has said."""
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """One candidate, and what it would bring."""
+
+    strategy: str
+    servers: str
+    balance: bool
+    runnable: bool
+    seconds_per_update: float
+    samples_per_second: float
+    staleness: float
+    waiting: float
+    memory: float
+    """Bytes for parameters, gradients and versions, of all workers and servers."""
+    score: float | None
+    """Seconds to the goal, or for throughput, seconds per sample; None if it is never reached."""
+    low: float | None = None
+    high: float | None = None
+    gain: float | None = None
+    """How many times as fast as plain all-reduce."""
+    reason: str = ""
+    place: int = 0
+    """Among the candidates, simple ones first."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is what others are compared to."""
+        return self.strategy == "all-reduce" and not self.balance
+
+    @property
+    def spoken(self) -> str:
+        return Candidate(self.strategy, self.servers, self.balance).spoken
+
+
+def worth(gradients: float, staleness: float) -> float:
+    """How many fresh updates one of so many gradients, so stale, usually is worth."""
+    return float(gradients**_USUAL_GAIN / (1 + _USUAL_PENALTY * staleness))
+
+
+def rank(
+    cluster: SimulatedCluster,
+    *,
+    convergence: Convergence | None = None,
+    goal: float | None = None,
+    memory: float | None = None,
+    model: Model | None = None,
+    split: bool = False,
+    seed: int = 0,
+    tick: Callable[[int, int], None] = lambda _done, _all: None,
+    among: Sequence[Candidate] | None = None,
+) -> list[Choice]:
+    """The best first. Towards a loss where one is given and runs say how it falls; else by samples per second."""
+    if goal is not None and convergence is None:
+        raise UsageError("a loss as the goal needs runs that reported theirs")
+    every = list(among) if among is not None else candidates(cluster, split=split)
+    found = []
+    for number, candidate in enumerate(every):
+        tick(number, len(every))
+        found.append(_judge(candidate, cluster, convergence, goal, model, seed, _GLANCE, number))
+    best = min((choice.score for choice in found if choice.score is not None), default=math.inf)
+    close = [one for one in found if one.score is not None and (one.score <= _NEAR * best or one.is_plain)]
+    for choice in close:
+        found[choice.place] = _judge(every[choice.place], cluster, convergence, goal, model, seed, _STEPS, choice.place)
+    tick(len(every), len(every))
+    if memory is not None:
+        kept = [choice for choice in found if choice.memory <= memory]
+        if not kept:
+            least = min(choice.memory for choice in found)
+            raise UsageError(
+                f"nothing fits into {memory / 1e6:.4g} MB; the least that is needed is {least / 1e6:.4g} MB"
+            )
+        found = kept
+    plain = next((one for one in found if one.is_plain), None)
+    for choice in found:
+        if plain is not None and plain.score and choice.score:
+            choice.gain = plain.score / choice.score
+        choice.reason = _reason(choice, cluster)
+    return sorted(found, key=lambda choice: math.inf if choice.score is None else choice.score)
+
+
+def best_policy(lengths: dict[int, list[float]], update_seconds: float, seed: int = 0) -> Choice:
+    """Of the policies of a parameter server the one that usually gets furthest in the same time.
+
+    lengths: how long steps of each worker took, messages included, by rank.
+    """
+    ranks = sorted(lengths)
+    cluster = cluster_of([lengths[rank] for rank in ranks], update_seconds)
+    every = [one for one in candidates(cluster) if one.servers == "1" and not one.strategy.startswith("all-reduce")]
+    choices = rank(cluster, among=every, seed=seed)
+    for choice in choices:
+        gradients = choice.samples_per_second * choice.seconds_per_update / cluster.batch
+        choice.score = choice.seconds_per_update / worth(gradients, choice.staleness)
+    best = simplest(choices)
+    assert best is not None
+    slow = [(ranks[place], factor) for place, factor in enumerate(cluster.factors) if factor > 1.0]
+    if slow:
+        who = ", ".join(f"worker {number} takes {factor:.1f} times as long" for number, factor in slow[:3])
+        best.reason = f"{who} as the others; {best.reason}"
+    return best
+
+
+def simplest(choices: Sequence[Choice]) -> Choice | None:
+    """Of those that are about as good as the best, and can be run, the one that comes first among the candidates."""
+    able = [choice for choice in choices if choice.runnable and choice.score is not None]
+    if not able:
+        return None
+    best = min(choice.score or 0.0 for choice in able)
+    return min((one for one in able if (one.score or 0.0) <= best * _ABOUT), key=lambda one: one.place)
+
+
+def _judge(
+    candidate: Candidate,
+    cluster: SimulatedCluster,
+    convergence: Convergence | None,
+    goal: float | None,
+    model: Model | None,
+    seed: int,
+    steps: int,
+    place: int,
+) -> Choice:
+    where = dataclasses.replace(cluster, servers=candidate.servers)
+    if candidate.balance:
+        where = _balanced(where)
+    updates = max(300, min(5000, steps // cluster.workers))
+    told, _ = simulate(candidate.strategy, where, updates=updates, seed=seed, model=model)
+    choice = Choice(
+        strategy=candidate.strategy,
+        servers=candidate.servers,
+        balance=candidate.balance,
+        runnable=candidate.runnable,
+        seconds_per_update=told.seconds_per_update,
+        samples_per_second=told.samples_per_second,
+        staleness=told.staleness.mean,
+        waiting=sum(told.waiting) / len(told.waiting) if told.waiting else 0.0,
+        memory=_memory(candidate, cluster, told),
+        score=1 / told.samples_per_second if told.samples_per_second else None,
+        place=place,
+    )
+    if told.verdict is not None:
+        choice.score, choice.reason = None, told.verdict
+    elif goal is not None and convergence is not None:
+        reached = convergence.reach(goal, told)
+        choice.score, choice.low, choice.high = reached.seconds, reached.low, reached.high
+    return choice
+
+
+def _balanced(cluster: SimulatedCluster) -> SimulatedCluster:
+    """Every global batch is split by the workers' paces: all take equally long, as long as together they need."""
+    means = [of.mean() * factor for of, factor in map(cluster.steps_of, range(cluster.workers))]
+    even = cluster.workers / sum(1 / mean for mean in means)
+    return dataclasses.replace(cluster, factors=(even / cluster.compute.mean(),) * cluster.workers, own=())
+
+
+def _memory(candidate: Candidate, cluster: SimulatedCluster, told: Result) -> float:
+    """Parameters and gradients of all, on one machine: gradients of each worker, and the versions that live at once."""
+    split = 1
+    if candidate.strategy.startswith(("pipeline", "tensor")):
+        return 2.0 * cluster.size
+    if candidate.strategy.startswith("mesh"):
+        split = int(candidate.strategy.split("pipeline=")[1].split(",")[0])
+    workers = cluster.workers // split
+    fresh = candidate.strategy.startswith(("all-reduce", "sync", "k-sync", "k-batch-sync"))
+    versions = 2 if fresh else min(workers + 2, told.staleness.max + 2)
+    return float(cluster.size * (workers + versions))
+
+
+def _reason(choice: Choice, cluster: SimulatedCluster) -> str:
+    if choice.reason:
+        return choice.reason
+    parts = []
+    if choice.waiting > 0.02:
+        parts.append(f"workers wait {choice.waiting:.0%} of the time")
+    elif not choice.strategy.startswith(("pipeline", "tensor", "mesh")):
+        parts.append("hardly anybody waits")
+    if choice.staleness > 0.05:
+        parts.append(f"gradients are {choice.staleness:.1f} updates old")
+    if choice.strategy.startswith(("k-sync", "k-batch-sync")):
+        parts.append("late ones are cancelled")
+    if choice.balance:
+        parts.append("slow workers get smaller batches")
+    return ", ".join(parts)

@@ -1,0 +1,28 @@
+"""A relay as a process of its own: started with its address on this machine and the seconds to wait."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+from paceline.cluster.process import keep_freed_memory
+from paceline.relay.relay import run_relay
+from paceline.transport.unix_connection import Closed
+
+
+def main() -> None:
+    address, patience = sys.argv[1], float(sys.argv[2])
+    gc.freeze()
+    keep_freed_memory()  # of chunks, which come and go
+    try:
+        run_relay(address, patience, lambda message: print(f"paceline: {message}", file=sys.stderr, flush=True))
+    except Closed:
+        pass  # whoever wanted it is gone
+    finally:
+        sys.stderr.flush()
+    os._exit(0)  # nothing is left to say, and no thread of ZeroMQ's need be waited for
+
+
+if __name__ == "__main__":
+    main()

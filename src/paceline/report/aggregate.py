@@ -1,0 +1,324 @@
+"""A run, of whatever length, reduced to what pictures need, in bounded memory and in one pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.events import Event, Join, Leave, Lost, Message, Metric, Pass
+from paceline.events.bubbles import Bubbles
+from paceline.report.attribution import Blame
+from paceline.report.buckets import Buckets
+from paceline.report.detail import Detail
+from paceline.report.rows import (
+    COMMUNICATING,
+    COMPUTING,
+    KINDS,
+    PUSH,
+    ROW,
+    UPDATING,
+    Numbers,
+    Rows,
+    by_kind,
+    ends,
+    pushes_of,
+    rows_of,
+)
+
+_FINE = math.log(1.02)
+_BINS = 1500
+_POINTS = 2000
+"""Values of a metric that a curve has at most."""
+
+
+@dataclasses.dataclass(slots=True)
+class Tally:
+    """What is counted of one worker, or server."""
+
+    seconds: NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(len(KINDS)))
+    """By kind."""
+    forward: float = 0.0
+    slowed: float = 0.0
+    minibatches: int = 0
+    samples: int = 0
+    updates: int = 0
+    cancelled: int = 0
+    read: int = 0
+    """Bytes from other workers' memory."""
+    pushed: int = 0
+    saved: int = 0
+    sent: int = 0
+    """Bytes in observed messages."""
+    steps: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.zeros(_BINS, np.int64))
+    """How many steps were of which length, on a fine logarithmic scale."""
+    longest: float = 0.0
+    state: str = "joined"
+    heard: float = 0.0
+    """When it last did something."""
+    came: float = -math.inf
+    """When it joined; the last of those who had this rank."""
+    version: int = 0
+    stale: float = 0.0
+    """Of its last push."""
+
+    def quantile(self, share: float) -> float:
+        """The length of a step that this share of the steps does not reach."""
+        total = int(self.steps.sum())
+        if not total:
+            return 0.0
+        index = int(np.searchsorted(np.cumsum(self.steps), share * total, "left"))
+        return min(self.longest, 1e-6 * math.exp((index + 0.5) * _FINE))
+
+
+@dataclasses.dataclass(slots=True)
+class Curve:
+    """A metric over time: moments, versions, values; of a long one each point is the mean of several values."""
+
+    rank: int
+    points: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)
+    last: float = math.nan
+    """The newest value."""
+    _every: int = 1
+    _rest: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)
+
+    def add(self, moment: float, version: int, value: float) -> None:
+        self.last = value
+        if not math.isfinite(value):
+            return
+        self._rest.append((moment, float(version), value))
+        if len(self._rest) < self._every:
+            return
+        self.points.append(_mean(self._rest))
+        self._rest = []
+        if len(self.points) >= 2 * _POINTS:
+            self._every *= 2
+            self.points = [_mean(pair) for pair in zip(self.points[::2], self.points[1::2], strict=True)]
+
+    def series(self) -> tuple[list[float], list[float], list[float]]:
+        """Moments, versions and values, with the newest."""
+        points = [*self.points, *([_mean(self._rest)] if self._rest else [])]
+        moments, versions, values = zip(*points, strict=True) if points else ((), (), ())
+        return list(moments), list(versions), list(values)
+
+
+def _mean(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    moments, versions, values = (sum(column) / len(points) for column in zip(*points, strict=True))
+    return moments, versions, values
+
+
+class SampleCounts:
+    """Samples over time, and how many of them lie between the first update and the last."""
+
+    def __init__(self, name: str) -> None:
+        self.key = (name,)
+        self.inside = 0
+        self._later = np.zeros((0, 2))
+        """Moments and samples after the last update so far."""
+
+    def add(self, moments: Numbers, samples: Numbers, first: float, last: float) -> None:
+        """These have come; first, last: when the first and the last update so far were made."""
+        self._later = np.concatenate([self._later, np.stack([moments, samples], axis=1)])
+        inside = (self._later[:, 0] > first) & (self._later[:, 0] <= last)
+        self.inside += int(self._later[inside, 1].sum())
+        self._later = self._later[self._later[:, 0] > last]
+
+
+class RunAggregate:
+    """Takes events as they come; what it keeps does not grow with the run."""
+
+    def __init__(self, limit: int = 100_000) -> None:
+        """limit: how many single stretches to keep for close looks."""
+        self.tallies: defaultdict[int, Tally] = defaultdict(Tally)
+        self.blame = Blame()
+        self.detail = Detail(limit)
+        self.staleness: Counter[int] = Counter()
+        self.curves: dict[str, Curve] = {}
+        self.strategy: str | None = None
+        self.wall: float | None = None
+        """The calendar's seconds at the steady clock's 0."""
+        self.served = False
+        """Whether gradients are pushed to a server."""
+        self.joined = math.inf
+        """When the first worker came."""
+        self.first, self.last = math.inf, -math.inf
+        """When training began and, as far as is counted, ended."""
+        self.updates = 0
+        self._newest = -1
+        """The newest version that is counted, of workers who all update alike."""
+        self._first_update: tuple[int, float] = (-1, math.inf)
+        """Version and moment."""
+        self._last_update = -math.inf
+        self._computed, self._pushed = SampleCounts("computed"), SampleCounts("pushed")
+        self.buckets: Buckets | None = None
+        self.bubbles = Bubbles()
+        self._pending = np.zeros(0, ROW)
+        self._pushes = np.zeros(0, PUSH)
+
+    def feed(self, events: Sequence[Event]) -> None:
+        """Take events, in any order."""
+        groups = by_kind(events)
+        for join in groups.get(Join, ()):
+            self.strategy = join.strategy
+            self.wall = join.wall - join.start
+            tally = self.tallies[join.rank]
+            tally.heard = max(tally.heard, join.start)
+            if join.start > tally.came:
+                tally.came, tally.state = join.start, "joined"
+            self.joined = min(self.joined, join.start)
+        for kind, word in ((Leave, "left"), (Lost, "died")):
+            for event in groups.get(kind, ()):
+                if event.start < self.tallies[event.rank].came:
+                    continue  # another had this rank before
+                self.tallies[event.rank].state = word
+                self.tallies[event.rank].heard = event.start
+        for metric in groups.get(Metric, ()):
+            self._report(metric)
+        for message in groups.get(Message, ()):
+            if message.direction == "send":
+                self.tallies[message.rank].sent += message.bytes
+        for one in groups.get(Pass, ()):
+            self.bubbles.add(one)
+        rows, pushes = rows_of(groups), pushes_of(groups)
+        for rank in np.unique(rows["rank"]):
+            self._hear(self.tallies[int(rank)], rows[rows["rank"] == rank])
+        self.served = self.served or len(pushes) > 0
+        self._pending = np.concatenate([self._pending, rows])
+        self._pushes = np.concatenate([self._pushes, pushes])
+
+    @staticmethod
+    def _hear(tally: Tally, rows: Rows) -> None:
+        """A worker lives, and does something."""
+        moments = ends(rows)
+        final = int(np.argmax(moments))
+        if moments[final] >= tally.heard:
+            tally.heard = float(moments[final])
+            if tally.state not in ("left", "died"):
+                tally.state = KINDS[int(rows["kind"][final])]
+
+    def advance(self, until: float = math.inf) -> None:
+        """Count what began before this moment: all of it has come."""
+        now = self._pending["start"] < until
+        rows = self._pending[now]
+        if self.buckets is None:
+            if not len(rows):
+                return
+            self.buckets = Buckets(float(rows["start"].min()))
+        rows = rows[np.argsort(rows["start"], kind="stable")]
+        early = self._pushes["start"] < until
+        pushes = self._pushes[early]
+        self._pending, self._pushes = self._pending[~now], self._pushes[~early]
+        if len(rows):
+            self.first = min(self.first, float(rows["start"].min()))
+            self.last = max(self.last, min(until, float(ends(rows).max())))
+        for rank in np.unique(rows["rank"]):
+            self._count(int(rank), rows[rows["rank"] == rank])
+        self._count_pushes(pushes)
+        self._count_updates(rows, pushes)
+        self.blame.add(rows, until)
+        self.detail.add(rows, pushes)
+
+    def _count(self, rank: int, rows: Rows) -> None:
+        assert self.buckets is not None
+        tally = self.tallies[rank]
+        for kind in range(len(KINDS)):
+            mine = rows[rows["kind"] == kind]
+            tally.seconds[kind] += mine["seconds"].sum()
+            self.buckets.add_stretches((rank, kind), mine["start"], mine["seconds"])
+            if kind == COMPUTING and len(mine):
+                self._count_steps(tally, mine)
+        tally.cancelled += int((rows["kind"] == KINDS.index("cancelled")).sum())
+        tally.updates += int((rows["kind"] == UPDATING).sum())
+        tally.read += int(rows["bytes"].sum())
+        tally.version = max(tally.version, int(rows["version"].max()))
+
+    def _count_steps(self, tally: Tally, steps: Rows) -> None:
+        tally.forward += float(steps["forward"].sum())
+        tally.slowed += float(steps["slowed"].sum())
+        tally.minibatches += int(steps["minibatches"].sum())
+        tally.samples += int(steps["samples"].sum())
+        tally.longest = max(tally.longest, float(steps["seconds"].max()))
+        index = np.log(np.maximum(steps["seconds"], 1e-6) / 1e-6) / _FINE
+        tally.steps += np.bincount(np.clip(index.astype(int), 0, _BINS - 1), minlength=_BINS)
+
+    def _count_pushes(self, pushes: Rows) -> None:
+        assert self.buckets is not None
+        for age, count in zip(*np.unique(pushes["staleness"], return_counts=True), strict=True):
+            self.staleness[int(age)] += int(count)
+        for rank in np.unique(pushes["rank"]):
+            mine, tally = pushes[pushes["rank"] == rank], self.tallies[int(rank)]
+            tally.pushed += int(mine["bytes"].sum())
+            tally.saved += int(mine["saved"].sum())
+            tally.stale = float(mine["staleness"][-1])
+
+    def _count_updates(self, rows: Rows, pushes: Rows) -> None:
+        """Updates and samples over time."""
+        assert self.buckets is not None
+        updates = rows[(rows["kind"] == UPDATING) & ~rows["skipped"]]
+        # Of workers that all update alike, the first one counts; the version is there when the last one has done it.
+        counted = self._each_once(updates)
+        moments = ends(counted)
+        self.updates += len(moments)
+        self.buckets.add_points(("updates",), moments, np.ones(len(moments)))
+        if len(counted):
+            self._span(counted if counted["rank"][0] < 0 else updates)
+        steps, used = rows[rows["kind"] == COMPUTING], pushes[pushes["used"]]
+        for samples, when, many in (
+            (self._computed, ends(steps), steps["samples"]),
+            (self._pushed, used["start"], used["samples"]),
+        ):
+            samples.add(when, many, *self.update_span)
+            self.buckets.add_points(samples.key, when, many)
+
+    def _each_once(self, updates: Rows) -> Rows:
+        """Every version once: as the first worker made it or, when that is gone, the lowest that is left."""
+        if not (updates["rank"] >= 0).any():
+            by_server: Rows = updates[updates["rank"] == -1]
+            return by_server
+        new: Rows = updates[(updates["rank"] >= 0) & (updates["version"] > self._newest)]
+        if not len(new):
+            return new
+        order = np.lexsort((new["rank"], new["version"]))
+        _, first = np.unique(new["version"][order], return_index=True)
+        counted: Rows = new[order][first]
+        self._newest = int(counted["version"].max())
+        return counted
+
+    def _span(self, updates: Rows) -> None:
+        """When the first and the last update were made."""
+        first = updates[np.argmin(ends(updates))]
+        same = updates["version"] == first["version"]
+        version, moment = int(first["version"]), float(ends(updates[same]).max())
+        # Of workers who all update alike the last one counts, and it may come in the next block.
+        if not self.update_span[0] <= moment or version == self._first_update[0]:
+            before = self._first_update[1] if version == self._first_update[0] else -math.inf
+            self._first_update = version, max(moment, before)
+        self._last_update = max(self._last_update, float(ends(updates).max()))
+
+    @property
+    def update_span(self) -> tuple[float, float]:
+        """When the first and the last update were made."""
+        return self._first_update[1], self._last_update
+
+    @property
+    def samples(self) -> SampleCounts:
+        """Those of the gradients that a server has used, or of all that were made."""
+        return self._pushed if self.served else self._computed
+
+    def _report(self, metric: Metric) -> None:
+        """The lead's word counts; another's only where the lead says nothing."""
+        for name, value in metric.values.items():
+            curve = self.curves.get(name)
+            if curve is None or metric.rank < curve.rank:
+                curve = self.curves[name] = Curve(metric.rank)
+            if metric.rank == curve.rank:
+                curve.add(metric.start, metric.version, math.nan if value is None else value)
+
+
+def own_seconds(tally: Tally) -> float:
+    """What a worker spent on its own steps: waiting for others, and what was cancelled, taken out."""
+    return float(tally.seconds[[COMPUTING, KINDS.index("loading"), COMMUNICATING, UPDATING]].sum())

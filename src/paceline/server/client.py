@@ -1,0 +1,210 @@
+"""A worker's side of the conversation with the server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from paceline import errors
+from paceline.config import Timeouts
+from paceline.errors import JoinError, ServerLost, TeamError, TeamTimeout
+from paceline.server.flags import SharedFlags
+from paceline.server.messages import (
+    MEMORIES,
+    BuffersCopied,
+    CopyBuffers,
+    EnterBarrier,
+    Hello,
+    LeaveTeam,
+    Ready,
+    ReduceShare,
+    RunFailed,
+    SessionOpened,
+    ShareReduced,
+    ToWorker,
+    receive_parts,
+    send_parts,
+)
+from paceline.transport.unix_connection import Closed, UnixConnection, connect
+
+_MARGIN = 5.0
+"""Seconds by which a worker is more patient than the server, who knows better who is late."""
+_SOON = 2.0
+"""Seconds in which a server answers that was there before."""
+_LINGER = 0.0005
+"""Seconds to look for an answer before sleeping until it comes."""
+_LOOK = 0.5
+"""Seconds between looks at whether the server lives, while a worker sleeps on purpose."""
+
+
+class ServerClient:
+    """Asks, and waits for the answer."""
+
+    def __init__(self, address: str, rank: int, timeouts: Timeouts, *, late: bool = False) -> None:
+        """late: the server should have been there for long."""
+        self._rank, self._timeouts = rank, timeouts
+        try:
+            self._connection: UnixConnection[Any] = connect(address, ToWorker, _SOON if late else timeouts.join)
+        except JoinError:
+            if late:
+                raise JoinError(f"rank {rank} cannot join: the run has ended, or its server has") from None
+            raise
+        self._connection.patience(timeouts.barrier + _MARGIN)
+        self.reduce: Callable[[ReduceShare], None] = lambda _message: None
+        """Sums this worker's part of its group's gradient, when it is asked to."""
+        self.copy: Callable[[], None] = lambda: None
+        """Shows what this worker's model has besides trained parameters, when it is asked to."""
+        self._closed = False
+
+    def watch(self, words: SharedFlags) -> None:
+        """Here the server says what must overtake its messages."""
+        self._words, self._floors = words, words.floors
+        self._place = self._rank * words.floors.step
+
+    @property
+    def present(self) -> int:
+        """How many workers there are."""
+        return self._words.present
+
+    @property
+    def dismissed(self) -> bool:
+        """Whether this worker shall leave."""
+        return self._words.dismissed(self._rank)
+
+    def ask_in(self) -> tuple[SessionOpened, bytes, list[int]]:
+        """Join a run that goes on: its newest version, its plan, and its memory."""
+        late = JoinError(f"rank {self._rank} was not let in within {self._timeouts.join:g} s", [self._rank])
+        try:
+            self._connection.patience(self._timeouts.join)
+            self._connection.send(Hello(self._rank, os.getpid(), joins=True))
+            answer, descriptors = self._connection.receive_with_descriptors(MEMORIES)
+            if isinstance(answer, RunFailed):
+                raise _error(answer)
+            text = receive_parts(self._connection, self._timeouts.join)
+            self._connection.patience(self._timeouts.barrier + _MARGIN)
+        except (Closed, TimeoutError, BlockingIOError):
+            raise late from None
+        if not isinstance(answer, SessionOpened) or text is None:
+            raise late
+        return answer, text, descriptors
+
+    def introduce(self, plan: int, descriptors: list[int]) -> UnixConnection[Any]:
+        self._connection.send(Hello(self._rank, os.getpid(), plan), descriptors)
+        return self._connection
+
+    def wait_until_ready(self, look: Callable[[], None] = lambda: None) -> None:
+        """look: called now and then; may raise what makes it vain to wait."""
+        until = time.monotonic() + self._timeouts.join
+        try:
+            while (answer := self._connection.receive_within(min(_LOOK, self._timeouts.join))) is None:
+                if time.monotonic() >= until:
+                    break
+                look()
+        except Closed:
+            raise ServerLost("the server died while it started") from None
+        if isinstance(answer, RunFailed):
+            raise _error(answer)
+        if not isinstance(answer, Ready):
+            raise JoinError(f"the server was not ready within {self._timeouts.join:g} s")
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Say something that needs no answer."""
+        try:
+            self._connection.send(message)
+        except Closed:
+            raise self._lost() from None
+
+    def call(self, message: msgspec.Struct) -> Any:
+        """Say something, and wait for the answer."""
+        try:
+            self._connection.send(message)
+            return self._answer()
+        except Closed:
+            raise self._lost() from None
+
+    def call_in_parts(self, data: bytes) -> Any:
+        """Say something that may be longer than a message, and wait for the answer."""
+        try:
+            send_parts(self._connection, data)
+            return self._answer()
+        except Closed:
+            raise self._lost() from None
+
+    def meet(self, intent: int, data: bytes) -> dict[int, bytes]:
+        """Bring something, and wait for what all others bring; by rank."""
+        self.tell(EnterBarrier(intent))
+        self.call_in_parts(data)
+        try:
+            text = receive_parts(self._connection, self._timeouts.barrier)
+        except Closed:
+            raise self._lost() from None
+        return msgspec.msgpack.decode(text or b"", type=dict[int, bytes])
+
+    def _answer(self) -> Any:
+        while True:
+            self._connection.linger(_LINGER)
+            try:
+                answer = self._connection.receive()
+            except TimeoutError:
+                waited = self._timeouts.barrier + _MARGIN
+                raise TeamTimeout(f"the server did not answer rank {self._rank} in {waited:g} s") from None
+            if isinstance(answer, ReduceShare):
+                self.reduce(answer)
+                self._connection.send(ShareReduced())
+            elif isinstance(answer, CopyBuffers):
+                self.copy()
+                self._connection.send(BuffersCopied())
+            elif isinstance(answer, RunFailed):
+                raise _error(answer)
+            else:
+                return answer
+
+    def _lost(self) -> TeamError:
+        # It may have said why before it ended.
+        try:
+            while (answer := self._connection.receive_within(0)) is not None:
+                if isinstance(answer, RunFailed):
+                    return _error(answer)
+        except Closed:
+            pass
+        return ServerLost("the server, which holds the parameters, died")
+
+    def cancelled(self, version: int) -> bool:
+        """Whether a gradient of this version can no longer be used."""
+        return bool(self._floors.values[self._place] > version)
+
+    def cancelled_at(self) -> float:
+        """When this worker was last cancelled, by the clock that all processes of a machine share."""
+        return self._floors.stamped(self._rank)
+
+    def sleep(self, seconds: float, version: int | None) -> bool:
+        """Sleep so long, or until a gradient of this version can no longer be used; whether that was so."""
+        until = time.perf_counter() + seconds
+        words, place = self._floors, self._place
+        while (left := until - time.perf_counter()) > 0:
+            seen = words.values[place]
+            if version is not None and seen > version:
+                return True
+            words.sleep(self._rank, seen, min(left, _LOOK))
+            if left > _LOOK and not self._connection.open:
+                raise self._lost()
+        return version is not None and bool(words.values[place] > version)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(Closed):
+                self._connection.send(LeaveTeam())
+            self._connection.close()
+
+
+def _error(failed: RunFailed) -> TeamError:
+    kind = getattr(errors, failed.kind, TeamError)
+    if not (isinstance(kind, type) and issubclass(kind, TeamError)):
+        kind = TeamError
+    return kind(failed.message, failed.ranks)

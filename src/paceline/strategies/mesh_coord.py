@@ -1,0 +1,123 @@
+"""Which workers are one replica of the model, and how they get the same samples and the same random numbers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from paceline.cluster.membership import Members
+from paceline.collectives.channels import MailChannel
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.group import Group
+from paceline.config import Mesh, Strategy, Tensor
+from paceline.transport import BarrierKind
+
+
+class MeshShape(NamedTuple):
+    """How many replicas, and how each is split."""
+
+    data: int
+    pipeline: int
+    tensor: int
+
+    @classmethod
+    def of(cls, strategy: Strategy) -> MeshShape:
+        match strategy:
+            case Tensor():
+                return cls(1, 1, strategy.degree)
+            case Mesh():
+                return cls(strategy.data, strategy.pipeline, strategy.tensor)
+        raise AssertionError(f"'{strategy}' does not split the model")
+
+    @property
+    def replica(self) -> int:
+        """Workers of one replica."""
+        return self.pipeline * self.tensor
+
+
+class MeshCoord(NamedTuple):
+    """Where a worker is: workers of one replica have ranks next to each other, and so have those of one stage."""
+
+    shape: MeshShape
+    rank: int
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.shape.replica
+
+    @property
+    def place(self) -> int:
+        """In its replica."""
+        return self.rank % self.shape.replica
+
+    @property
+    def stage(self) -> int:
+        return self.place // self.shape.tensor
+
+    @property
+    def part(self) -> int:
+        """Of its stage's layers."""
+        return self.place % self.shape.tensor
+
+    @property
+    def lead(self) -> int:
+        """The first worker of its replica."""
+        return self.rank - self.place
+
+    def replica_ranks(self) -> list[int]:
+        return list(range(self.lead, self.lead + self.shape.replica))
+
+    def stage_ranks(self) -> list[int]:
+        first = self.rank - self.part
+        return list(range(first, first + self.shape.tensor))
+
+    def peer_ranks(self) -> list[int]:
+        """Those who have the same part in other replicas, and itself."""
+        return [replica * self.shape.replica + self.place for replica in range(self.shape.data)]
+
+
+def join_replica(members: Members, ranks: list[int], say: Callable[[str], None]) -> Communicator:
+    """A group of some of the workers; all workers make theirs at the same time."""
+
+    def exchange(payload: bytes) -> list[bytes]:
+        everybody = members.gather(payload, BarrierKind.ALLOCATE)
+        return [everybody[rank] for rank in ranks]
+
+    group = Group(ranks.index(members.rank), len(ranks), exchange, members.barrier.timeouts, say)
+    group.board.ranks = [members.barrier.ranks[rank] for rank in ranks]
+    group.board.crowd(members.size)
+    return Communicator(group.rank, group.size, MailChannel(group.mailbox), group)
+
+
+class _Random(msgspec.Struct, array_like=True):
+    torch: bytes
+    python: list[Any]
+    numpy: list[Any] | None
+
+
+def random_state() -> bytes:
+    """Of all random numbers that a script may draw."""
+    kind, words, gauss = random.getstate()
+    numbers = None
+    if "numpy" in sys.modules:
+        import numpy
+
+        state: Any = numpy.random.get_state(legacy=True)
+        numbers = [state[0], state[1].tolist(), *state[2:]]
+    return msgspec.msgpack.encode(_Random(bytes(torch.get_rng_state().numpy()), [kind, list(words), gauss], numbers))
+
+
+def set_random_state(data: bytes) -> None:
+    state = msgspec.msgpack.decode(data, type=_Random)
+    torch.set_rng_state(torch.frombuffer(bytearray(state.torch), dtype=torch.uint8))
+    kind, words, gauss = state.python
+    random.setstate((kind, tuple(words), gauss))
+    if state.numpy is not None and "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.set_state(tuple(state.numpy))

@@ -1,0 +1,40 @@
+"""Which trainer a mesh has, by what is between its replicas and where they are."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.config import AllReduce, Mesh, Strategy, parse_strategy
+from paceline.errors import UsageError
+from paceline.strategies.base import Options, Trainer, TrainerContext
+
+_SHARDS = (2, 13)
+"""The first torch whose FSDP2 can be taken off a model again in the way that is known here."""
+
+
+def is_whole(strategy: Strategy) -> bool:
+    """Whether its replicas are whole, with all-reduce between them: what can be sharded over machines."""
+    if not isinstance(strategy, Mesh) or strategy.pipeline * strategy.tensor > 1:
+        return False
+    return isinstance(parse_strategy(strategy.sync), AllReduce)
+
+
+def mesh(model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> Trainer:
+    assert isinstance(context.strategy, Mesh)
+    if len(context.members.machines) > 1:
+        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _SHARDS:
+            raise UsageError(
+                f"'{context.strategy}' over machines needs torch {_SHARDS[0]}.{_SHARDS[1]} or newer, and this is "
+                f"{torch.__version__}; use all-reduce"
+            )
+        from paceline.strategies.fully_sharded import FullyShardedTrainer  # with much of torch that few need
+
+        return FullyShardedTrainer(model, optimizer, options, context)
+    if isinstance(parse_strategy(context.strategy.sync), AllReduce):
+        from paceline.strategies.mesh import MeshTrainer
+
+        return MeshTrainer(model, optimizer, options, context)
+    from paceline.strategies.mesh_server import MeshServerTrainer
+
+    return MeshServerTrainer(model, optimizer, options, context)

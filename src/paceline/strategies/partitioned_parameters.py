@@ -1,0 +1,167 @@
+"""The parts of a split model as one list of parameters, equal on all workers, each part there once.
+
+A parameter that is cut is as many parts as it was cut in; this worker's own is the model's parameter itself, and for
+each of the others there is one that stands for it. All lie in shared memory, so that anybody can read the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.parameters.gradients import Gradients
+from paceline.parameters.layout import Layout
+from paceline.parameters.reduction import CHUNK, SharedReduction, Weights, weighted_sum
+from paceline.parameters.sharding import ShardedOptimizer
+from paceline.parameters.whole import WholeOptimizer, like
+from paceline.strategies.mesh_coord import MeshCoord
+from paceline.tensor_parallel.placement import cut, join
+from paceline.tensor_parallel.sharded_model import ShardedModel
+from paceline.transport import Memory
+
+
+class PartitionedParameters:
+    """What there is to train."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        coord: MeshCoord,
+        cutting: ShardedModel | None,
+    ) -> None:
+        self._optimizer, self._coord, self._cutting = optimizer, coord, cutting
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.named: list[tuple[str, torch.nn.Parameter]] = []
+        self.own: list[bool] = []
+        """Of each part, whether this worker's gradient of it counts, if it has one."""
+        self.of: dict[int, list[int]] = {}
+        """Numbers of a parameter's parts, by its id."""
+        pieces = coord.shape.tensor
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in held:
+                continue
+            self.of[id(parameter)] = numbers = []
+            is_cut = cutting is not None and id(parameter) in cutting.placements
+            for part in range(pieces if is_cut else 1):
+                numbers.append(len(self.named))
+                own = not is_cut or part == coord.part
+                self.named.append((f"{name}@{part}" if is_cut else name, parameter if own else _stand_in(parameter)))
+                # Of what all have whole, the first one's; of a pipeline's stages only one has a gradient at all.
+                self.own.append(part == coord.part)
+        self.shadow = self._shadow()
+        """An optimizer of the user's kind on the parts."""
+
+    def _shadow(self) -> Optimizer:
+        groups = []
+        for group in self._optimizer.param_groups:
+            parts = [self.named[number][1] for p in group["params"] for number in self.of[id(p)]]
+            rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**rest, "params": parts})
+        return like(type(self._optimizer), groups, self._optimizer.defaults)
+
+    def fill(self, views: list[torch.Tensor]) -> None:
+        """Write this process's values, which it had before they were cut, to where all will find them."""
+        by_part = {number: (key, place) for key, numbers in self.of.items() for place, number in enumerate(numbers)}
+        for number, view in enumerate(views):
+            key, place = by_part[number]
+            if self._cutting is not None and key in self._cutting.placements:
+                value = self._cutting.wholes[self._cutting.names[key]]
+                view.copy_(cut(value, self._cutting.placements[key], place, self._coord.shape.tensor))
+            else:
+                view.copy_(self.named[number][1].data)
+
+    def values(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """All parts of a parameter."""
+        return [self.named[number][1].data for number in self.of[id(parameter)]]
+
+    # -- the optimizer's state as plain torch knows it ---------------------------------------------------------------
+
+    def export_state(self, shard: ShardedOptimizer | WholeOptimizer) -> None:
+        """Fill the user's optimizer with the state of whole parameters."""
+        shard.export_state(self.shadow)
+        self._optimizer.state.clear()
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                states = [self.shadow.state.get(self.named[number][1]) for number in self.of[id(parameter)]]
+                known = [state for state in states if state]
+                if len(known) == len(states):
+                    self._optimizer.state[parameter] = self._joined(parameter, known)
+        self.shadow.state.clear()
+
+    def _joined(self, parameter: torch.Tensor, states: list[dict[str, Any]]) -> dict[str, Any]:
+        if len(states) == 1:
+            return states[0]
+        assert self._cutting is not None
+        placement = self._cutting.placements[id(parameter)]
+        return {
+            name: join([state[name] for state in states], placement)
+            if isinstance(value, torch.Tensor) and value.dim() > placement.dim
+            else value
+            for name, value in states[0].items()
+        }
+
+    def import_state(self, take: Callable[[Optimizer], None]) -> None:
+        """Hand what the user's optimizer has, in parts, to `take`, and empty it."""
+        self.shadow.state.clear()
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter)
+                if not state:
+                    continue
+                numbers = self.of[id(parameter)]
+                for place, number in enumerate(numbers):
+                    part = self.named[number][1]
+                    self.shadow.state[part] = state if len(numbers) == 1 else self._part(parameter, state, place)
+        self._optimizer.state.clear()
+        take(self.shadow)
+
+    def _part(self, parameter: torch.Tensor, state: dict[str, Any], place: int) -> dict[str, Any]:
+        assert self._cutting is not None
+        placement = self._cutting.placements[id(parameter)]
+        return {
+            name: cut(value, placement, place, self._coord.shape.tensor).clone()
+            if isinstance(value, torch.Tensor) and value.dim() > placement.dim
+            else value
+            for name, value in state.items()
+        }
+
+
+def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Of the same shape, without memory of its own."""
+    nothing = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    return torch.nn.Parameter(nothing, requires_grad=parameter.requires_grad)
+
+
+class PartGradients(Gradients):
+    """One gradient per replica, into which each of its workers writes its parts."""
+
+    @classmethod
+    def of(cls, layout: Layout, memory: Memory, replica: int, sources: int, own: list[bool]) -> PartGradients:
+        gradients = cls.shared(layout, memory, replica, sources)
+        assert isinstance(gradients, PartGradients)
+        nobody = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+        gradients._parameters = [
+            slot.parameter if mine else nobody for slot, mine in zip(layout.slots, own, strict=True)
+        ]
+        return gradients
+
+
+class PartReduction(SharedReduction):
+    """Each worker sums a shard of all replicas' gradients into its own replica's buffer."""
+
+    def __init__(self, layout: Layout, gradients: Gradients, rank: int, replica: int) -> None:
+        super().__init__(layout, gradients, rank)
+        self._replica = replica
+
+    def _sum(self, parts: tuple[torch.Tensor, ...], start: int, stop: int, weights: Weights) -> None:
+        step = CHUNK // parts[0].itemsize
+        total = torch.empty(min(step, stop - start), dtype=parts[0].dtype)
+        for begin in range(start, stop, step):
+            end = min(begin + step, stop)
+            piece = total[: end - begin]
+            weighted_sum(piece, tuple(part[begin:end] for part in parts), weights)
+            parts[self._replica][begin:end].copy_(piece)

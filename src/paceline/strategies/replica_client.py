@@ -1,0 +1,118 @@
+"""What the workers of one replica do at the server together: the first of them speaks, and all hear the answer.
+
+To the server a replica is one worker. Its workers all run the same script, so they come here for the same things in the
+same order; what the first says counts. A push is said once all of them have written their parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from paceline import errors
+from paceline.cluster.membership import LivenessMonitor, Members
+from paceline.config import Timeouts
+from paceline.errors import TeamError
+from paceline.server.client import ServerClient
+from paceline.server.messages import ToWorker
+from paceline.strategies.mesh_coord import MeshCoord
+from paceline.strategies.stopwatch import pause
+from paceline.transport import Barrier, BarrierKind, Memory
+
+
+class ReplicaBarrier:
+    """Where the workers of a replica meet."""
+
+    def __init__(self, members: Members, coord: MeshCoord, say: Callable[[str], None]) -> None:
+        ranks = coord.replica_ranks()
+        size = len(ranks)
+        memories = [members.share(Barrier.memory_size(size)) for _ in range(coord.shape.data)]
+        memory: Memory = memories[coord.replica]
+        self._barrier = Barrier(memory, coord.place, size, members.barrier.timeouts, say)
+        self._barrier.ranks = ranks
+        self._barrier.crowd(members.size)
+        self._barrier.sign_in()
+        members.barrier.wait(BarrierKind.ALLOCATE)
+        self._barrier.watch = liveness = LivenessMonitor(self._barrier)
+        members.barrier.wait(BarrierKind.ALLOCATE)
+        self.members = Members(coord.place, size, self._barrier, liveness, None)
+        """The workers of the replica, by their places in it."""
+
+    def gather(self, payload: bytes, intent: BarrierKind = BarrierKind.GATHER) -> list[bytes]:
+        """Everybody's payload; each at most a note long."""
+        barrier = self._barrier
+        if len(payload) > barrier.CAPACITY:
+            raise TeamError(
+                f"what a replica's first worker was told takes {len(payload)} bytes, more than can be passed on"
+            )
+        barrier.note[: len(payload)] = payload
+        barrier.wait(intent, len(payload))
+        return [bytes(note[: barrier.length(place)]) for place, note in enumerate(barrier.notes)]
+
+    def leave(self) -> None:
+        self._barrier.sign_out()
+
+
+class _ReplicaMessage(msgspec.Struct, array_like=True):
+    """What the first worker passes on."""
+
+    answer: ToWorker | None = None
+    kind: str = ""
+    message: str = ""
+    ranks: list[int] = []
+
+
+class ReplicaClient:
+    """As `ServerClient`, for all workers of a replica."""
+
+    def __init__(self, client: ServerClient | None, barrier: ReplicaBarrier | None, timeouts: Timeouts) -> None:
+        """client: of the first worker."""
+        self.client, self._barrier, self._timeouts = client, barrier, timeouts
+
+    def call(self, message: msgspec.Struct) -> Any:
+        """Say something, and wait for the answer."""
+        return self._pass_on(lambda client: client.call(message))
+
+    def call_in_parts(self, data: bytes) -> Any:
+        return self._pass_on(lambda client: client.call_in_parts(data))
+
+    def wait_until_ready(self) -> None:
+        self._pass_on(lambda client: client.wait_until_ready())
+
+    def tell(self, message: msgspec.Struct) -> None:
+        if self.client is not None:
+            self.client.tell(message)
+
+    def _pass_on(self, ask: Callable[[ServerClient], Any]) -> Any:
+        word, caught = _ReplicaMessage(), None
+        if self.client is not None:
+            try:
+                word = _ReplicaMessage(ask(self.client))
+            except TeamError as error:
+                caught = error
+                word = _ReplicaMessage(None, type(error).__name__, str(error), list(error.ranks))
+        told = b""
+        if self._barrier is not None:
+            payload = msgspec.msgpack.encode(word) if self.client is not None else b""
+            told = self._barrier.gather(payload, BarrierKind.PUBLISH)[0]
+        if caught is not None:
+            raise caught
+        if self.client is None:
+            word = msgspec.msgpack.decode(told, type=_ReplicaMessage)
+        if word.kind:
+            raise getattr(errors, word.kind, TeamError)(word.message, word.ranks)
+        return word.answer
+
+    def cancelled(self, _version: int) -> bool:
+        """A replica leaves a step at its end only: its workers are in the middle of each other's work."""
+        return False
+
+    def sleep(self, seconds: float, _version: int | None) -> bool:
+        pause(seconds)
+        return False
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.client.close()

@@ -1,1 +1,0 @@
-"""Replicas of several workers, each of which has a part of the model."""

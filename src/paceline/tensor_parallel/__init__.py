@@ -1,0 +1,1 @@
+"""Tensor parallelism: plans found from the graph, sharded layers, a rule per operation."""

@@ -1,0 +1,168 @@
+"""Reading and writing the memory of another process of this machine, without a copy in between.
+
+Linux lets a process copy straight from and to the memory of another one of the same user (process_vm_readv). Some
+containers forbid it; and what lies in a shared segment is better mapped. A `View` hides which of the two it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from typing import Protocol
+
+import torch
+
+from paceline.errors import TeamError, WorkerLost
+from paceline.transport import segments
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+_library = ctypes.CDLL(None, use_errno=True)  # gives the interpreter lock away while it copies
+
+
+class View(Protocol):
+    """The bytes of a tensor that another process has exposed."""
+
+    def read(self, offset: int, into: torch.Tensor) -> torch.Tensor:
+        """So many bytes as `into` has, from there on: in `into`, or where they are, if that can be seen from here."""
+
+    def copy(self, offset: int, into: torch.Tensor) -> None:
+        """So many bytes as `into` has, in `into` for certain."""
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        """Put these bytes there."""
+
+
+class PrivateView:
+    """Memory that only its owner has mapped."""
+
+    def __init__(self, rank: int, pid: int, address: int) -> None:
+        self._rank, self._pid, self._address = rank, pid, address
+
+    def read(self, offset: int, into: torch.Tensor) -> torch.Tensor:
+        self._move(_library.process_vm_readv, offset, into)
+        return into
+
+    def copy(self, offset: int, into: torch.Tensor) -> None:
+        self._move(_library.process_vm_readv, offset, into)
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        self._move(_library.process_vm_writev, offset, source)
+
+    def _move(self, call: ctypes._NamedFuncPointer, offset: int, tensor: torch.Tensor) -> None:
+        size = tensor.nbytes
+        done = 0
+        while done < size:
+            here = _Span(tensor.data_ptr() + done, size - done)
+            there = _Span(self._address + offset + done, size - done)
+            moved = call(self._pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+            if moved <= 0:
+                self._explain(ctypes.get_errno())
+            done += moved
+
+    def _explain(self, number: int) -> None:
+        if number == errno.ESRCH:
+            raise WorkerLost(f"rank {self._rank} died while its tensor was being read", [self._rank])
+        raise TeamError(
+            f"the memory of rank {self._rank} cannot be reached any more: {os.strerror(number)}", [self._rank]
+        )
+
+
+class MappedView:
+    """Memory that this process has mapped too."""
+
+    def __init__(self, content: torch.Tensor, start: int) -> None:
+        self._content, self._start = content, start
+
+    def read(self, offset: int, into: torch.Tensor) -> torch.Tensor:
+        start = self._start + offset
+        part = self._content[start : start + into.nbytes]
+        return part.view(into.dtype) if start % into.itemsize == 0 else into.copy_(_as(part, into))
+
+    def copy(self, offset: int, into: torch.Tensor) -> None:
+        start = self._start + offset
+        bytes_of(into).copy_(self._content[start : start + into.nbytes])
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        start = self._start + offset
+        self._content[start : start + source.nbytes].copy_(bytes_of(source))
+
+
+class PeerMemory:
+    """One member's access to the memory of the others."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._pids = pids
+        self._mapped = segments.Mapped()
+        self.private = False
+        """Whether private memory may be exposed: all members must be able to reach it."""
+        self._spare: list[torch.Tensor] = []
+        self._used: list[torch.Tensor] = []
+
+    def permit(self, addresses: list[int], magic: int) -> bool:
+        """Try to read a number that every member has put at an address; says whether that worked for all."""
+        try:
+            for rank, (pid, address) in enumerate(zip(self._pids, addresses, strict=True)):
+                seen = PrivateView(rank, pid, address).read(0, torch.empty(1, dtype=torch.int64))
+                if int(seen) != magic + rank:
+                    return False
+        except (TeamError, AttributeError):
+            return False
+        return True
+
+    def expose(self, tensor: torch.Tensor, keep: bool = True) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        """Make a contiguous tensor reachable; returns the tensor that the others see, and where they find it.
+
+        Where nothing else works that is a copy, of its content if `keep`: whoever exposed it copies back what it needs,
+        and then calls `release`.
+        """
+        segment = segments.find(tensor)
+        if segment is None and self.private:
+            return tensor, (0, 0, tensor.data_ptr())
+        if segment is None:
+            copied = self._scratch(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            if keep:
+                copied.copy_(tensor)
+            tensor, segment = copied, segments.find(copied)
+            assert segment is not None
+        return tensor, (segment.number, segment.descriptor, tensor.data_ptr() - segment.start)
+
+    def release(self) -> None:
+        """Nobody looks at what was exposed any more."""
+        if self._used:
+            self._spare, self._used = self._used, []  # what was not used this time is given back
+
+    def _scratch(self, size: int) -> torch.Tensor:
+        for box in self._spare:
+            if box.nbytes >= size:
+                self._spare.remove(box)
+                break
+        else:
+            box = segments.empty(size, dtype=torch.uint8)
+        self._used.append(box)
+        return box
+
+    def view(self, rank: int, where: tuple[int, int, int]) -> View:
+        """What `rank` has exposed there."""
+        number, descriptor, place = where
+        if number == 0:
+            return PrivateView(rank, self._pids[rank], place)
+        try:
+            return MappedView(self._mapped.tensor(self._pids[rank], number, descriptor), place)
+        except OSError as error:
+            raise TeamError(f"the memory of rank {rank} cannot be mapped: {error.strerror}", [rank]) from None
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same contiguous memory as a flat tensor of bytes."""
+    # One element counts as contiguous whatever its stride, but is not seen as bytes then.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _as(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Bytes at an odd place, as elements."""
+    return part.clone().view(like.dtype)

@@ -1,0 +1,185 @@
+"""Short typed messages between processes of one machine, over Unix sockets without a file.
+
+The kernel keeps messages whole and in order, and says at once when the other end has died. Memory travels as
+descriptors beside a message, so that the large things need not.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from paceline.errors import JoinError, TeamError
+
+_LARGEST = 1 << 17
+"""Bytes of a message; what is longer is sent in parts."""
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+In = TypeVar("In")
+
+
+class Closed(TeamError):
+    """The other end is gone."""
+
+
+class UnixConnection(Generic[In]):
+    """One end of a connection on which messages of the union `kinds` come in."""
+
+    def __init__(self, connection: socket.socket, kinds: Any) -> None:
+        connection.setblocking(True)
+        self._socket = connection
+        self._kinds = kinds
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(kinds).decode
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self.descriptor = connection.fileno()
+
+    def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
+        data = self._encode(message)
+        if len(data) > _LARGEST:
+            raise TeamError(f"a message of {len(data)} bytes is too long; {_LARGEST} are allowed")
+        try:
+            if descriptors:
+                socket.send_fds(self._socket, [data], list(descriptors))
+            else:
+                self._socket.send(data)
+        except (BrokenPipeError, ConnectionResetError, OSError) as error:
+            raise Closed(f"the other end is gone: {error}") from None
+
+    def receive(self) -> In:
+        """The next message; waits for it, as long as `patience` says."""
+        try:
+            data = self._socket.recv(_LARGEST)
+        except BlockingIOError:
+            raise TimeoutError from None
+        except OSError as error:
+            raise Closed(f"the other end is gone: {error}") from None
+        if not data:
+            raise Closed("the other end is gone")
+        message: In = self._decode(data)
+        return message
+
+    def linger(self, seconds: float) -> None:
+        """Look for a message for a while, giving the core away in between, before `receive` goes to sleep for it.
+
+        To sleep and to be woken takes longer than most answers do.
+        """
+        poll, yield_core = self._poll.poll, os.sched_yield
+        if poll(0):
+            return
+        until = time.perf_counter() + seconds
+        while not poll(0) and time.perf_counter() < until:
+            yield_core()
+
+    def patience(self, seconds: float) -> None:
+        """Let `receive` raise TimeoutError after so long: the kernel's own clock, so it costs nothing."""
+        whole = int(seconds)
+        limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `receive` would return at once."""
+        return bool(self._poll.poll(0))
+
+    def of(self, kinds: Any) -> UnixConnection[Any]:
+        """The same connection, on which other messages come in from now on."""
+        return UnixConnection(self._socket, kinds)
+
+    def patience_to_send(self, seconds: float) -> None:
+        """Let `send` raise Closed after so long if the other end takes nothing."""
+        whole = int(seconds)
+        limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def receive_within(self, seconds: float) -> In | None:
+        """The next message, or None if there is none in time."""
+        return self.receive() if self._poll.poll(max(0, int(seconds * 1e3))) else None
+
+    def receive_with_descriptors(self, count: int) -> tuple[In, list[int]]:
+        # Not socket.recv_fds, which forgets its flags: what comes so would be inherited by every program started here.
+        room = socket.CMSG_SPACE(count * array.array("i").itemsize)
+        try:
+            data, beside, _, _ = self._socket.recvmsg(_LARGEST, room, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise Closed(f"the other end is gone: {error}") from None
+        if not data:
+            raise Closed("the other end is gone")
+        descriptors = array.array("i")
+        for level, kind, content in beside:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(content) - len(content) % descriptors.itemsize
+                descriptors.frombytes(content[:whole])
+        return self._decode(data), list(descriptors)
+
+    @property
+    def open(self) -> bool:
+        """Whether the other end is there, as far as the kernel knows."""
+        return not any(events & (select.POLLHUP | select.POLLERR) for _, events in self._poll.poll(0))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+def deserted(kinds: Any) -> UnixConnection[Any]:
+    """A connection to one who is gone."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    return UnixConnection(ours, kinds)
+
+
+def new_address() -> str:
+    return f"paceline-{secrets.token_hex(12)}"
+
+
+class Listener:
+    """Where others of the same user connect to. The name is in no file system, and goes with the process."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(f"\0{address}")
+        self._socket.listen(1024)
+        self.descriptor = self._socket.fileno()
+
+    def accept(self, kinds: Any, seconds: float | None = None) -> UnixConnection[Any] | None:
+        """Whoever connects next; None for a stranger, or if nobody comes in time."""
+        self._socket.settimeout(seconds)
+        try:
+            connection, _ = self._socket.accept()
+        except (TimeoutError, BlockingIOError):  # the latter if there is no time at all
+            return None
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
+            connection.close()
+            return None
+        return UnixConnection(connection, kinds)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(address: str, kinds: Any, seconds: float) -> UnixConnection[Any]:
+    """Connect to a listener, who may still be about to start."""
+    until = time.monotonic() + seconds
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(f"\0{address}")
+            return UnixConnection(connection, kinds)
+        except ConnectionRefusedError:
+            connection.close()
+            if time.monotonic() >= until:
+                raise JoinError(f"the server did not start within {seconds:g} s") from None
+            time.sleep(0.01)

@@ -1,0 +1,1 @@
+"""Helpers of the tests: teams of forked processes, hosts, faults, checkers and reference results."""

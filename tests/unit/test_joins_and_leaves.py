@@ -1,0 +1,193 @@
+"""What policies, the ledger, loaders and streams make of workers that come and go."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config import parse_strategy
+from paceline.data.ledger import Ledger
+from paceline.data.orphaned_samples import OrphanedSamples
+from paceline.events import Leave, Recorder
+from paceline.events.reader import Reader
+from paceline.parameters.model_buffers import ModelBuffers
+from paceline.policies import Arrival, Order, Policy, make_policy
+from paceline.transport import Memory
+
+POLICIES = [
+    "sync",
+    "async",
+    "k-sync:k=3",
+    "k-batch-sync:k=3",
+    "k-async:k=3",
+    "k-batch-async:k=3",
+    "ssp:s=1",
+    "groups:size=2",
+    "groups:size=2,between=k-sync:k=2",
+    "adaptive:of=k-sync,start=2",
+    "auto",
+]
+
+
+class Troop:
+    """Workers who push in any order, and come and go; nobody may wait for ever."""
+
+    def __init__(self, spec: str, seed: int) -> None:
+        self.policy: Policy = make_policy(parse_strategy(spec), range(4))
+        self.random = random.Random(seed)
+        self.at = dict.fromkeys(range(4), 0)
+        """Who computes, and on which version."""
+        self.waiting: set[int] = set()
+        self.ticket = 0
+        self.open: set[int] = set()
+
+    def follow(self, decision: Any) -> None:
+        ended = {push.ticket for push in (*decision.use, *decision.drop)}
+        assert len(ended) == len(decision.use) + len(decision.drop)
+        assert ended <= self.open
+        self.open -= ended
+        for worker, order in decision.orders.items():
+            if worker in self.waiting and order is not Order.WAIT:
+                self.waiting.discard(worker)
+                self.at[worker] = self.policy.version
+            elif worker in self.at and order is Order.CANCEL:
+                self.at[worker] = self.policy.version
+
+    def push(self) -> None:
+        worker = self.random.choice(sorted(self.at))
+        self.ticket += 1
+        self.open.add(self.ticket)
+        version = self.at.pop(worker)
+        self.waiting.add(worker)
+        self.follow(self.policy.arrive(Arrival(self.ticket, worker, version)))
+
+    def leave(self) -> None:
+        worker = self.random.choice(sorted({*self.at, *self.waiting}))
+        self.at.pop(worker, None)
+        self.waiting.discard(worker)
+        self.follow(self.policy.leave(worker))
+
+    def join(self) -> None:
+        worker = min(set(range(9)) - set(self.at) - self.waiting)
+        self.at[worker] = self.policy.version
+        self.follow(self.policy.join(worker))
+        self.follow(self.policy.rest(worker))
+        self.policy.wake(worker)
+
+    @property
+    def size(self) -> int:
+        return len(self.at) + len(self.waiting)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("spec", POLICIES)
+def test_nobody_waits_for_ever_whoever_comes_and_goes(spec: str, seed: int) -> None:
+    troop = Troop(spec, seed)
+    for _ in range(400):
+        what = troop.random.random()
+        if what < 0.08 and troop.size > 1:
+            troop.leave()
+        elif what < 0.16 and troop.size < 8:
+            troop.join()
+        else:
+            assert troop.at, f"all {troop.size} wait: {troop.policy.held}"
+            troop.push()
+        assert troop.policy.size == troop.size
+    assert troop.policy.version > 30
+
+
+def test_sync_needs_all_who_are_here() -> None:
+    policy = make_policy(parse_strategy("sync"), range(2))
+    policy.join(2)
+    assert policy.k == 3
+    assert not policy.arrive(Arrival(1, 0, 0)).use
+    assert not policy.arrive(Arrival(2, 1, 0)).use
+    assert len(policy.arrive(Arrival(3, 2, 0)).use) == 3
+    policy.leave(0)
+    assert policy.k == 2
+    assert not policy.spare
+
+
+def test_k_stays_and_is_reached_again() -> None:
+    policy = make_policy(parse_strategy("k-async:k=2"), range(2))
+    policy.leave(1)
+    assert len(policy.arrive(Arrival(1, 0, 0)).use) == 1  # no more than that can come
+    policy.join(1)
+    assert not policy.arrive(Arrival(2, 0, 1)).use
+    assert len(policy.arrive(Arrival(3, 1, 1)).use) == 2
+
+
+def test_one_who_joins_is_in_the_smallest_group() -> None:
+    policy: Any = make_policy(parse_strategy("groups:size=2"), range(4))
+    policy.leave(3)
+    policy.join(5)
+    assert policy.members == {0: {0, 1}, 1: {2, 5}}
+    for rank in (0, 1):
+        policy.leave(rank)
+    policy.join(6)
+    assert policy.members == {0: {6}, 1: {2, 5}}
+    assert policy.arrive(Arrival(1, 6, 0)).use
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_a_newcomer_gets_samples_of_the_running_epoch_and_none_is_given_twice(in_turns: bool) -> None:
+    ledger = Ledger([0, 1], in_turns=in_turns)
+    ledger.open(0, 0, list(range(40)), [4, 4], drop_last=False)
+    for rank in (0, 1):
+        ledger.enter(rank, 0)
+    taken = [ledger.lease(rank, 0) for rank in (0, 1)]
+    ledger.join(2)
+    ledger.join(2)
+    ledger.enter(2, 0)
+    given: dict[int, int] = {0: 0, 1: 0, 2: 0}
+    while any(leases := [ledger.lease(rank, 0) for rank in (0, 1, 2)]):
+        taken += leases
+        for rank, lease in enumerate(leases):
+            given[rank] += lease is not None
+    assert max(given.values()) - min(given.values()) <= 1
+    keys = [key for lease in taken if lease for key in lease.keys]
+    assert sorted(keys) == list(range(40))
+    ledger.done([lease.number for lease in taken if lease])
+    assert ledger.is_over(0)
+
+
+def test_what_one_leaves_is_for_those_who_still_take_part() -> None:
+    orphans = OrphanedSamples(3)
+    orphans.begin(0)
+    assert orphans.sharers(0) == [0, 1, 2]
+    orphans.note(0, [[0], [1], [2]])
+    orphans.note(1, [[3], [4], [5]])  # fetched ahead
+    orphans.lose({1}, since=0, until=3, takers=[0, 2])
+    orphans.note(2, [[6], [7], [8]])  # cut as before, so it may have been fetched elsewhere
+    assert orphans.sharers(2) == [0, 1, 2]
+    assert orphans.sharers(3) == [0, 2]
+    assert orphans.takers == [0, 2]
+    assert orphans.take() == [[1], [4], [7]]
+    assert orphans.take() == []
+    orphans.begin(3)
+    assert orphans.sharers(3) == [0, 2]
+
+
+def test_a_stream_goes_on_after_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "streams").mkdir()
+    path = tmp_path / "streams" / "1.jsonl"
+    path.write_bytes(b'{"event":"leave","rank":1,"start":1.0}\n{"event":"lea')
+    recorder = Recorder(tmp_path, 1)
+    recorder.add(Leave(1, 2.0))
+    recorder.close()
+    events = [event for part in Reader(path).all() for event in part]
+    assert [event.start for event in events] == [1.0, 2.0]
+
+
+def test_the_rest_of_a_model_travels_whole() -> None:
+    ours = [torch.arange(5.0), torch.tensor(3), torch.empty(0), torch.ones(2, 3, dtype=torch.float16)]
+    theirs = [torch.zeros_like(tensor) for tensor in ours]
+    rest = ModelBuffers(ours)
+    memory = Memory.create(rest.size)
+    rest.write(memory)
+    ModelBuffers(theirs).read(memory)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,191 @@
+"""Which way round a ring goes, how buffers are cut between machines, and what a connection carries."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from paceline.collectives.inter_machine import segments
+from paceline.collectives.links import LinkMatrix, around, best_order, best_topology, measure, tournament
+from paceline.errors import JoinError, TeamError
+from paceline.parameters.checkpoint_codec import pack, unpack
+from paceline.parameters.layout import borders
+from paceline.transport.channel import LinkCost, run_in_memory
+from paceline.transport.tcp_connection import (
+    FrameKind,
+    TcpConnection,
+    TcpConnections,
+    compare_clocks,
+    connect,
+    with_key,
+)
+
+
+def matrix(size: int, slow: set[tuple[int, int]]) -> LinkMatrix:
+    bandwidth = [
+        [float("inf") if a == b else 1e6 if (a, b) in slow or (b, a) in slow else 1e9 for b in range(size)]
+        for a in range(size)
+    ]
+    return LinkMatrix([[1e-4] * size for _ in range(size)], bandwidth)
+
+
+@pytest.mark.parametrize("size", [4, 6, 9, 12])
+def test_the_ring_follows_the_fast_links(size: int) -> None:
+    # In the order of their numbers, every second link is slow.
+    slow = {(number, (number + 1) % size) for number in range(0, size, 2)}
+    order = best_order(matrix(size, slow))
+    assert sorted(order) == list(range(size))
+    assert order[0] == 0
+    assert not any((a, b) in slow or (b, a) in slow for a, b in around(order))
+
+
+def test_equal_links_leave_the_order_alone() -> None:
+    assert best_order(matrix(5, set())) == [0, 1, 2, 3, 4]
+
+
+def test_large_tensors_go_around_the_ring_and_small_ones_do_not() -> None:
+    links = matrix(8, set())
+    assert best_topology(links, 1 << 30) == "ring"
+    assert best_topology(links, 64) != "ring"
+    assert best_topology(matrix(4, {(0, 1)}), 1 << 26) == "ring"  # the only one that can avoid the slow link
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_everybody_meets_everybody_one_at_a_time(size: int) -> None:
+    met = []
+    for pairs in tournament(size):
+        players = [player for pair in pairs for player in pair]
+        assert len(players) == len(set(players))
+        met += [tuple(sorted(pair)) for pair in pairs]
+    assert sorted(met) == [(a, b) for a in range(size) for b in range(a + 1, size)]
+
+
+def test_links_are_measured_by_all() -> None:
+    rows, _ = run_in_memory(4, measure, LinkCost(latency=1e-5))
+    links = LinkMatrix.of([row.encode() for row in rows])
+    for a in range(4):
+        assert links.bandwidth[a][a] == float("inf")
+        assert all(links.bandwidth[a][b] > 0 and links.latency[a][b] > 0 for b in range(4) if b != a)
+
+
+@pytest.mark.parametrize("counts", [[2, 2], [3, 1], [2, 3], [4, 1, 3], [1, 1, 1]])
+@pytest.mark.parametrize("count", [0, 16, 160, 1600])
+def test_segments_have_one_owner_on_each_machine(counts: list[int], count: int) -> None:
+    ranks = iter(range(sum(counts)))
+    machines = [[next(ranks) for _ in range(number)] for number in counts]
+    bounds = [borders(count, torch.float32, number) for number in counts]
+    found = segments(0, bounds, machines)
+    covered = [index for segment in found for index in range(segment.start, segment.stop)]
+    assert covered == list(range(count))
+    for segment in found:
+        for edges, owner, members in zip(bounds, segment.owners, machines, strict=True):
+            place = members.index(owner)
+            assert edges[place] <= segment.start < segment.stop <= edges[place + 1]
+
+
+def test_a_checkpoint_travels_without_pickle() -> None:
+    content = {
+        "model": {"weight": torch.randn(3, 4), "empty": torch.empty(0, 2), "half": torch.ones(2).bfloat16()},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"betas": (0.9, 0.99), "lr": 1e-3}]},
+        "text": "epoch",
+        "nothing": None,
+    }
+    again = unpack(pack(content))
+    assert again["optimizer"]["param_groups"] == content["optimizer"]["param_groups"]
+    assert again["text"] == "epoch" and again["nothing"] is None
+    for name, value in content["model"].items():
+        assert again["model"][name].dtype == value.dtype
+        assert torch.equal(again["model"][name], value)
+    assert torch.equal(again["optimizer"]["state"][0]["step"], torch.tensor(3.0))
+
+
+# -- connections -----------------------------------------------------------------------------------------------------
+
+
+def pair() -> tuple[TcpConnection, TcpConnection]:
+    left, right = socket.create_connection, None
+    server = socket.create_server(("127.0.0.1", 0))
+    left = socket.create_connection(server.getsockname())
+    right, _ = server.accept()
+    server.close()
+    return TcpConnection(left, "left", 5.0), TcpConnection(right, "right", 5.0)
+
+
+def test_frames_of_any_length_arrive_in_order() -> None:
+    left, right = pair()
+    here, there = TcpConnections({0: left}), TcpConnections({0: right})
+    sent = [b"", b"x", b"y" * 70_000, b"z" * 20_000_000, b"end"]
+    for payload in sent:
+        left.send(FrameKind.NOTES, payload)
+    until = time.monotonic() + 20.0
+    while len(right.frames) < len(sent) and time.monotonic() < until:
+        here.move(0.01)
+        there.move(0.01)
+    assert [payload for _, payload in right.frames] == sent
+    here.close()
+    there.move(0.5)
+    assert not right.open and right.ended
+
+
+@pytest.mark.parametrize("damage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", None])
+def test_what_is_no_frame_is_refused(damage: bytes | None) -> None:
+    left, right = pair()
+    if damage is None:
+        left.send(FrameKind.NOTES, b"some words")
+        text = bytearray(right.connection.recv(1000))
+        text[-1] ^= 1
+        damage = bytes(text)
+    left.connection.send(damage)
+    time.sleep(0.05)
+    with pytest.raises(TeamError, match=r"not a frame|damaged"):
+        right.pull()
+    left.close()
+    right.close()
+
+
+def meet(tokens: list[bytes], patience: float = 5.0) -> list[TcpConnections | Exception]:
+    """Leads on this machine that know these tokens."""
+    ports: dict[int, int] = {}
+    results: list[TcpConnections | Exception] = [JoinError("nothing")] * len(tokens)
+
+    def find(other: int) -> int:
+        until = time.monotonic() + 5.0
+        while other not in ports and time.monotonic() < until:
+            time.sleep(0.005)
+        return ports[other]
+
+    def lead(index: int) -> None:
+        try:
+            connections = connect(
+                index, ["127.0.0.1"] * len(tokens), tokens[index], ports.__setitem__, find, (patience, 5.0)
+            )
+            compare_clocks(connections, index, 5.0)
+            results[index] = connections
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=lead, args=(index,)) for index in range(len(tokens))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_leads_are_wired_to_all_others() -> None:
+    for index, connections in enumerate(meet([b"token"] * 4)):
+        assert isinstance(connections, TcpConnections), connections
+        assert list(connections.connections) == [other for other in range(4) if other != index]
+        connections.close()
+
+
+def test_who_does_not_know_the_key_stays_outside() -> None:
+    key = "ab" * 32
+    token = with_key(b"token", key)
+    assert token != b"token"
+    results = meet([token, b"token"], patience=1.0)
+    assert all(isinstance(result, JoinError) for result in results), results

@@ -1,0 +1,182 @@
+"""Links between machines: in order, each once, whole, also when connections break; and only for members."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+from helpers.hosts import Proxy
+
+from paceline.errors import UsageError
+from paceline.transport.keys import Keys, check_key, demand_key, key_of_run, new_key
+from paceline.transport.zmq_links import CHUNK, CurveAuth, LinkReceiver, LinkSender, RejectCounter
+
+RUN = "some-run"
+
+
+class Pair:
+    """A sender and a receiver, with a proxy in between."""
+
+    def __init__(self, key: str | None = None, window: int = 4 * CHUNK, sender_key: str | None = "same") -> None:
+        self.context: Any = zmq.Context()
+        self.said: list[str] = []
+        self.refusals = RejectCounter(self.said.append)
+        self.came: list[tuple[int, bytes, bytes | None]] = []
+        self.receiver = LinkReceiver(self.context, "bulk", self.refusals, self._take)
+        keys = None if key is None else Keys.of(key, RUN)
+        self.door = None if keys is None else CurveAuth(self.context, keys)
+        port = self.receiver.bind("127.0.0.1", keys)
+        self.receiver.open(RUN, [1])
+        self.proxy = Proxy(("127.0.0.1", port))
+        mine = keys if sender_key == "same" else None if sender_key is None else Keys.of(sender_key, RUN)
+        self.other: Any = zmq.Context()
+        self.sender = LinkSender(self.other, "bulk", 1, RUN, mine, window)
+        self.sender.connect("127.0.0.1", self.proxy.port)
+
+    def _take(self, machine: int, message: bytes, payload: Any) -> None:
+        if message == b"bad":
+            raise ValueError("what nobody wants")
+        self.came.append((machine, message, None if payload is None else bytes(payload)))
+
+    def turn(self) -> None:
+        self.sender.renew(0.5)
+        self.sender.read_monitor()
+        self.sender.read()
+        self.receiver.read()
+        self.receiver.read_monitor()
+        self.receiver.count_strangers()
+        if self.door is not None:
+            self.door.read()
+        time.sleep(0.001)
+
+    def until(self, over: Callable[[], bool], seconds: float = 10.0) -> bool:
+        end = time.monotonic() + seconds
+        while not over() and time.monotonic() < end:
+            self.turn()
+        return over()
+
+    def close(self) -> None:
+        self.proxy.close()
+        self.sender.close()
+        self.receiver.close()
+        if self.door is not None:
+            self.door.close()
+        self.context.destroy(0)
+        self.other.destroy(0)
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., Pair]]:
+    made: list[Pair] = []
+
+    def make(*arguments: Any, **options: Any) -> Pair:
+        made.append(Pair(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_all_comes_in_order_and_once(pair: Callable[..., Pair], keyed: bool) -> None:
+    link = pair(new_key() if keyed else None)
+    for number in range(20):
+        link.sender.send(str(number).encode(), bytes([number]) * 1000)
+    assert link.until(lambda: link.sender.idle and len(link.came) == 20)
+    assert link.came == [(1, str(n).encode(), bytes([n]) * 1000) for n in range(20)]
+    assert not link.refusals
+
+
+def test_what_was_lost_with_a_connection_comes_again(pair: Callable[..., Pair]) -> None:
+    link = pair()
+    link.proxy.delay = 0.01  # so that there is always something under way
+    sent = drops = 0
+    while len(link.came) < 60:
+        while link.sender.room > 0 and sent < 60:
+            link.sender.send(str(sent).encode(), bytes(CHUNK // 8))
+            sent += 1
+        link.turn()
+        if len(link.came) >= 12 * (drops + 1) and drops < 4:  # in the middle of what is under way
+            drops += link.proxy.drop()
+    assert link.until(lambda: link.sender.idle)
+    assert drops == 4
+    assert link.sender.again > 0
+    assert [int(message) for _, message, _ in link.came] == list(range(60))
+
+
+def test_damage_is_noticed_and_mended(pair: Callable[..., Pair]) -> None:
+    link = pair()
+    link.sender.send(b"first")
+    assert link.until(lambda: link.sender.idle)
+    link.proxy.corrupt = 0.2
+    for number in range(40):
+        link.sender.send(str(number).encode(), bytes(50_000))
+        link.turn()
+    link.until(lambda: link.proxy.corrupted > 5, 3.0)
+    link.proxy.corrupt = 0.0
+    assert link.until(lambda: link.sender.idle, 20.0)
+    assert link.proxy.corrupted > 0
+    assert [int(message) for _, message, _ in link.came[1:]] == list(range(40))
+    assert all(payload == bytes(50_000) for _, _, payload in link.came[1:])
+
+
+def test_a_slow_reader_bounds_what_is_under_way(pair: Callable[..., Pair]) -> None:
+    link = pair(window=2 * CHUNK)
+    link.receiver.read = lambda most=8: None  # type: ignore[method-assign]
+    sent = 0
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        if link.sender.room > 0:
+            link.sender.send(b"x", bytes(CHUNK))
+            sent += 1
+        link.turn()
+    assert sent <= 3
+
+
+def test_what_the_reader_refuses_is_counted_and_does_not_come_again(pair: Callable[..., Pair]) -> None:
+    link = pair()
+    link.sender.send(b"bad")
+    link.sender.send(b"good")
+    assert link.until(lambda: link.sender.idle)
+    assert [message for _, message, _ in link.came] == [b"good"]
+    assert link.refusals == {"what nobody wants": 1}
+    assert len(link.said) == 1
+
+
+@pytest.mark.parametrize("other", [None, "0" * 64])
+def test_whoever_has_not_the_key_is_refused_and_counted(pair: Callable[..., Pair], other: str | None) -> None:
+    link = pair(new_key(), sender_key=other)
+    link.sender.send(b"let me in")
+    assert link.until(lambda: link.refusals["not a member"] >= 1)
+    assert not link.until(lambda: bool(link.came), 0.5)
+
+
+def test_keys_belong_to_their_run_and_are_checked() -> None:
+    key = new_key()
+    assert check_key(key) == key
+    assert Keys.of(key, "a") != Keys.of(key, "b")
+    assert Keys.of(key, "a") == Keys.of(key, "a")
+    assert Keys.of(key, "a").server != Keys.of(key, "a").client
+    for wrong in ("", "abc", "g" * 64, key.upper() + "0"):
+        with pytest.raises(UsageError, match="64 hexadecimal digits") as caught:
+            check_key(wrong)
+        assert not wrong or wrong not in str(caught.value)
+
+
+def test_the_key_comes_from_the_launcher_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = new_key(), new_key()
+    monkeypatch.delenv("PACELINE_KEY", raising=False)
+    assert key_of_run(None) is None
+    monkeypatch.setenv("PACELINE_KEY", second)
+    assert (key_of_run(first), key_of_run(None)) == (first, second)
+
+
+def test_without_a_key_there_is_only_loopback() -> None:
+    demand_key(None, ["127.0.0.1", "127.0.0.1"])
+    demand_key(new_key(), ["10.0.0.1", "10.0.0.2"])
+    with pytest.raises(UsageError, match="paceline key"):
+        demand_key(None, ["10.0.0.1", "10.0.0.2"])
