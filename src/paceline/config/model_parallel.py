@@ -1,0 +1,166 @@
+"""Strategies that split the model over workers."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from paceline.config.checks import listed
+from paceline.config.data_parallel import AllReduce
+from paceline.config.strategy import Strategy, parse_strategy
+from paceline.errors import UsageError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-2p")
+SHARED_SCHEDULES = ("gpipe", "1f1b")
+"""Those under which several workers may share a stage."""
+NORMS = ("batch", "microbatch")
+
+
+class Pipeline(Strategy, frozen=True, kw_only=True):
+    """The model is cut between its layers; microbatches of every batch follow each other through the parts."""
+
+    spec: ClassVar[str] = "pipeline"
+    stages: int
+    microbatches: int = 8
+    schedule: str = "1f1b"
+    chunks: int = 2
+    """Of the model on each device, where the schedule is interleaved."""
+    norm: str = "batch"
+    """What batch norm layers take their statistics of; a `batch` is then not cut into microbatches."""
+    replicas: str = ""
+    """Workers of each stage, as in `1+2`: those of one stage share its microbatches. One each if not given."""
+
+    def __post_init__(self) -> None:
+        _split_checked(self, "stages", "microbatches", "chunks")
+        _pipeline_checked(self, self.stages)
+        _replicas_checked(self)
+
+    @property
+    def by_stage(self) -> tuple[int, ...]:
+        """How many workers each stage has."""
+        return tuple(map(int, self.replicas.split("+"))) if self.replicas else (1,) * self.stages
+
+    @property
+    def shared(self) -> bool:
+        """Whether some stage has several workers."""
+        return max(self.by_stage) > 1
+
+
+class Tensor(Strategy, frozen=True, kw_only=True):
+    """The model is cut inside its layers."""
+
+    spec: ClassVar[str] = "tensor"
+    degree: int
+
+    def __post_init__(self) -> None:
+        _split_checked(self, "degree")
+
+
+class Mesh(Strategy, frozen=True, kw_only=True):
+    """Replicas that are split themselves, and a data-parallel strategy between them."""
+
+    spec: ClassVar[str] = "mesh"
+    data: int
+    pipeline: int = 1
+    tensor: int = 1
+    microbatches: int = 8
+    schedule: str = "1f1b"
+    chunks: int = 2
+    norm: str = "batch"
+    sync: str = "all-reduce"
+    """Between replicas: all-reduce, or a parameter server under any policy."""
+
+    def __post_init__(self) -> None:
+        _split_checked(self, "data", "pipeline", "tensor", "microbatches", "chunks")
+        _pipeline_checked(self, self.pipeline)
+        if self.sync.partition(":")[0] != AllReduce.spec and isinstance(
+            parse_strategy(self.sync), Pipeline | Tensor | Mesh
+        ):
+            raise UsageError(
+                f"sync of strategy 'mesh' is '{self.sync}'; between replicas it must be 'all-reduce' or a policy of a "
+                "parameter server, such as 'k-sync:k=1'"
+            )
+
+
+def _split_checked(strategy: Strategy, *names: str) -> None:
+    for name in names:
+        value = getattr(strategy, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(
+                f"option '{name}' of strategy '{strategy.spec}' is {value!r}; it must be a whole number of at least 1"
+            )
+
+
+def _pipeline_checked(strategy: Pipeline | Mesh, stages: int) -> None:
+    for name, allowed in (("schedule", SCHEDULES), ("norm", NORMS)):
+        value = getattr(strategy, name)
+        if value not in allowed:
+            raise UsageError(
+                f"option '{name}' of strategy '{strategy.spec}' is '{value}'; it must be {listed(allowed)}"
+            )
+    if strategy.schedule == "interleaved" and strategy.microbatches % stages:
+        raise UsageError(
+            f"an interleaved pipeline of {stages} stages has {strategy.microbatches} microbatches; it must be a "
+            "multiple of the stages"
+        )
+
+
+def _replicas_checked(pipeline: Pipeline) -> None:
+    if not pipeline.replicas:
+        return
+    said = f"option 'replicas' of strategy 'pipeline' is {pipeline.replicas!r}"
+    counts = str(pipeline.replicas).split("+")
+    if len(counts) != pipeline.stages or not all(re.fullmatch("[1-9][0-9]{0,5}", count) for count in counts):
+        example = "+".join(["1"] * (pipeline.stages - 1) + ["2"])
+        raise UsageError(
+            f"{said}; it must be how many workers each of the {pipeline.stages} stages has, at least 1, as in {example}"
+        )
+    most = max(pipeline.by_stage)
+    if most > 1 and pipeline.schedule not in SHARED_SCHEDULES:
+        raise UsageError(
+            f"{said}, but under the schedule '{pipeline.schedule}' a stage has one worker; several share one under "
+            f"{listed(SHARED_SCHEDULES)}"
+        )
+    if most > pipeline.microbatches:
+        raise UsageError(
+            f"{said}, but {most} workers cannot share {pipeline.microbatches} microbatch"
+            f"{'es' * (pipeline.microbatches > 1)}; write microbatches={most} or more"
+        )
+
+
+def workers_of(strategy: Strategy) -> int | None:
+    """How many workers a strategy that splits the model needs; None where any number will do."""
+    match strategy:
+        case Pipeline():
+            return sum(strategy.by_stage)
+        case Tensor():
+            return strategy.degree
+        case Mesh():
+            return strategy.data * strategy.pipeline * strategy.tensor
+    return None
+
+
+def between_replicas(strategy: Strategy, workers: int) -> tuple[Strategy, int]:
+    """What a team does between its replicas, and how many there are of so many workers."""
+    if isinstance(strategy, Mesh):
+        return parse_strategy(strategy.sync), strategy.data
+    return strategy, 1 if isinstance(strategy, Pipeline | Tensor) else workers
+
+
+def check_workers(strategy: Strategy, workers: int) -> None:
+    """Refuse a team of the wrong size for its strategy, with what would do."""
+    needed = workers_of(strategy)
+    if needed is None or needed == workers:
+        return
+    if isinstance(strategy, Pipeline) and strategy.shared:
+        raise UsageError(
+            f"'{strategy}' needs {needed} workers, as its replicas add up to that; this team has {workers}: start "
+            f"{needed} workers, or write other replicas"
+        )
+    what = {"pipeline": "stages", "tensor": "degree"}.get(strategy.spec)
+    advice = f"start {needed} workers"
+    if what is not None and workers > 1:
+        advice += f", or write {strategy.spec}:{what}={workers}"
+    if what is not None and needed > 1 and workers % needed == 0:
+        advice += f", or mesh:data={workers // needed},{strategy.spec}={needed}"
+    raise UsageError(f"'{strategy}' needs {needed} workers, one for each part; this team has {workers}: {advice}")
