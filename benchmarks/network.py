@@ -115,7 +115,7 @@ def all_reduce(team: Any) -> tuple[int, Callable[[], None]]:
     from paceline.bench.workloads import WORKLOADS
     from paceline.parameters.gradients import Gradients
     from paceline.parameters.layout import Layout
-    from paceline.strategies.machines_reduction import MachinesReduction
+    from paceline.parameters.machines_reduction import MachinesReduction
     from paceline.transport import BarrierKind
 
     members = team._members

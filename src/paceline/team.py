@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.cluster.checkpoints import newest_checkpoint
+from paceline.cluster.event_forwarding import EventForwarding
 from paceline.cluster.membership import Members, come_together
 from paceline.cluster.process import import_compiler_late, keep_freed_memory
 from paceline.config import (
@@ -44,7 +45,6 @@ from paceline.policies import POLICIES, make_policy
 from paceline.strategies import PROFILING, SINGLE, Make, Options, Trainer, TrainerContext, load, trainer_of
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
-from paceline.strategies.event_forwarding import EventForwarding
 from paceline.strategies.mesh_factory import is_whole
 from paceline.strategies.stopwatch import BackwardTimer, Stopwatch
 from paceline.transport import BarrierKind

@@ -136,10 +136,10 @@ def test_what_is_no_frame_is_refused(damage: bytes | None) -> None:
     left, right = pair()
     if damage is None:
         left.send(FrameKind.NOTES, b"some words")
-        text = bytearray(right.connection.recv(1000))
+        text = bytearray(right.socket.recv(1000))
         text[-1] ^= 1
         damage = bytes(text)
-    left.connection.send(damage)
+    left.socket.send(damage)
     time.sleep(0.05)
     with pytest.raises(TeamError, match=r"not a frame|damaged"):
         right.pull()

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from paceline.collectives import algorithms
 from paceline.collectives.channels import MailChannel
+from paceline.collectives.gloo import open_gloo
 from paceline.collectives.group import Group, StoreExchange
 from paceline.collectives.op_queue import OpQueue
 from paceline.collectives.operation import Op
@@ -51,7 +52,7 @@ class HierarchicalGroup:
         exchange = StoreExchange(inside, here.index(rank), len(here), timeouts)
         self.group = Group(here.index(rank), len(here), exchange, timeouts, say)
         limit = datetime.timedelta(seconds=timeouts.barrier)
-        self.gloo: Any = ProcessGroupGloo(PrefixStore("between", store), rank, self.size, limit)
+        self.gloo = open_gloo(PrefixStore("between", store), rank, self.size, None, limit)
         exchange.forget()
         self._channel = _MachineChannel(rank, self.size, here, self.group, self.gloo)
         self.lane = OpQueue(self, self.group.board.fail)

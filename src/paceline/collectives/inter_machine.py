@@ -90,8 +90,7 @@ class InterMachineReduce:
         store = PrefixStore(f"between/{next(members.numbers)}/{name}", members.store)
         patience = datetime.timedelta(seconds=max(timeouts.join, timeouts.barrier))
         host = members.hosts[members.machine]
-        self._gloo = open_gloo(store, self._index[members.rank], len(ranks), host, patience)
-        self._gloo._set_default_timeout(self._limit)
+        self._gloo = open_gloo(store, self._index[members.rank], len(ranks), host, patience, self._limit)
         self.order = list(range(len(machines))) if order is None else order
         """Of the machines around the ring."""
         self.links: LinkMatrix | None = None

@@ -19,13 +19,12 @@ from torch import distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.cluster.membership import Members, current
-from paceline.collectives.gloo import open_gloo
+from paceline.cluster.membership import Members
+from paceline.collectives.gloo import init_default_group, open_gloo
 from paceline.errors import TeamError, UsageError
 from paceline.transport import BarrierKind
 from paceline.transport.peer_memory import bytes_of
 
-_BACKEND = "paceline-gloo"
 _ROLL_CALL = 15.0
 """Seconds that others have to come and say that they, too, have lost a connection."""
 
@@ -40,12 +39,12 @@ class WorldGroup:
         self._own = not distributed.is_initialized()
         """Whether torch's default group is ours to end."""
         timeouts = members.barrier.timeouts
-        self._limit = datetime.timedelta(seconds=0.9 * timeouts.barrier)
+        limit = datetime.timedelta(seconds=0.9 * timeouts.barrier)
         patience = datetime.timedelta(seconds=max(timeouts.join, timeouts.barrier))
         assert members.store is not None  # through which the machines found each other
         store = PrefixStore(f"everybody/{next(members.numbers)}", members.store)
         if self._own:
-            self._open_torch(device, PrefixStore("torch", store), patience)
+            init_default_group(device, PrefixStore("torch", store), self.rank, self.size, patience)
         elif (distributed.get_rank(), distributed.get_world_size()) != (self.rank, self.size):
             raise UsageError(
                 f"torch's default process group has {distributed.get_world_size()} members and this is number "
@@ -56,19 +55,9 @@ class WorldGroup:
         # On CPUs what is exchanged goes another way than through torch's group, which could not be let go of.
         self._gloo: Any = None
         if device.type == "cpu":
-            self._gloo = open_gloo(
-                PrefixStore("gloo", store), self.rank, self.size, members.hosts[members.machine], patience
-            )
-            self._gloo._set_default_timeout(self._limit)
+            host = members.hosts[members.machine]
+            self._gloo = open_gloo(PrefixStore("gloo", store), self.rank, self.size, host, patience, limit)
         self.open = True
-
-    def _open_torch(self, device: torch.device, store: Any, patience: datetime.timedelta) -> None:
-        backend = distributed.get_default_backend_for_device(device)
-        if device.type == "cpu":
-            backend = _BACKEND
-            if backend.upper() not in distributed.Backend._plugins:
-                distributed.Backend.register_backend(backend, _create, devices=["cpu"])
-        distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
 
     # -- exchanging --------------------------------------------------------------------------------------------------
 
@@ -136,10 +125,3 @@ class WorldGroup:
         if self._own and distributed.is_initialized():
             distributed.destroy_process_group()
         self._own = False
-
-
-def _create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-    """What torch.distributed calls for its default group, and for those that a script makes besides."""
-    members = current()
-    assert members is not None  # a team has come together before it trains
-    return open_gloo(store, rank, size, members.hosts[members.machine], timeout)

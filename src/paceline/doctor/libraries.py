@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import importlib.metadata
 import importlib.util
@@ -52,11 +53,12 @@ def gloo() -> Finding:
 
     if not dist.is_available() or not dist.is_gloo_available():
         return limits("gloo", "this torch has none", "all-reduce over machines needs a torch with gloo")
+    from paceline.collectives.gloo import open_gloo
+
     try:
         with tempfile.TemporaryDirectory() as scratch:
             store = dist.FileStore(str(Path(scratch) / "store"), 1)  # type: ignore[attr-defined]
-            kind: Any = dist.ProcessGroupGloo
-            group = kind(store, 0, 1)
+            group = open_gloo(store, 0, 1, None, datetime.timedelta(seconds=30))
             group.allreduce([torch.ones(4)]).wait()
             del group, store
     except RuntimeError as error:

@@ -21,7 +21,7 @@ import zmq
 
 from paceline import events
 from paceline.errors import JoinError, TeamError
-from paceline.relay.event_streams import EventStreams
+from paceline.events.forwarding import StreamForwarder
 from paceline.relay.messages import (
     Chunk,
     EventLines,
@@ -156,7 +156,7 @@ class Relay:
         }
         self._control = self._senders["control"]
         self._transfers = TransferManager(config, memories, self._control, self._senders["bulk"])
-        self._streams = EventStreams(config, self._me == HOME)
+        self._streams = StreamForwarder(config.folder, self._me, config.ranks)
         self._words = SharedFlags(memories[3], config.room)
         # Until the coordinator has counted, and a beat has brought its number here.
         self._words.present = sum(map(len, config.ranks))
@@ -332,7 +332,7 @@ class Relay:
         if joins:
             self._where[who] = self._me
             self._transfers.adopt(who)
-            self._streams.move(who, self._me)
+            self._streams.assign(who, self._me)
         self._near[who] = near = _LocalConnection(who, connection)
         self._came = True
         self._watch(connection.descriptor, lambda: self._hear(near))
@@ -397,7 +397,7 @@ class Relay:
     def _left(self, near: _LocalConnection) -> None:
         """One of this machine has gone."""
         if not near.bye:
-            self._streams.lost(near.who)
+            self._streams.worker_lost(near.who)
         self._part(near)
         if self._me == HOME:
             self._rise(near.who)
@@ -575,7 +575,7 @@ class Relay:
             case RelayDone():
                 self._finished.add(machine)
             case EventLines():
-                self._streams.take(machine, message.name, message.text)
+                self._streams.append(machine, message.name, message.text)
 
     def _take_beat(self, machine: int, message: Ping | Pong) -> None:
         now = time.perf_counter()
@@ -595,7 +595,7 @@ class Relay:
         message = _from_worker.decode(envelope.data)
         if isinstance(message, Hello) and message.joins and self._may_join(envelope.who):
             self._where[envelope.who] = machine
-            self._streams.move(envelope.who, machine)
+            self._streams.assign(envelope.who, machine)
         if self._where.get(envelope.who) != machine:
             raise ValueError("words of another machine's worker")
         if envelope.who >= 0:
@@ -626,7 +626,7 @@ class Relay:
         """What this machine's processes have recorded, to the run's folder at home; times are home's there."""
         if HOME not in self._clocks or HOME in self._over:
             return  # at home, or home's clock is not known yet
-        for name, text in self._streams.more(self._clocks[HOME][1]):
+        for name, text in self._streams.new_lines(self._clocks[HOME][1]):
             self._control[HOME].send(_encode(EventLines(name, text)))
 
     def close(self) -> None:

@@ -28,11 +28,11 @@ from paceline.events import Reduce, Update, Wait
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout
+from paceline.parameters.machines_reduction import MachinesReduction
 from paceline.parameters.reduction import CollectiveReduction, Reduction, SharedReduction, together
 from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.strategies.base import Options, Trainer, TrainerContext
-from paceline.strategies.machines_reduction import MachinesReduction
 from paceline.strategies.optimizer_patch import OptimizerPatch, own_parameters, own_state, zero_grad
 from paceline.strategies.step_table import StepAgreement, StepTable
 from paceline.transport import BarrierKind, MachinesBarrier

@@ -26,12 +26,12 @@ from paceline.cluster.servers import Start, start_servers
 from paceline.config import AllReduce
 from paceline.errors import JoinError, TeamError, UsageError, names
 from paceline.events import Lost, Reduce, Roster
+from paceline.parameters.elastic_reduction import ElasticReduction, shard_owner
 from paceline.parameters.reduction import CHUNK, Weights, together, weighted_sum
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.strategies.all_reduce import AllReduceTrainer
 from paceline.strategies.base import Options, TrainerContext
-from paceline.strategies.elastic_reduction import ElasticReduction, owner
 from paceline.strategies.step_table import StepAgreement
 from paceline.transport import BarrierKind
 from paceline.transport.futex import FutexArray
@@ -94,7 +94,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
     def _owner(self, shard: int) -> int:
         """Who has it on this machine."""
         here = self._members.machines[self._members.machine]
-        return owner([rank for rank in here if rank not in self._gone], shard, self._cuts)
+        return shard_owner([rank for rank in here if rank not in self._gone], shard, self._cuts)
 
     # -- setting up --------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from paceline.parameters.step_snapshot import StepSnapshot
 from paceline.parameters.versions import Versions
 from paceline.parameters.whole import WholeOptimizer
 from paceline.policies import make_policy
+from paceline.relay.launch import TransferLayout, open_relay
 from paceline.server.client import ServerClient
 from paceline.server.flags import SharedFlags
 from paceline.server.messages import (
@@ -58,7 +59,6 @@ from paceline.strategies.base import Options, Trainer, TrainerContext
 from paceline.strategies.cancellation import CancelHooks, StepCancelledError, release_scaler
 from paceline.strategies.leasing import Leases
 from paceline.strategies.optimizer_patch import OneCycleClamp, OptimizerPatch, own_parameters, own_state, zero_grad
-from paceline.strategies.transfer_layout import TransferLayout, open_relay
 from paceline.transport import BarrierKind, Memory
 from paceline.transport.unix_connection import new_address
 

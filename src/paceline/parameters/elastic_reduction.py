@@ -19,7 +19,7 @@ from paceline.parameters.layout import Layout
 from paceline.parameters.reduction import SharedReduction, Weights
 
 
-def owner(ranks: Sequence[int], shard: int, shards: int) -> int:
+def shard_owner(ranks: Sequence[int], shard: int, shards: int) -> int:
     """Which of these ranks has a shard."""
     return ranks[shard * len(ranks) // shards]
 
@@ -68,7 +68,7 @@ class ElasticReduction:
 
     def _cut(self, machines: Sequence[Sequence[int]]) -> list[ReduceSegment]:
         """Stretches of whole shards with the same owner on each machine, of which this worker is one."""
-        owners = [[owner(ranks, shard, self._shards) for ranks in machines] for shard in range(self._shards)]
+        owners = [[shard_owner(ranks, shard, self._shards) for ranks in machines] for shard in range(self._shards)]
         found = []
         for own, run in itertools.groupby(range(self._shards), lambda shard: owners[shard]):
             shards = list(run)

@@ -1,0 +1,118 @@
+"""Forwards the event streams of a machine to the run's folder on rank 0's machine, line by line.
+
+Every process records on its own machine. A `StreamForwarder` reads the lines that were added since the last look,
+shifts their times to the clock of rank 0's machine, and there appends them to the same stream. How the lines travel is
+the caller's: parameter servers send them through the relays, all-reduce teams on the barrier's connections.
+
+Ray's agents do not use it: their code is sent to the nodes by value, imports nothing of ours, and copies whole files
+of any kind (`cluster.file_sync`); the driver's machine and a node share no clock there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from paceline.events.recorder import folder_of
+
+FIRST = 0
+"""The number of rank 0's machine, where the run's folder is."""
+_START = re.compile(rb'"start":(-?[0-9.]+(?:e[-+]?[0-9]+)?)')
+_PIECE = 1 << 17
+"""Bytes of a stream that are read, and sent, at once."""
+_LEAVE = b'"event":"leave"'
+
+
+class StreamForwarder:
+    """One machine's end of the forwarding: the sender, or on rank 0's machine the receiver."""
+
+    def __init__(
+        self, folder: str | None, machine: int, machines: Sequence[Sequence[int]], only: Sequence[int] | None = None
+    ) -> None:
+        """folder: of the run, None if nothing is recorded. machines: the ranks on each of them.
+
+        only: the ranks whose streams are sent from here; by default those of all processes of this machine.
+        """
+        self._machine, self._only = machine, only
+        self._folder = None if folder is None else folder_of(Path(folder), machine) / "streams"
+        self._offsets: dict[str, int] = {}
+        """By stream, the bytes that were sent."""
+        self._open = {str(rank) for rank in machines[machine]}
+        """Workers of this machine that have not recorded that they leave."""
+        self._machine_of = {f"relay-{index}": index for index in range(len(machines))}
+        self._machine_of |= {str(rank): index for index, ranks in enumerate(machines) for rank in ranks}
+        self._names: list[str] = []
+        """Streams that are sent from here."""
+        if only is not None:
+            self._names = [str(rank) for rank in only]
+        elif self._folder is not None:
+            self._names = [name for name, index in self._machine_of.items() if index == machine]
+
+    @property
+    def _sends(self) -> bool:
+        return self._folder is not None and self._machine != FIRST
+
+    @property
+    def complete(self) -> bool:
+        """True if all workers of this machine have written their last line."""
+        return not self._sends or not self._open
+
+    def worker_lost(self, rank: int) -> None:
+        """Expects no more lines from this worker."""
+        self._open.discard(str(rank))
+
+    def assign(self, rank: int, machine: int) -> None:
+        """Expects a worker that joins to record on this machine, wherever its rank was before."""
+        name = str(rank)
+        before = self._machine_of.get(name)
+        self._machine_of[name] = machine
+        if machine == self._machine:
+            self._open.add(name)
+            if self._folder is not None and name not in self._names:
+                self._names.append(name)
+        elif before == self._machine and name in self._names:
+            self._names.remove(name)
+
+    def new_lines(self, ahead: float) -> Iterator[tuple[str, bytes]]:
+        """Whole lines added since the last call, by stream; `ahead`, in seconds, is added to their times."""
+        if self._folder is None or not self._sends:
+            return
+        for name in self._names:
+            path = self._folder / f"{name}.jsonl"
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(name, 0))
+                while text := file.read(_PIECE):
+                    whole = text[: text.rfind(b"\n") + 1]
+                    if not whole:
+                        break
+                    self._offsets[name] = self._offsets.get(name, 0) + len(whole)
+                    file.seek(self._offsets[name])
+                    if _LEAVE in whole:
+                        self._open.discard(name)
+                    yield name, _START.sub(lambda match: b'"start":%.9f' % (float(match[1]) + ahead), whole)
+
+    def append(self, machine: int, name: str, text: bytes) -> None:
+        """Appends lines from another machine to their stream; ValueError if they are not that machine's."""
+        if self._machine != FIRST or self._machine_of.get(name) != machine:
+            raise ValueError("events of another machine")
+        if self._folder is not None:
+            with (self._folder / f"{name}.jsonl").open("ab") as file:
+                file.write(text)
+
+    def remove(self) -> None:
+        """Removes from this machine the streams that have been sent."""
+        if self._folder is None or not self._sends:
+            return
+        if self._only is None:
+            shutil.rmtree(self._folder.parent, ignore_errors=True)
+            return
+        for name in self._names:
+            (self._folder / f"{name}.jsonl").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other workers' streams are still there
+            self._folder.rmdir()
+            self._folder.parent.rmdir()
