@@ -43,7 +43,7 @@ class SplitModel:
         self.barrier = ReplicaBarrier(self._members, coord, context.say) if coord.shape.replica > 1 else None
         self._stages = None
         if coord.shape.pipeline > 1 and self.barrier is not None:
-            self._stages = Stages(model, optimizer, context, self.barrier.members, coord, version, inside)
+            self._stages = Stages(model, context, self.barrier.members, coord, version, inside)
         watch: Any = StageWatch(context.stopwatch) if self._stages is not None else context.stopwatch
         self.stopwatch: Stopwatch = watch
         if self._cutting is not None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 import torch
-from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
 from paceline.config import Mesh, Pipeline
 from paceline.events import Pass, Wait
+from paceline.pipeline.pipelined_model import PipelinedModel, PipelineWorkers
 from paceline.strategies.base import TrainerContext
 from paceline.strategies.mesh_coord import MeshCoord
-from paceline.strategies.pipeline import PipelineTrainer, _assignment, _Split
 from paceline.strategies.splitting import Inside
 from paceline.strategies.stopwatch import Stopwatch
 from paceline.transport import BarrierKind
@@ -88,13 +87,12 @@ class StageWatch:
         return 0.0, samples
 
 
-class Stages(PipelineTrainer):
+class Stages:
     """One worker's stages, in one of several replicas."""
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Optimizer,
         context: TrainerContext,
         replica: Members,
         coord: MeshCoord,
@@ -104,73 +102,49 @@ class Stages(PipelineTrainer):
         """replica: its workers by their places; inside: where each stage has several, what they have parts of."""
         mesh = context.strategy
         assert isinstance(mesh, Mesh)
-        self._spec = spec = Pipeline(
+        spec = Pipeline(
             stages=mesh.pipeline,
             microbatches=mesh.microbatches,
             schedule=mesh.schedule,
             chunks=mesh.chunks,
             norm=mesh.norm,
         )
-        self._coord, self._inside = coord, inside
-        first = coord.lead
-        events: Any = _Events(context, coord)
-        slow = {rank - first: value for rank, value in context.launch.slow.items() if rank >= first}
-        launch = msgspec.structs.replace(context.launch, slow=slow)
-        self._around = dataclasses.replace(context, members=replica, recorder=events, launch=launch)
-        self._members, self._rank, self._size = replica, coord.stage, coord.shape.pipeline
-        self._recorder, self._stopwatch = events, context.stopwatch
-        self._model, self._optimizer = model, optimizer
-        self._assignment = _assignment(spec)
-        self._version = version
-        self._steps = self._calls = self._samples = self._seed = 0
-        self._line = None
-        self._said = set()
-        self._plain_forward = model.forward
-        self._had_forward = "forward" in vars(model)
-        self._split = _Split(self._forward)
-        model.forward = self._split
-
-    @property
-    def version(self) -> int:
-        return self._version()
-
-    @version.setter
-    def version(self, _value: int) -> None:
-        raise AssertionError("versions are the mesh's")
-
-    @property
-    def _in_step(self) -> bool:
-        return self._inside is not None
-
-    def _home(self) -> Any:
-        cut = () if self._inside is None else self._inside.cutting.placements
-        return _Home(self._members, self._model, self._coord, cut)
-
-    def _line_ranks(self) -> list[int]:
-        """Those with the same part of other stages, and itself."""
-        each = self._coord.shape.tensor
-        return [stage * each + self._coord.part for stage in range(self._size)]
-
-    def _pace(self, stage: int) -> float:
-        """Of the slowest of its workers."""
-        each = self._coord.shape.tensor
-        return min(super(Stages, self)._pace(stage * each + part) for part in range(each))
+        each, slow = coord.shape.tensor, context.launch.slow
+        speeds = [
+            min(1.0 / slow[rank].factor if rank in slow else 1.0 for rank in range(first, first + each))
+            for first in range(coord.lead, coord.lead + coord.shape.replica, each)
+        ]
+        recorder: Any = _Events(context, coord)
+        cut = () if inside is None else inside.cutting.placements
+        shared_state: Any = functools.partial(_Home, replica, model, coord, cut)
+        self._model, self._inside = model, inside
+        self._pipelined = PipelinedModel(
+            model,
+            spec,
+            PipelineWorkers(
+                members=replica,
+                rank=coord.stage,
+                ranks=range(coord.part, coord.shape.replica, each),
+                speeds=speeds,
+                recorder=recorder,
+                slow_pass=context.stopwatch.slow_pass,
+                say=context.say,
+                version=version,
+                shared_state=shared_state,
+                traceable=self._traceable,
+                split_stages=inside is not None,
+            ),
+        )
 
     @contextlib.contextmanager
     def _traceable(self) -> Iterator[None]:
         with contextlib.ExitStack() as context:
-            context.enter_context(self._plain())
             if self._inside is not None:
                 context.enter_context(self._inside.cutting.bare())
                 context.enter_context(self._inside.sealed.closed())
             yield
 
     def close(self) -> None:
-        if self._line is not None:
-            self._line.group.close()
-            self._line = None
-        vars(self._model).pop("forward", None)
-        if self._had_forward:
-            self._model.forward = self._plain_forward
+        self._pipelined.close()
         for buffer in self._model.buffers():
             buffer.data = buffer.data.clone()
