@@ -79,7 +79,7 @@ def main(folder: Path, names: list[str]) -> int:
         if names and name not in names:
             continue
         with tempfile.TemporaryDirectory() as place:
-            options = "stages=2,replicas=1+3" if name == "shared" else f"stages={STAGES},schedule={name}"
+            options = "stages=2,workers=1+3" if name == "shared" else f"stages={STAGES},schedule={name}"
             spec = f"pipeline:{options},microbatches={MICROBATCHES}"
             command = [sys.executable, "-m", "paceline", "run", str(Path(__file__).resolve()), "--quiet"]
             command += ["--workers", str(STAGES), "--strategy", spec, "--name", "figure"]

@@ -98,7 +98,7 @@ def habits(team: Team | None) -> dict[str, Any]:
     return told
 
 
-SHARED = [(2, ""), (3, ",replicas=1+2"), (3, ",replicas=2+1")]
+SHARED = [(2, ""), (3, ",workers=1+2"), (3, ",workers=2+1")]
 """Workers of two stages, each with one of them or shared by several."""
 
 
@@ -154,7 +154,7 @@ def odd(team: Team | None) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("workers", "stages"), [(2, "2"), (3, "3"), (4, "3,replicas=1+2+1"), (3, "2,replicas=2+1")])
+@pytest.mark.parametrize(("workers", "stages"), [(2, "2"), (3, "3"), (4, "3,workers=1+2+1"), (3, "2,workers=2+1")])
 def test_models_of_any_shape_are_cut(workers: int, stages: str) -> None:
     plain = odd(None)
     found = run_team(odd, workers, launch=launched(f"pipeline:stages={stages},microbatches=3"))[0]
@@ -346,7 +346,7 @@ def test_dropout_draws_the_same_bits_from_the_same_seed_and_others_from_another(
     assert one[0] == one[1] == two[0]
     assert one[0][:3] != other[0][:3]
     # Nor does it matter who runs a microbatch; but gradients are summed in another order.
-    shared = run_team(dropped_out, 3, 1, launch=launched("pipeline:stages=2,microbatches=2,replicas=1+2"))
+    shared = run_team(dropped_out, 3, 1, launch=launched("pipeline:stages=2,microbatches=2,workers=1+2"))
     assert shared[0] == shared[1] == shared[2]
     assert apart(shared[0], one[0]) < 1e-5
 
@@ -393,7 +393,7 @@ def test_a_checkpoint_goes_from_any_split_to_any_other(tmp_path: Path) -> None:
         saved, 2, str(tmp_path / "last"), 2, str(tmp_path / "one"), launch=launched("pipeline:stages=2,microbatches=4")
     )[0]
     assert apart([*first, *second, *third, *fourth], whole) < 1e-5
-    shared = launched("pipeline:stages=2,microbatches=4,replicas=1+2")
+    shared = launched("pipeline:stages=2,microbatches=4,workers=1+2")
     again = run_team(saved, 3, str(tmp_path / "shared"), 2, str(tmp_path / "two"), launch=shared)[0]
     after = saved(None, str(tmp_path / "plain again"), 2, str(tmp_path / "shared"))
     assert apart([*first, *again, *after], whole[:7]) < 1e-5
@@ -543,7 +543,7 @@ def abandoned(team: Team, fault: str, path: str) -> str:
     return "went on"
 
 
-@pytest.mark.parametrize("stages", ["3", "2,replicas=1+2", "2,replicas=2+1"])
+@pytest.mark.parametrize("stages", ["3", "2,workers=1+2", "2,workers=2+1"])
 @pytest.mark.parametrize(("fault", "heard"), [("dies", "WorkerLost"), ("hangs", "TeamTimeout")])
 def test_a_stage_that_is_gone_or_stuck_is_named_in_time(fault: str, heard: str, stages: str, tmp_path: Path) -> None:
     launch = Launch(strategy=f"pipeline:stages={stages},microbatches=2", timeouts=Timeouts(barrier=2.0, join=20.0))

@@ -39,7 +39,7 @@ def losses(team: Team, kind: str, steps: int, options: dict[str, Any]) -> list[f
 @pytest.mark.parametrize("replicas", ["1+2", "2+1", "1+2+1", "2+2", "3"])
 def test_losses_are_those_of_the_plain_model(replicas: str, kind: str, schedule: str) -> None:
     counts = [int(count) for count in replicas.split("+")]
-    spec = f"pipeline:stages={len(counts)},microbatches=4,schedule={schedule},replicas={replicas}"
+    spec = f"pipeline:stages={len(counts)},microbatches=4,schedule={schedule},workers={replicas}"
     found = run_team(losses, sum(counts), kind, 20, {}, launch=launched(spec))
     assert apart(found[0], train(None, kind, 20)) < 1e-5
     assert all(other == found[0] for other in found)
@@ -48,7 +48,7 @@ def test_losses_are_those_of_the_plain_model(replicas: str, kind: str, schedule:
 @pytest.mark.parametrize("replicas", ["1+3", "3+1", "1+2+1"])
 def test_a_last_batch_that_is_too_small_for_all_leaves_some_without_work(replicas: str) -> None:
     options = {"batch": 13}  # of 40 samples: the last of every epoch is one sample, and one microbatch
-    spec = f"pipeline:stages={replicas.count('+') + 1},microbatches=5,replicas={replicas}"
+    spec = f"pipeline:stages={replicas.count('+') + 1},microbatches=5,workers={replicas}"
     found = run_team(losses, 4, "chain", 12, options, launch=launched(spec))
     assert apart(found[0], train(None, "chain", 12, **options)) < 1e-5
 
@@ -72,7 +72,7 @@ def behind(team: Team) -> tuple[list[float], list[float]]:
 
 
 def test_whoever_had_no_microbatch_still_reads_one_version() -> None:
-    found = run_team(behind, 4, launch=launched("pipeline:stages=3,microbatches=4,replicas=1+2+1"))
+    found = run_team(behind, 4, launch=launched("pipeline:stages=3,microbatches=4,workers=1+2+1"))
     assert all(one == found[0] for one in found)
     assert found[0][0] != found[0][1]
 
@@ -107,7 +107,7 @@ def accumulated(team: Team | None) -> list[float]:
 
 @pytest.mark.parametrize("replicas", ["1+2", "2+1"])
 def test_gradients_add_up_over_steps_and_are_clipped_as_one(replicas: str) -> None:
-    launch = launched(f"pipeline:stages=2,microbatches=3,replicas={replicas}")
+    launch = launched(f"pipeline:stages=2,microbatches=3,workers={replicas}")
     for found in run_team(accumulated, 3, launch=launch):
         assert apart(found, accumulated(None)) < 1e-5
 
@@ -132,7 +132,7 @@ def with_norms(team: Team | None) -> list[float]:
 
 
 def test_buffers_that_stay_as_they_are_may_be_in_a_shared_stage() -> None:
-    for found in run_team(with_norms, 3, launch=launched("pipeline:stages=2,microbatches=3,replicas=1+2")):
+    for found in run_team(with_norms, 3, launch=launched("pipeline:stages=2,microbatches=3,workers=1+2")):
         assert apart(found, with_norms(None)) < 1e-5
 
 
@@ -164,7 +164,7 @@ def refused(team: Team, case: str) -> str:
     ],
 )
 def test_what_they_would_not_agree_on_is_refused_in_one_sentence(case: str, options: str, words: str) -> None:
-    launch = launched(f"pipeline:stages=2,microbatches=4,replicas=2+2{options}")
+    launch = launched(f"pipeline:stages=2,microbatches=4,workers=2+2{options}")
     said = [one for one in run_team(refused_or_left, 4, case, launch=launch) if one]
     assert len(said) >= 2
     for message in said:
@@ -201,7 +201,7 @@ def asleep(team: Team, steps: int) -> float:
 
 def test_a_stage_that_takes_twice_as_long_is_worth_two_workers(tmp_path: Path) -> None:
     alone = run_team(asleep, 2, 5, launch=launched("pipeline:stages=2"))
-    spec = "pipeline:stages=2,replicas=1+2"
+    spec = "pipeline:stages=2,workers=1+2"
     shared = run_team(asleep, 3, 5, launch=launched(spec, folder=str(tmp_path)))
     # Of sleep alone it is 0.6 s against 1.02 s.
     assert max(shared) < 0.8 * min(alone), (shared, alone)
@@ -264,7 +264,7 @@ def test_what_a_plan_finds_can_be_run_as_it_says(tmp_path: Path) -> None:
     command = [PACELINE, "plan", "--partition", str(script), "--stages", "3", "--microbatches", "4", "--replicate"]
     told = done([*command, "--bandwidth", "10MB/s", "--figure", "cut.svg"], tmp_path)
     (line,) = lines(told.out)
-    assert line.endswith("--workers 3 --strategy pipeline:stages=2,microbatches=4,schedule=1f1b,replicas=1+2")
+    assert line.endswith("--workers 3 --strategy pipeline:stages=2,microbatches=4,schedule=1f1b,workers=1+2")
     assert "1 × 2" in told.out
     assert "worker 2" in (tmp_path / "cut.svg").read_text()
     ran = done([PACELINE, *line.split()[1:], "--name", "shared"], tmp_path)

@@ -207,37 +207,37 @@ def test_a_strategy_cannot_be_changed() -> None:
 
 def test_a_stage_has_one_worker_unless_said_otherwise() -> None:
     assert Pipeline(stages=3).by_stage == (1, 1, 1)
-    assert not Pipeline(stages=3).shared and not Pipeline(stages=2, replicas="1+1").shared
-    shared = parse_strategy("pipeline:stages=2,replicas=1+2")
+    assert not Pipeline(stages=3).shared and not Pipeline(stages=2, workers="1+1").shared
+    shared = parse_strategy("pipeline:stages=2,workers=1+2")
     assert isinstance(shared, Pipeline) and shared.shared and shared.by_stage == (1, 2)
-    assert str(shared) == "pipeline:stages=2,replicas=1+2"
+    assert str(shared) == "pipeline:stages=2,workers=1+2"
     assert parse_strategy(str(shared)) == shared
     assert workers_of(shared) == 3
 
 
-@pytest.mark.parametrize("replicas", ["2", "1+2+1", "1+0", "1+-1", "1+x", "1+", "+", "1.5+1", "1 + 2", "01+1"])
-def test_replicas_are_a_number_of_workers_for_each_stage(replicas: str) -> None:
+@pytest.mark.parametrize("workers", ["2", "1+2+1", "1+0", "1+-1", "1+x", "1+", "+", "1.5+1", "1 + 2", "01+1"])
+def test_workers_are_a_number_for_each_stage(workers: str) -> None:
     with pytest.raises(UsageError, match=r"it must be how many workers each of the 2 stages has, .* as in 1\+2$"):
-        parse_strategy(f"pipeline:stages=2,replicas={replicas}")
+        parse_strategy(f"pipeline:stages=2,workers={workers}")
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zero-bubble-2p"])
 def test_a_stage_is_shared_only_under_schedules_that_let_it(schedule: str) -> None:
     words = f"under the schedule '{schedule}' a stage has one worker; several share one under 'gpipe' or '1f1b'"
     with pytest.raises(UsageError, match=words):
-        parse_strategy(f"pipeline:stages=2,schedule={schedule},replicas=1+2")
-    parse_strategy(f"pipeline:stages=2,schedule={schedule},replicas=1+1")
+        parse_strategy(f"pipeline:stages=2,schedule={schedule},workers=1+2")
+    parse_strategy(f"pipeline:stages=2,schedule={schedule},workers=1+1")
 
 
 def test_there_is_a_microbatch_for_everybody() -> None:
     with pytest.raises(UsageError, match="3 workers cannot share 2 microbatches; write microbatches=3 or more"):
-        parse_strategy("pipeline:stages=2,microbatches=2,replicas=1+3")
+        parse_strategy("pipeline:stages=2,microbatches=2,workers=1+3")
 
 
-def test_replicas_add_up_to_the_team() -> None:
-    strategy = parse_strategy("pipeline:stages=2,replicas=1+2")
+def test_workers_of_the_stages_add_up_to_the_team() -> None:
+    strategy = parse_strategy("pipeline:stages=2,workers=1+2")
     check_workers(strategy, 3)
-    with pytest.raises(UsageError, match="needs 3 workers, as its replicas add up to that; this team has 4: start 3"):
+    with pytest.raises(UsageError, match="needs 3 workers, the sum of its option 'workers'; this team has 4: start 3"):
         check_workers(strategy, 4)
 
 

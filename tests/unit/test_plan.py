@@ -25,7 +25,7 @@ from paceline.simulate.cluster import SimulatedCluster, SimulatedLink
 from paceline.simulate.convergence import Convergence, ObservedRun, fit
 from paceline.simulate.distributions import Constant, Exponential
 from paceline.simulate.predict import simulate
-from paceline.simulate.replica import Model, parse_any
+from paceline.simulate.replica import Model
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_every_candidate_can_be_followed(workers: int, monkeypatch: pytest.Monke
     found = candidates(on, split=True)
     assert len({(one.strategy, one.servers, one.balance) for one in found}) == len(found) < 80
     for one in found:
-        strategy = parse_any(one.strategy)
+        strategy = parse_strategy(one.strategy)
         if one.runnable:
             check_workers(parse_strategy(one.strategy), workers)
         if type(strategy) in POLICIES:

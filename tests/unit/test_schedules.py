@@ -142,12 +142,12 @@ def test_a_device_that_is_slow_holds_up_those_who_share_with_it() -> None:
 
 def test_a_shared_stage_is_simulated_with_its_share_of_the_model() -> None:
     on = SimulatedCluster(workers=3, compute=Constant(12.0))
-    told, traced = simulate("pipeline:stages=2,microbatches=64,replicas=1+2", on, updates=3, trace=True)
+    told, traced = simulate("pipeline:stages=2,microbatches=64,workers=1+2", on, updates=3, trace=True)
     assert told.seconds_per_update == pytest.approx(4.0, rel=0.05)
     assert traced is not None and {event.rank for event in traced.events} == {0, 1, 2}
-    assert predict("pipeline:stages=2,replicas=1+2", on).seconds_per_update is None
-    with pytest.raises(UsageError, match="one each, or what replicas add up to"):
-        simulate("pipeline:stages=2,replicas=1+1", on, updates=3)
+    assert predict("pipeline:stages=2,workers=1+2", on).seconds_per_update is None
+    with pytest.raises(UsageError, match="one each, or the sum of the option 'workers'"):
+        simulate("pipeline:stages=2,workers=1+1", on, updates=3)
 
 
 # -- as strategies ---------------------------------------------------------------------------------------------------

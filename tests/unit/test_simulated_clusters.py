@@ -277,7 +277,7 @@ def test_nonsense_is_one_sentence(make: Any, words: str) -> None:
         ("mesh:data=3,pipeline=2", "the product"),
         ("mesh:data=4,sync=tensor:degree=2", "between replicas"),
         ("mesh:data=4,sync=k-sync:k=9", "k is 9"),
-        ("all-reduce:topology=star", "topology is 'star'"),
+        ("all-reduce:topology=star", "option 'topology' of strategy 'all-reduce' is 'star'"),
         ("k-sync:k=5", "k is 5"),
         ("groups:size=3", "size is 3"),
     ],

@@ -61,8 +61,8 @@ def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
         slack=0.02,
     )
     counts = [device.count for device in devices]
-    replicas = "+".join(map(str, counts)) if max(counts) > 1 else ""
-    spec = msgspec.structs.replace(asked, stages=len(counts), replicas=replicas)
+    workers = "+".join(map(str, counts)) if max(counts) > 1 else ""
+    spec = msgspec.structs.replace(asked, stages=len(counts), workers=workers)
     schedule = predicted(sheet, cut, devices, spec.schedule, microbatches, latency)
     formula = None if spec.shared else bubble(wish.schedule, len(cut.stages), microbatches)
     title = f"{script.name} in {len(cut.stages)} stages, {microbatches} microbatches, {wish.schedule}"
@@ -88,7 +88,7 @@ def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
     if wish.figure is not None:
         print(f"figure: {wish.figure}")
     text = f"pipeline:stages={spec.stages},microbatches={spec.microbatches},schedule={spec.schedule}"
-    text += f",replicas={spec.replicas}" if spec.shared else ""
+    text += f",workers={spec.workers}" if spec.shared else ""
     print(f"\npaceline run {script} --workers {sum(spec.by_stage)} --strategy {text}")
 
 

@@ -18,13 +18,13 @@ from rich.table import Table
 
 from paceline.cli import quantities
 from paceline.cli.clusters import with_links
-from paceline.config import Mesh, Pipeline
+from paceline.config import Mesh, Pipeline, parse_strategy
 from paceline.errors import UsageError
 from paceline.planner.choose import Choice, rank, simplest
 from paceline.planner.profile import profile
 from paceline.simulate.calibrate import Calibration, calibrate, calibration_sheet
 from paceline.simulate.convergence import Convergence, fit_runs, observed
-from paceline.simulate.replica import Model, parse_any
+from paceline.simulate.replica import Model
 
 if TYPE_CHECKING:
     from paceline.planner.learn import SplitKnowledge
@@ -234,7 +234,7 @@ def _said(model: Model, layers: int | None, activations: str | None) -> Model:
 
 def _stages(strategy: str) -> int:
     """Of a pipeline, or of one in a mesh; 1 for all others."""
-    match parse_any(strategy):
+    match parse_strategy(strategy):
         case Pipeline(stages=stages) | Mesh(pipeline=stages):
             return stages
     return 1

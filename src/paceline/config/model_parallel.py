@@ -27,18 +27,18 @@ class Pipeline(Strategy, frozen=True, kw_only=True):
     """Of the model on each device, where the schedule is interleaved."""
     norm: str = "batch"
     """What batch norm layers take their statistics of; a `batch` is then not cut into microbatches."""
-    replicas: str = ""
+    workers: str = ""
     """Workers of each stage, as in `1+2`: those of one stage share its microbatches. One each if not given."""
 
     def __post_init__(self) -> None:
         _split_checked(self, "stages", "microbatches", "chunks")
         _pipeline_checked(self, self.stages)
-        _replicas_checked(self)
+        _workers_checked(self)
 
     @property
     def by_stage(self) -> tuple[int, ...]:
         """How many workers each stage has."""
-        return tuple(map(int, self.replicas.split("+"))) if self.replicas else (1,) * self.stages
+        return tuple(map(int, self.workers.split("+"))) if self.workers else (1,) * self.stages
 
     @property
     def shared(self) -> bool:
@@ -105,11 +105,11 @@ def _pipeline_checked(strategy: Pipeline | Mesh, stages: int) -> None:
         )
 
 
-def _replicas_checked(pipeline: Pipeline) -> None:
-    if not pipeline.replicas:
+def _workers_checked(pipeline: Pipeline) -> None:
+    if not pipeline.workers:
         return
-    said = f"option 'replicas' of strategy 'pipeline' is {pipeline.replicas!r}"
-    counts = str(pipeline.replicas).split("+")
+    said = f"option 'workers' of strategy 'pipeline' is {pipeline.workers!r}"
+    counts = str(pipeline.workers).split("+")
     if len(counts) != pipeline.stages or not all(re.fullmatch("[1-9][0-9]{0,5}", count) for count in counts):
         example = "+".join(["1"] * (pipeline.stages - 1) + ["2"])
         raise UsageError(
@@ -154,8 +154,8 @@ def check_workers(strategy: Strategy, workers: int) -> None:
         return
     if isinstance(strategy, Pipeline) and strategy.shared:
         raise UsageError(
-            f"'{strategy}' needs {needed} workers, as its replicas add up to that; this team has {workers}: start "
-            f"{needed} workers, or write other replicas"
+            f"'{strategy}' needs {needed} workers, the sum of its option 'workers'; this team has {workers}: start "
+            f"{needed} workers, or change 'workers'"
         )
     what = {"pipeline": "stages", "tensor": "degree"}.get(strategy.spec)
     advice = f"start {needed} workers"

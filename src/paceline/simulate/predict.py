@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from paceline import config
-from paceline.config import Mesh, Pipeline, Strategy, Tensor, parse_strategy
+from paceline.config import AllReduce, Mesh, Pipeline, Strategy, Tensor, parse_strategy
 from paceline.errors import UsageError
 from paceline.events import Compute, Update, Wait
 from paceline.policies import POLICIES, make_policy
@@ -25,10 +25,8 @@ from paceline.simulate.engine import EventLoop
 from paceline.simulate.fast import simulate_collective, simulate_fast
 from paceline.simulate.network import Collective
 from paceline.simulate.replica import (
-    AllReduce,
     Model,
     all_reduce_seconds,
-    parse_any,
     pipeline_steps,
 )
 from paceline.simulate.result import Result, TimeShares, result
@@ -66,13 +64,13 @@ def simulate(
     if not 1 <= updates <= _MOST:
         most = "at least 1" if updates < 1 else f"at most {_MOST:,}"
         raise UsageError(f"there are {updates} updates to simulate; there must be {most}")
-    strategy = parse_any(spec)
+    strategy = parse_strategy(spec)
     asked = _Question(
         cluster, updates, seed, model or Model(), SimulatedTrace(cluster, str(spec)) if trace else None, loss
     )
     match strategy:
-        case AllReduce() | config.AllReduce():
-            told = asked.all_reduce(strategy, getattr(strategy, "topology", "auto"))
+        case AllReduce():
+            told = asked.all_reduce(strategy)
         case Pipeline():
             told = asked.pipeline(strategy)
         case Tensor():
@@ -109,9 +107,9 @@ class _Question:
         engine = EventLoop(policy, cluster, self.seed, inside=inside, trace=self.trace, loss=self.loss)
         return engine.run(self.updates, str(strategy))
 
-    def all_reduce(self, strategy: Strategy, topology: str) -> Result:
+    def all_reduce(self, strategy: AllReduce) -> Result:
         cluster = self.cluster
-        seconds = all_reduce_seconds(topology, cluster.workers, cluster.pushed, cluster.narrowest())
+        seconds = all_reduce_seconds(strategy.topology, cluster.workers, cluster.pushed, cluster.narrowest())
         seconds += cluster.update_seconds
         alone = dataclasses.replace(cluster, update_seconds=0.0, push_seconds=0.0)
         if cluster.alike and not cluster.overlap and self.trace is None:
@@ -125,7 +123,7 @@ class _Question:
         if sum(split.by_stage) != self.cluster.workers:
             raise UsageError(
                 f"strategy '{split}': it has {split.stages} stages for {self.cluster.workers} workers; it must be one "
-                "each, or what replicas add up to (for several pipelines side by side, mesh:data=…,pipeline=…)"
+                "each, or the sum of the option 'workers' (for several pipelines side by side, mesh:data=…,pipeline=…)"
             )
         return self._alone(str(split), split, split.stages, 1)
 
@@ -144,7 +142,7 @@ class _Question:
                 f"strategy '{mesh}': {mesh.data} × {mesh.pipeline} × {mesh.tensor} devices for {cluster.workers} "
                 "workers; the product must be the number of workers"
             )
-        between = parse_any(mesh.sync)
+        between = parse_strategy(mesh.sync)
         if isinstance(between, Pipeline | Tensor | Mesh):
             raise UsageError(f"strategy '{mesh}': sync is '{mesh.sync}'; it must be a data-parallel strategy")
         source = np.random.default_rng(self.seed)
@@ -170,10 +168,7 @@ class _Question:
         if self.trace is not None:
             self.trace = SimulatedTrace(whole, str(mesh))
         asked = _Question(whole, self.updates, self.seed, self.model, self.trace)
-        if isinstance(between, AllReduce | config.AllReduce):
-            told = asked.all_reduce(between, getattr(between, "topology", "auto"))
-        else:
-            told = asked.policy(between)
+        told = asked.all_reduce(between) if isinstance(between, AllReduce) else asked.policy(between)
         told.strategy = str(mesh)
         _apart(told, steps, mesh.tensor)
         return told
@@ -277,7 +272,7 @@ def _wider(link: SimulatedLink, times: int) -> SimulatedLink:
 
 def predict(spec: str | Strategy, cluster: SimulatedCluster, model: Model | None = None) -> Theory:
     """The closed forms, with which a simulation can be compared."""
-    strategy = parse_any(spec)
+    strategy = parse_strategy(spec)
     if type(strategy) in POLICIES:
         make_policy(strategy, range(cluster.workers))
     form = _FORMS.get(type(strategy))
@@ -296,9 +291,8 @@ def predict(spec: str | Strategy, cluster: SimulatedCluster, model: Model | None
 def _exchange(strategy: Strategy, cluster: SimulatedCluster) -> float | None:
     """What an update costs beside computing, of strategies that wait for all."""
     link = cluster.narrowest()
-    if isinstance(strategy, AllReduce | config.AllReduce):
-        topology = getattr(strategy, "topology", "auto")
-        return all_reduce_seconds(topology, cluster.workers, cluster.pushed, link) + cluster.update_seconds
+    if isinstance(strategy, AllReduce):
+        return all_reduce_seconds(strategy.topology, cluster.workers, cluster.pushed, link) + cluster.update_seconds
     if not isinstance(strategy, config.Sync) or cluster.per_machine > 1 or cluster.server_link or cluster.links:
         return None
     if cluster.compress not in ("none", "fp32") or cluster.push_seconds or not cluster.servers.isdecimal():
@@ -334,7 +328,7 @@ def _groups(strategy: config.Groups, workers: int, compute: Distribution) -> The
 
 _FORMS: dict[type[Strategy], Callable[[Any, int, Distribution], Theory]] = {
     config.Sync: lambda s, n, x: Theory(theory.k_sync(x, n, n), 0.0),
-    config.AllReduce: lambda s, n, x: Theory(theory.k_sync(x, n, n), 0.0),
+    AllReduce: lambda s, n, x: Theory(theory.k_sync(x, n, n), 0.0),
     config.KSync: lambda s, n, x: Theory(theory.k_sync(x, n, s.k), 0.0),
     config.KBatchSync: lambda s, n, x: Theory(theory.k_batch_sync(x, n, s.k), 0.0),
     config.Async: lambda s, n, x: Theory(theory.k_batch_async(x, n, 1), n - 1.0),

@@ -5,31 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar
 
 import numpy as np
 
-from paceline.config import STRATEGIES, Mesh, Pipeline, Strategy, one_of, parse_spec
+from paceline.config import Mesh, Pipeline, one_of
 from paceline.errors import UsageError
 from paceline.schedules.orders import SCHEDULES, Evaluated, evaluate
 from paceline.simulate import costs
 from paceline.simulate.cluster import SimulatedCluster, SimulatedLink
 from paceline.simulate.distributions import Draws
-
-
-class AllReduce(Strategy, frozen=True, kw_only=True):
-    """Every worker contributes to one mean, over links of some topology."""
-
-    spec: ClassVar[str] = "all-reduce"
-    topology: str = "auto"
-
-
-SPECS: dict[str, type[Strategy]] = {**STRATEGIES, AllReduce.spec: AllReduce}
-
-
-def parse_any(spec: str | Strategy) -> Strategy:
-    """A strategy that can be simulated."""
-    return spec if isinstance(spec, Strategy) else parse_spec(spec, SPECS, "strategy")
 
 
 @dataclasses.dataclass(frozen=True)
