@@ -104,7 +104,7 @@ def test_what_fails_alike_everywhere_is_shown_once(tmp_path: Path) -> None:
     assert outcome.code == 1
     assert outcome.tracebacks == 1
     assert outcome.err.count("] ValueError: planted in all\n") == 1
-    alike = [line for line in outcome.err.splitlines() if line.endswith("failed alike")]
+    alike = [line for line in outcome.err.splitlines() if line.endswith("failed with the same error")]
     assert len(alike) == 1
     assert alike[0].startswith("paceline: rank ")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cluster.engines.base import EngineCallbacks, Job
 from paceline.cluster.engines.local import LocalEngine
 from paceline.cluster.supervision import Interrupted
 from paceline.config import Launch
@@ -28,6 +29,6 @@ def test_an_interrupt_in_a_finalizer_of_the_launcher_is_not_lost(tmp_path: Path)
     def tick() -> None:
         Struck()
 
-    engine = LocalEngine(script, [], 1, Launch(folder=str(tmp_path)), relay=lambda *_: None, tick=tick)
+    engine = LocalEngine(Job(script=script, workers=1))
     with pytest.raises(Interrupted, match="SIGINT"):
-        engine.run()
+        engine.run(Launch(folder=str(tmp_path)), EngineCallbacks(tick=tick))

@@ -233,7 +233,8 @@ def test_without_ray_it_says_how_to_get_it(tmp_path: Path) -> None:
         (["--on", "ray", "--place", "up"], "--place is 'up'; it must be one of 'spread', 'pack'"),
         (["--on", "ray", "--each", "cpu=x"], "--each is 'cpu=x'; it must be like cpu=1,gpu=1"),
         (["--on", "ray", "--env", "NO_SUCH"], "--env is 'NO_SUCH'; it must be NAME=VALUE, or the NAME of a variable"),
-        (["--env", "A=1"], "--each and --env are for --on ray"),
+        (["--env", "A=1"], "--env is for --on ray; this run is on local"),
+        (["--place", "pack"], "--place is for --on ray; this run is on local"),
         (["--on", "ray", "--restarts", "-1"], "--restarts is -1; it must be 0 or more"),
     ],
 )

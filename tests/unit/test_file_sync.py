@@ -1,4 +1,4 @@
-"""What a node sends home of a run's folder: streams as they grow, other files whole."""
+"""A node sends the files of a run's folder to the driver: streams as they grow, other files whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 def everything(file_sync: FileSync, most: int = 1 << 20) -> list[tuple[Any, ...]]:
     news: list[tuple[Any, ...]] = []
-    while more := file_sync.news(most, at_once=True):
+    while more := file_sync.updates(most, at_once=True):
         news += more
     return news
 
@@ -55,7 +55,7 @@ def test_a_file_that_is_replaced_while_it_is_sent_is_sent_whole_both_times(folde
     path = folder / "checkpoints" / "1.pt"
     path.write_bytes(b"a" * 1500)
     file_sync = FileSync(folder)
-    first = file_sync.news(1000, at_once=True)
+    first = file_sync.updates(1000, at_once=True)
     (folder / ".new").write_bytes(b"b" * 500)
     (folder / ".new").replace(path)
     rest = everything(file_sync, 1000)
@@ -75,7 +75,7 @@ def test_an_empty_file_arrives_and_a_known_one_is_not_sent_back(folder: Path) ->
     (folder / "empty").write_bytes(b"")
     (folder / "checkpoints" / "1.pt").write_bytes(b"sent by the driver")
     file_sync = FileSync(folder)
-    file_sync.knows("checkpoints/1.pt")
+    file_sync.mark_sent("checkpoints/1.pt")
     assert everything(file_sync) == [("file", "empty", 0, b"", True)]
 
 
@@ -96,7 +96,7 @@ def test_what_others_remove_while_it_is_looked_at_is_passed_over(folder: Path) -
     other.start()
     try:
         for _ in range(3000):
-            FileSync(folder).news(1 << 20, at_once=True)
+            FileSync(folder).updates(1 << 20, at_once=True)
     finally:
         over.set()
         other.join()

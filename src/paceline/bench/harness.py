@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from paceline.bench.tasks import Heat, Laps, Race, Times, Weighing, Weight
+from paceline.cluster.engines.base import EngineCallbacks, Job
 from paceline.cluster.engines.local import LocalEngine
 from paceline.cluster.process import WITHOUT_AMX, bfloat16_dies
 from paceline.config import Launch
@@ -25,12 +26,11 @@ Result = TypeVar("Result")
 
 @functools.cache
 def _environment(precision: str) -> dict[str, str]:
-    """What workers run in."""
-    environment = dict(os.environ)
-    if precision != "fp32" and bfloat16_dies():
-        print("paceline: this machine cannot run the AMX that it announces; measuring without", file=sys.stderr)
-        environment |= WITHOUT_AMX
-    return environment
+    """Environment variables without which the workers could not compute in this precision."""
+    if precision == "fp32" or not bfloat16_dies():
+        return {}
+    print("paceline: this machine cannot run the AMX that it announces; measuring without", file=sys.stderr)
+    return WITHOUT_AMX
 
 
 def measure(race: Race, workers: int, strategy: str | None = None, label: str = "") -> Times:
@@ -88,24 +88,28 @@ def _run(
 ) -> Result:
     say = _say if sys.stderr.isatty() else lambda _line: None
 
-    def relay(rank: int, _stream: str, line: bytes) -> None:
+    def output(rank: int, _stream: str, line: bytes) -> None:
         if rank == 0 and line.startswith(b"round"):
             say(f"{label} {line.decode()}")
 
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        output = Path(folder) / "result.json"
-        arguments = [msgspec.json.encode(msgspec.structs.replace(task, output=str(output))).decode()]
-        path = Path(__file__).with_name(script)
+        result_path = Path(folder) / "result.json"
+        arguments = [msgspec.json.encode(msgspec.structs.replace(task, output=str(result_path))).decode()]
+        job = Job(
+            script=Path(__file__).with_name(script),
+            arguments=arguments,
+            workers=workers,
+            environment=environment or {},
+        )
         say(f"{label} starting")
-        endings = LocalEngine(
-            path, arguments, workers, Launch(strategy=strategy, folder=folder), relay=relay, environment=environment
-        ).run()
+        launch = Launch(strategy=strategy, folder=folder)
+        statuses = LocalEngine(job).run(launch, EngineCallbacks(output=output))
         say("")
-        for ending in endings:
-            if ending.failed:
-                reason = ending.exit_report.traceback if ending.exit_report else ending.spoken
+        for status in statuses:
+            if status.failed:
+                reason = status.exit_report.traceback if status.exit_report else status.description
                 raise PacelineError(f"the benchmark failed: {reason}")
-        return msgspec.json.decode(output.read_bytes(), type=result)
+        return msgspec.json.decode(result_path.read_bytes(), type=result)
 
 
 def _say(line: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.engines import RunEngine
-from paceline.cluster.engines.local import LocalEngine
+from paceline.cli.engines import ON_METAVAR
+from paceline.cluster.engines import find_engine
+from paceline.cluster.engines.base import EngineCallbacks, Job
 from paceline.cluster.supervision import ExitStatus, Interrupted
 from paceline.config import Launch, Place, Timeouts
 from paceline.doctor import member
@@ -28,14 +28,14 @@ def doctor(
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", "-w", help="Start so many members, and measure the links between them. [default: 1; 2 on Ray]"
+            "--workers",
+            "-w",
+            help="Number of workers to start, to measure the links between them. [default: 1; 2 in a cluster]",
         ),
     ] = None,
     on: Annotated[
         str,
-        typer.Option(
-            metavar="local|ray|ray://HOST:PORT", help="Where to start them; on Ray they are spread over nodes."
-        ),
+        typer.Option(metavar=ON_METAVAR, help="Where to start them; in a cluster they are spread over its nodes."),
     ] = "local",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -49,11 +49,11 @@ def doctor(
     if workers is not None and workers < 1:
         raise UsageError(f"--workers is {workers}; it must be at least 1")
     place = Place.from_environment()
-    if place.world_size > 1 or (on == "local" and (workers or 1) == 1):
+    if place.world_size > 1 or (not find_engine(on).SEVERAL_MACHINES and (workers or 1) == 1):
         diagnosis = member.diagnose(place)
     else:
-        diagnosis = _with_members(on, workers or 2)
-    if diagnosis is None:  # the lead tells it
+        diagnosis = _on_workers(on, workers or 2)
+    if diagnosis is None:  # the lead prints it
         raise typer.Exit(0)
     if json:
         print(msgspec.json.format(msgspec.json.encode({"verdict": diagnosis.verdict, **_plain(diagnosis)})).decode())
@@ -62,44 +62,32 @@ def doctor(
     raise typer.Exit(1 if diagnosis.verdict == "cannot" else 0)
 
 
-def _with_members(on: str, workers: int) -> Diagnosis:
-    """Start members as a run would be started, and take what the lead says."""
-    said: list[bytes] = []
+def _on_workers(on: str, workers: int) -> Diagnosis:
+    """The diagnosis of workers that are started as those of a run."""
+    printed: list[bytes] = []
 
-    def relay(rank: int, stream: str, line: bytes) -> None:
+    def output(rank: int, stream: str, line: bytes) -> None:
         if rank == 0 and stream == "stdout" and line.startswith(b"{"):
-            said.append(line)
+            printed.append(line)
 
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
         launch = Launch(folder=folder, record=False, timeouts=Timeouts(join=180.0))
+        engine = find_engine(on)(Job(script=Path(member.__file__), workers=workers, on=on))
         try:
-            endings = _engine(on, workers, launch, relay).run()
+            statuses = engine.run(launch, EngineCallbacks(output=output))
         except Interrupted as stop:
             raise typer.Exit(128 + stop.number) from None
-    failed = [ending for ending in endings if ending.failed]
-    if failed or not said:
-        raise TeamError(f"the members did not finish: {_why(failed)}")
-    return msgspec.json.decode(said[-1], type=Diagnosis)
+    failed = [status for status in statuses if status.failed]
+    if failed or not printed:
+        raise TeamError(f"the workers did not finish: {_reason(failed)}")
+    return msgspec.json.decode(printed[-1], type=Diagnosis)
 
 
-def _engine(on: str, workers: int, launch: Launch, relay: Callable[[int, str, bytes], None]) -> RunEngine:
-    script = Path(member.__file__)
-    if on == "local":
-        return LocalEngine(script, [], workers, launch, relay=relay)
-    if on != "ray" and not on.startswith("ray://"):
-        raise UsageError(f"--on is '{on}'; it must be 'local', 'ray' or 'ray://HOST:PORT'")
-    from paceline.cluster.engines.ray import RayEngine
-    from paceline.cluster.engines.ray_cluster import RayCluster, Room
-
-    cluster = RayCluster(None if on == "ray" else on, None, Room(workers=workers, each={"CPU": 1.0}, place="spread"))
-    return RayEngine(cluster, "paceline:doctor/member.py", [], workers, launch, relay=relay, restarts=0)
-
-
-def _why(failed: list[ExitStatus]) -> str:
-    for ending in failed:
-        if ending.exit_report is not None:
-            return f"rank {ending.rank}: {ending.exit_report.message}"
-    return failed[0].spoken if failed else "the lead said nothing"
+def _reason(failed: list[ExitStatus]) -> str:
+    for status in failed:
+        if status.exit_report is not None:
+            return f"rank {status.rank}: {status.exit_report.message}"
+    return failed[0].description if failed else "rank 0 printed nothing"
 
 
 def _plain(diagnosis: Diagnosis) -> dict[str, object]:

@@ -1,91 +1,76 @@
-"""`--on`: where a run's processes are started."""
+"""Options that engines declare, and the checks of a command's options against the engine that it uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Protocol
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
-from paceline.cli.progress import Progress
-from paceline.cluster.engines.local import LocalEngine
-from paceline.cluster.supervision import ExitStatus
-from paceline.config import Launch, one_of, parse_servers, parse_strategy
+import typer
+
+from paceline.cluster.engines import ENGINES, selectors
+from paceline.cluster.engines.base import Engine
+from paceline.config import parse_servers, parse_strategy
 from paceline.errors import UsageError
 from paceline.policies import POLICIES
 
-PLACES = ("spread", "pack")
+Command = TypeVar("Command", bound=Callable[..., None])
+
+ON_METAVAR = "|".join(selectors())
+ON_HELP = f"Where to start the workers: {', or '.join(engine.PLACE for engine in ENGINES.values() if engine.PLACE)}."
+RESTARTS_DEFAULT = "; ".join(
+    ["0", *(f"on {engine.NAME} {engine.DEFAULT_RESTARTS}" for engine in ENGINES.values() if engine.DEFAULT_RESTARTS)]
+)
 
 
-class RunEngine(Protocol):
-    """Starts the processes of a run, relays what they say, and ends them."""
-
-    def run(self) -> list[ExitStatus]:
-        """Start all, wait for all; returns how they ended, in that order."""
-
-
-Make = Callable[[Launch, Progress], RunEngine]
-"""Makes the engine of a run, once the run has a folder."""
-
-
-def prepare(
-    on: str,
-    script: Path,
-    arguments: Sequence[str],
-    workers: int,
-    *,
-    strategy: str | None,
-    servers: str | None,
-    place: str,
-    each: str | None,
-    env: Sequence[str],
-    restarts: int,
-) -> Make:
-    """See whether the engine that was asked for is there and has room, before the run leaves anything behind."""
-    one_of("--place", place, PLACES)
-    if on == "local":
-        if each is not None or env:
-            raise UsageError("--each and --env are for --on ray; this run is on this machine")
-        return lambda launch, progress: LocalEngine(
-            script,
-            arguments,
-            workers,
-            launch,
-            relay=progress.relay,
-            tick=progress.tick,
-            note=progress.note,
-            restarts=restarts,
-        )
-    if on != "ray" and not on.startswith("ray://"):
-        raise UsageError(f"--on is '{on}'; it must be 'local', 'ray' or 'ray://HOST:PORT'")
-    from paceline.cluster.engines.ray import RayEngine
-    from paceline.cluster.engines.ray_cluster import RayCluster, Room, parse_each, parse_environment
-
-    environment = parse_environment(env)
-    room = Room(workers=workers, each=parse_each(each or ""), servers=_beside(strategy, servers), place=place)
-    folder = travelling(script)
-    cluster = RayCluster(None if on == "ray" else on, folder, room)
-    return lambda launch, progress: RayEngine(
-        cluster,
-        script.resolve().relative_to(folder),
-        arguments,
-        workers,
-        launch,
-        relay=progress.relay,
-        tick=progress.tick,
-        note=progress.note,
-        environment=environment,
-        restarts=restarts,
-    )
+def with_engine_options(command: Command) -> Command:
+    """Gives a command that takes `**options` the options of all engines, behind its `--on`."""
+    parameters = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            parameters.append(parameter)
+        if parameter.name == "on":
+            parameters += _parameters()
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
 
-def travelling(script: Path) -> Path:
-    """The folder that goes to the nodes with a script: this one, if it is somewhere in it, or else its own."""
-    here, its = Path.cwd().resolve(), script.resolve().parent
-    return here if its.is_relative_to(here) else its
+def _parameters() -> list[inspect.Parameter]:
+    found: dict[str, inspect.Parameter] = {}
+    for engine in ENGINES.values():
+        for option in engine.OPTIONS:
+            kind: Any = list[str] if option.repeatable else str | None
+            found.setdefault(
+                option.name,
+                inspect.Parameter(
+                    option.name,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                    default=option.initial,
+                    annotation=Annotated[kind, typer.Option(metavar=option.metavar, help=option.help)],
+                ),
+            )
+    return list(found.values())
 
 
-def _beside(strategy: str | None, servers: str | None) -> int:
-    """How many server processes a run will have, as far as the command line says."""
+def check_given(engine: type[Engine], context: typer.Context) -> None:
+    """Raises UsageError for an option that was given and that this engine does not take."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source and source.name != "DEFAULT"]
+    own = {option.name for option in engine.OPTIONS}
+    others = {option.name: other for other in ENGINES.values() for option in other.OPTIONS if option.name not in own}
+    if engine.DECIDES and (refused := [name for name in given if name in engine.DECIDES or name in others]):
+        raise UsageError(f"{', '.join(map(_spelled, refused))}: {engine.DECIDES_REASON}")
+    for name in given:
+        if name in others:
+            raise UsageError(f"{_spelled(name)} is for --on {others[name].NAME}; this run is on {engine.NAME}")
+
+
+def _spelled(parameter: str) -> str:
+    return "--" + parameter.replace("_", "-")
+
+
+def server_processes(strategy: str | None, servers: str | None) -> int:
+    """Number of server processes that a run will have, as far as the command line determines it."""
     policy = strategy is not None and type(parse_strategy(strategy)) in POLICIES
     where = parse_servers(servers or "1")
     return where if isinstance(where, int) and (policy or servers is not None) else 0

@@ -59,7 +59,7 @@ class Progress:
 
     # -- output ------------------------------------------------------------------------------------------------------
 
-    def relay(self, rank: int, stream: str, line: bytes, force: bool = False) -> None:
+    def output(self, rank: int, stream: str, line: bytes, force: bool = False) -> None:
         """Show a worker's line if it is the lead's, or a message of ours that has not been shown yet."""
         if self._logs:
             if rank not in self._logs:  # a server's

@@ -13,14 +13,21 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from paceline.cli.engines import RunEngine, prepare
+from paceline.cli.engines import (
+    ON_HELP,
+    ON_METAVAR,
+    RESTARTS_DEFAULT,
+    check_given,
+    server_processes,
+    with_engine_options,
+)
 from paceline.cli.live import LivePage
 from paceline.cli.progress import Progress, shown
-from paceline.cluster.engines.torchrun import become, started_by_torchrun
-from paceline.cluster.supervision import ExitStatus, Interrupted, failures
+from paceline.cluster.engines import detected_engine, find_engine
+from paceline.cluster.engines.base import Engine, EngineCallbacks, Job
+from paceline.cluster.supervision import ExitReport, ExitStatus, Interrupted, failures
 from paceline.config import (
     Launch,
-    Place,
     Strategy,
     Timeouts,
     capacity,
@@ -36,6 +43,7 @@ from paceline.events.summary import Summary, merge
 from paceline.policies import POLICIES, make_policy
 
 
+@with_engine_options
 def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="The training script.", show_default=False)],
@@ -79,8 +87,8 @@ def run(
         int | None,
         typer.Option(
             metavar="N",
-            help="Start a killed worker again, at most so many times; with a parameter server it joins the run where "
-            "that is, otherwise (on Ray) the team starts from its newest checkpoint. [default: 0; on Ray 1]",
+            help="Start killed workers again, at most N times. With a parameter server a worker joins the run again; "
+            f"without one, in a cluster, the team starts from its newest checkpoint. [default: {RESTARTS_DEFAULT}]",
         ),
     ] = None,
     name: Annotated[
@@ -100,23 +108,7 @@ def run(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seeds the slowness that is drawn.")] = 0,
-    on: Annotated[
-        str,
-        typer.Option(
-            metavar="local|ray|ray://HOST:PORT",
-            help="Where to start the workers: on this machine, or in a Ray cluster (RAY_ADDRESS, or this machine's).",
-        ),
-    ] = "local",
-    place: Annotated[
-        str, typer.Option(metavar="spread|pack", help="On Ray: over many nodes, or on as few as possible.")
-    ] = "spread",
-    each: Annotated[
-        str | None, typer.Option(metavar="cpu=1,gpu=1", help="On Ray: what each worker takes. [default: cpu=1]")
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME[=VALUE]", help="On Ray: an environment variable that travels. Repeatable."),
-    ] = None,
+    on: Annotated[str, typer.Option(metavar=ON_METAVAR, help=ON_HELP)] = "local",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a worker before giving up.")] = 300.0,
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Record events, for reports and the summary.")
@@ -128,6 +120,7 @@ def run(
     json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object; the script's output goes to stderr.")
     ] = False,
+    **engine_options: Any,
 ) -> None:
     """Train a script on several workers, of this machine or of a Ray cluster.
 
@@ -138,20 +131,21 @@ def run(
 
     Example: `paceline run train.py --workers 4 --slow 3:4 --name first -- --epochs 2`
     """
-    torchrun = started_by_torchrun()
-    workers = _workers_of_torchrun(context) if torchrun else workers
+    engine_class = detected_engine() or find_engine(on)
+    check_given(engine_class, context)
+    workers = engine_class.world_size(workers)
     if workers < 1:
         raise UsageError(f"--workers is {workers}; it must be at least 1")
     if not timeout > 0:
         raise UsageError(f"--timeout is {timeout:g}; it must be above 0 seconds")
-    restarts = (0 if on == "local" else 1) if restarts is None else restarts
+    restarts = engine_class.DEFAULT_RESTARTS if restarts is None else restarts
     if restarts < 0:
         raise UsageError(f"--restarts is {restarts}; it must be 0 or more")
     if not script.is_file():
         raise UsageError(f"there is no script at {script}")
     chosen = None if strategy is None else str(_check(strategy, workers))
     policy = chosen is not None and type(parse_strategy(chosen)) in POLICIES
-    if restarts and on == "local" and chosen is not None and not policy:
+    if restarts and not engine_class.RESTARTS_TEAM and chosen is not None and not policy:
         raise UsageError("--restarts needs a parameter server; under all-reduce the others go on with --elastic")
     for one in correct or []:
         parse_correction(one)
@@ -167,23 +161,23 @@ def run(
         servers=servers,
         corrections=correct or [],
         compress=compress,
-        # On Ray a team without a server is started again as a whole.
-        elastic=elastic or (restarts > 0 and (policy or on == "local")),
+        # Where a team without a server is started again as a whole, it need not survive the loss of a worker.
+        elastic=elastic or (restarts > 0 and (policy or not engine_class.RESTARTS_TEAM)),
     )
-    if torchrun:
-        become(script, arguments or [], msgspec.structs.replace(launch, name=name and _check_name(name)))
-    make_engine = prepare(
-        on,
-        script,
-        arguments or [],
-        workers,
-        strategy=chosen,
-        servers=servers,
-        place=place,
-        each=each,
-        env=env or [],
-        restarts=restarts,
+    engine = engine_class(
+        Job(
+            script=script,
+            arguments=arguments or [],
+            workers=workers,
+            servers=server_processes(chosen, servers),
+            restarts=restarts,
+            on=on,
+            options=engine_options,
+        )
     )
+    if engine_class.detected():
+        engine.run(msgspec.structs.replace(launch, name=name and _check_name(name)), EngineCallbacks())
+        return
     folder = _make_folder(script, name)
     launch = msgspec.structs.replace(launch, folder=str(folder.resolve()))
     config: dict[str, Any] = {
@@ -205,7 +199,7 @@ def run(
     }
     _write_config(folder, config)
     progress = Progress(folder, workers, all_output=all_output, quiet=quiet or json, apart=json)
-    code, summary = _carry_out(make_engine(launch, progress), progress, LivePage(folder) if live else None, config)
+    code, summary = _carry_out(engine, launch, progress, LivePage(folder) if live else None, config)
     if json:
         _print_json(folder, summary, code)
     elif not quiet and code != 2:
@@ -214,16 +208,17 @@ def run(
 
 
 def _carry_out(
-    engine: RunEngine, progress: Progress, page: LivePage | None, config: dict[str, Any]
+    engine: Engine, launch: Launch, progress: Progress, page: LivePage | None, config: dict[str, Any]
 ) -> tuple[int, Summary]:
-    """Run it to its end, however that comes; the exit code, and what the run's folder then tells."""
+    """Run to the end, also to an early one; returns the exit code, and the summary of the run's events."""
     code, folder = 0, progress.folder
     try:
         if page is not None:
             page.start()
         with progress:
-            endings = engine.run()
-        code = _tell(endings, progress)
+            callbacks = EngineCallbacks(output=progress.output, tick=progress.tick, note=progress.note)
+            statuses = engine.run(launch, callbacks)
+        code = _report_failures(statuses, progress)
     except Interrupted as stop:
         progress.note(f"stopped by {signal.Signals(stop.number).name}; all workers have ended")
         code = 128 + stop.number
@@ -233,22 +228,6 @@ def _carry_out(
         if page is not None:
             page.stop()
     return code, summary
-
-
-_TORCHRUNS = ("workers", "on", "place", "each", "env", "restarts", "live", "all_output", "quiet")
-"""Options of ours about what torchrun does, if it is there."""
-
-
-def _workers_of_torchrun(context: typer.Context) -> int:
-    """How many it has started; refuses what it decides."""
-    given = [name for name in _TORCHRUNS if (source := context.get_parameter_source(name)) and source.name != "DEFAULT"]
-    if given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UsageError(
-            f"{options}: torchrun has started this worker, and decides how many there are, where, what is shown of "
-            "them and what is started again (--nproc-per-node, --max-restarts)"
-        )
-    return Place.from_environment().world_size
 
 
 def _check(spec: str, workers: int) -> Strategy:
@@ -285,47 +264,42 @@ def _check_name(name: str) -> str:
     return name
 
 
-def _tell(endings: list[ExitStatus], progress: Progress) -> int:
-    """Say once what went wrong, and decide the exit code."""
-    # Who was started again, or came too late to join, is no loss.
-    lost = [ending for ending in endings if ending.spared and not ending.replaced and ending.exit_report is None]
-    failed = failures(endings)
-    for ending in [one for one in lost if one not in failed]:
-        progress.note(f"warning: {ending.spoken}; the others went on without it")
+def _report_failures(statuses: list[ExitStatus], progress: Progress) -> int:
+    """Tell the user once what went wrong; returns the exit code."""
+    # A worker that was started again, or that came too late to join, is no loss.
+    lost = [one for one in statuses if one.spared and not one.restarted and one.exit_report is None]
+    failed = failures(statuses)
+    for status in [one for one in lost if one not in failed]:
+        progress.note(f"warning: {status.description}; the others went on without it")
     if not failed:
         return 0
-    # What failed of its own accord comes before what failed for want of it.
-    causes = [e for e in failed if e.exit_report is None or not e.exit_report.consequence] or failed
+    # Causes come before their consequences.
+    causes = [one for one in failed if one.exit_report is None or not one.exit_report.consequence] or failed
     first = causes[0]
-    if first.exit_report is None:
-        progress.note(f"{first.spoken}{_where(first, progress)}")
-    elif first.exit_report.usage:
-        progress.note(first.exit_report.message)
+    report = first.exit_report
+    if report is None:
+        progress.note(f"{first.description}; its output is in {progress.output_of(first.rank)}")
+    elif report.usage:
+        progress.note(report.message)
         return 2
-    elif first.exit_report.consequence:
-        progress.note(f"{first.exit_report.kind}: {first.exit_report.message}")
+    elif report.consequence:
+        progress.note(f"{report.kind}: {report.message}")
     else:
-        for line in first.exit_report.traceback.rstrip().splitlines():
-            progress.relay(first.rank, "stderr", line.encode(), force=True)
-        progress.note(f"rank {first.rank} failed: {first.exit_report.kind}: {first.exit_report.message}")
-    alike = [
-        e.rank
-        for e in causes[1:]
-        if e.exit_report
-        and first.exit_report
-        and (e.exit_report.kind, e.exit_report.message) == (first.exit_report.kind, first.exit_report.message)
-    ]
-    if alike:
-        progress.note(f"{names(alike)} failed alike")
-    others = [e for e in failed if e is not first and e.rank not in alike]
-    for ending in others:
-        if ending.exit_report is not None:
-            progress.note(f"rank {ending.rank} stopped: {ending.exit_report.kind}: {ending.exit_report.message}")
+        for line in report.traceback.rstrip().splitlines():
+            progress.output(first.rank, "stderr", line.encode(), force=True)
+        progress.note(f"rank {first.rank} failed: {report.kind}: {report.message}")
+    reports = [(one.rank, one.exit_report) for one in causes[1:]]
+    same = [rank for rank, other in reports if report and other and _error(other) == _error(report)]
+    if same:
+        progress.note(f"{names(same)} failed with the same error")
+    for status in failed:
+        if status is not first and status.rank not in same and status.exit_report is not None:
+            progress.note(f"rank {status.rank} stopped: {status.exit_report.kind}: {status.exit_report.message}")
     return 1
 
 
-def _where(ending: ExitStatus, progress: Progress) -> str:
-    return f"; its output is in {progress.output_of(ending.rank)}"
+def _error(report: ExitReport) -> tuple[str, str]:
+    return report.kind, report.message
 
 
 def _print_json(folder: Path, summary: Summary, code: int) -> None:

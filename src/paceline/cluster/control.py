@@ -1,4 +1,4 @@
-"""Asking the launcher of a run that goes on for more workers, or for fewer."""
+"""Requests of `paceline scale` to the launcher of a run for another number of workers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _NAME = "launcher"
 _PATIENCE = 10.0
 
 
-class Scale(msgspec.Struct, frozen=True, tag=True):
-    """Let there be so many workers."""
+class ScaleRequest(msgspec.Struct, frozen=True, tag=True):
+    """Asks for this number of workers."""
 
     workers: int
 
 
-class Told(msgspec.Struct, frozen=True, tag=True):
-    """What the launcher does about it."""
+class ScaleReply(msgspec.Struct, frozen=True, tag=True):
+    """What the launcher does, or why it refuses."""
 
     sentence: str
     refused: bool
 
 
 def announce(folder: Path, address: str) -> None:
-    """Leave word in a run's folder where its launcher listens."""
+    """Write the address of a run's launcher into the run's folder."""
     (folder / _NAME).write_text(address, encoding="ascii")
 
 
@@ -36,18 +36,20 @@ def withdraw(folder: Path) -> None:
 
 
 def ask(folder: Path, workers: int) -> str:
-    """Ask a run's launcher for so many workers; returns what it says."""
+    """Ask a run's launcher for this number of workers; returns its answer."""
     path = folder / _NAME
     if not folder.is_dir():
         raise UsageError(f"there is no run at {folder}")
     if not path.exists():
-        raise UsageError(f"{folder} is not a run that goes on under paceline run on this machine")
+        raise UsageError(
+            f"{folder} is not a run that `paceline run` has started on this machine and that is still running"
+        )
     try:
-        connection = connect(path.read_text(encoding="ascii"), Told, 0.0)
+        connection = connect(path.read_text(encoding="ascii"), ScaleReply, 0.0)
     except JoinError:
         raise TeamError(f"the launcher of {folder} has ended") from None
     try:
-        connection.send(Scale(workers))
+        connection.send(ScaleRequest(workers))
         answer = connection.receive_within(_PATIENCE)
     except Closed:
         raise TeamError(f"the launcher of {folder} has ended") from None

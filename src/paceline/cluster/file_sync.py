@@ -1,4 +1,4 @@
-"""What a node sends home of a run's folder. Plain Python, for the same reason as `agent`."""
+"""Sends the files of a run's folder on a node to the driver. Plain Python, for the same reason as `ray_agent`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ import time
 from typing import Any
 
 _LOOK = 0.4
-"""Seconds between looks for new files."""
+"""Seconds between two searches for new files."""
 
 
 class FileSync:
-    """Which files of a folder the driver has not got yet. Streams grow; all others are whole, once they have a name."""
+    """Finds the file contents that the driver does not have yet. Streams grow; other files are complete once named."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
         self._sent: dict[str, int] = {}
-        """Of a stream, how many bytes; of another file, when it was written."""
+        """By path: of a stream, the number of bytes; of another file, its time of modification."""
         self._open: tuple[str, Any, int] | None = None
-        """The file that is being sent, and up to where."""
+        """Name and file of the file that is being sent, and the number of bytes sent so far."""
         self._next = 0.0
 
-    def knows(self, path: str) -> None:
-        """The driver has this file: it sent it."""
+    def mark_sent(self, path: str) -> None:
+        """Record that the driver has this file, because it came from there."""
         self._sent[path] = (self._folder / path).stat().st_mtime_ns
 
-    def news(self, most: int, at_once: bool = False) -> list[tuple[Any, ...]]:
+    def updates(self, most: int, at_once: bool = False) -> list[tuple[Any, ...]]:
+        """The next file contents, of up to `most` bytes: ("grown", name, offset, data) or ("file", …, last)."""
         if not at_once and self._open is None and time.monotonic() < self._next:
             return []
         self._next = time.monotonic() + _LOOK
-        news: list[tuple[Any, ...]] = []
+        updates: list[tuple[Any, ...]] = []
         for path in sorted((self._folder / "streams").glob("*.jsonl")):
             name = f"streams/{path.name}"
             sent = self._sent.get(name, 0)
@@ -40,13 +41,13 @@ class FileSync:
                 file.seek(sent)
                 data = file.read(most)
             if data:
-                news.append(("grown", name, sent, data))
+                updates.append(("grown", name, sent, data))
                 self._sent[name] = sent + len(data)
                 most -= len(data)
         while most > 0 and (part := self._part(most)) is not None:
-            news.append(part)
+            updates.append(part)
             most -= len(part[3])
-        return news
+        return updates
 
     def _part(self, most: int) -> tuple[Any, ...] | None:
         if self._open is None:
@@ -75,7 +76,7 @@ class FileSync:
         return None
 
     def _files(self) -> list[pathlib.Path]:
-        """Of the run, but for its streams. Any of them may be gone when it is looked at: others write and remove."""
+        """Paths of the run's files except streams. Any may have been removed when it is opened: workers write there."""
         found = []
         for folder, inner, names in os.walk(self._folder):
             inside = pathlib.Path(folder).relative_to(self._folder)

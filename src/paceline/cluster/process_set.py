@@ -1,6 +1,6 @@
-"""Processes under one roof: starts them, reads what they say line by line, takes their last words, and ends them.
+"""Processes of one machine: starts them, reads their output line by line, collects their exit reports, and ends them.
 
-Plain Python that imports nothing of ours: the Ray engine sends it to nodes where nothing has been imported yet.
+Plain Python that imports nothing else of the package: the Ray engine sends it to nodes that have not imported it yet.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 PATIENCE = 1.5
-"""Seconds between the order to stop and the end."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 class ProcessEnd(NamedTuple):
@@ -26,12 +27,14 @@ class ProcessEnd(NamedTuple):
     rank: int
     code: int
     exit_report: bytes | None
-    """What its bootstrap left behind, if its script failed."""
+    """Written by its bootstrap if its script failed."""
+    host: str = ""
+    """The machine, if the process was lost with it."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Pipe:
-    """A process's stdout or stderr, and the beginning of a line that it has not finished yet."""
+    """A process's stdout or stderr, and the beginning of a line that is not complete yet."""
 
     rank: int
     name: str
@@ -41,27 +44,32 @@ class _Pipe:
 class ProcessSet:
     """Processes by rank. All of it belongs to one thread: a process dies with the thread that started it."""
 
-    def __init__(self, exit_reports: Path, relay: Callable[[int, str, bytes], None]) -> None:
-        self._exit_reports, self._relay = exit_reports, relay
+    def __init__(self, bootstrap: Path, exit_reports: Path, output: Callable[[int, str, bytes], None]) -> None:
+        """Takes the path of bootstrap.py, a folder for exit reports, and a function that gets each line of output."""
+        self._bootstrap, self._exit_reports, self._output = bootstrap, exit_reports, output
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._selector = selectors.DefaultSelector()
 
-    def exit_report_of(self, rank: int) -> Path:
-        """Where the bootstrap of this process is to leave its last words."""
-        return self._exit_reports / f"{rank}.json"
-
     def spawn(
-        self, rank: int, words: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int] = ()
+        self,
+        rank: int,
+        script: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        inherited: Sequence[int] = (),
     ) -> None:
-        self.exit_report_of(rank).unlink(missing_ok=True)
+        """Start a script as the process of this rank; it inherits these file descriptors."""
+        report = self._exit_report_of(rank)
+        report.unlink(missing_ok=True)
+        parent = str(os.getpid())
         process = subprocess.Popen(
-            words,
+            [sys.executable, str(self._bootstrap), parent, str(report), str(script), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
             pass_fds=inherited,
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, who ends the others in order
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the others in order
         )
         self._processes[rank] = process
         assert process.stdout is not None and process.stderr is not None
@@ -70,30 +78,30 @@ class ProcessSet:
             self._selector.register(stream.fileno(), selectors.EVENT_READ, _Pipe(rank, name))
         self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
 
-    def listen(self, descriptor: int, heard: Callable[[], None]) -> None:
-        """Call `heard` when there is something to read from this descriptor."""
-        self._selector.register(descriptor, selectors.EVENT_READ, heard)
+    def listen(self, descriptor: int, callback: Callable[[], None]) -> None:
+        """Call `callback` in `poll` when this descriptor is ready to read."""
+        self._selector.register(descriptor, selectors.EVENT_READ, callback)
 
     def unlisten(self, descriptor: int) -> None:
         self._selector.unregister(descriptor)
 
-    def turn(self, seconds: float) -> list[ProcessEnd]:
-        """Relay what is said within so many seconds, or less; returns who has ended."""
-        gone = []
+    def poll(self, seconds: float) -> list[ProcessEnd]:
+        """Wait up to `seconds` for output and ends, and handle them; returns the processes that have ended."""
+        ends = []
         for key, _ in self._selector.select(seconds):
             if key.fd not in self._selector.get_map():
-                continue  # its process was buried a moment ago
+                continue  # its process was reaped a moment ago
             if isinstance(key.data, _Pipe):
                 self._pump(key.data, key.fd)
             elif isinstance(key.data, int):
-                gone.append(self._bury(key.data, key.fd))
+                ends.append(self._reap(key.data, key.fd))
             else:
                 key.data()
-        return gone
+        return ends
 
     @property
     def ranks(self) -> set[int]:
-        """Of those who run."""
+        """Of the processes that run."""
         return set(self._processes)
 
     def signal(self, number: int) -> None:
@@ -103,7 +111,7 @@ class ProcessSet:
                 os.killpg(process.pid, number)
 
     def stop(self) -> None:
-        """End whatever still runs; asked first, then made to."""
+        """End all that still run: SIGTERM, then SIGKILL."""
         self.signal(signal.SIGTERM)
         until = time.monotonic() + PATIENCE
         for process in self._processes.values():
@@ -120,7 +128,7 @@ class ProcessSet:
         self._selector.close()
 
     def _pump(self, pipe: _Pipe, descriptor: int) -> bool:
-        """Relay what a process has written; False once there is nothing more to read."""
+        """Pass on the lines that a process has written; False once there is nothing more to read."""
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -130,13 +138,13 @@ class ProcessSet:
             return False
         *lines, pipe.partial = (pipe.partial + data).split(b"\n")
         for line in lines:
-            self._relay(pipe.rank, pipe.name, line)
+            self._output(pipe.rank, pipe.name, line)
         return True
 
-    def _bury(self, rank: int, descriptor: int) -> ProcessEnd:
-        """A process has ended: take its last words."""
+    def _reap(self, rank: int, descriptor: int) -> ProcessEnd:
+        """Collect the output and the exit report of a process that has ended."""
         process = self._processes.pop(rank)
-        # What it started ends with it. Nobody else can have its id yet: it has not been waited for.
+        # Processes that it started end with it. Its id is not reused yet: it has not been waited for.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
@@ -149,12 +157,15 @@ class ProcessSet:
                 while self._pump(key.data, key.fd):
                     pass
                 if key.data.partial:
-                    self._relay(rank, key.data.name, key.data.partial)
+                    self._output(rank, key.data.name, key.data.partial)
                 if key.fd in self._selector.get_map():  # a process that it started still holds the other end
                     self._selector.unregister(key.fd)
         _close(process)
-        path = self.exit_report_of(rank)
+        path = self._exit_report_of(rank)
         return ProcessEnd(rank, code, path.read_bytes() if path.exists() else None)
+
+    def _exit_report_of(self, rank: int) -> Path:
+        return self._exit_reports / f"{rank}.json"
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""How a team gets its servers: from the launcher, who then looks after them, or else from the lead itself."""
+"""Starting servers and relays: servers by the launcher, which then supervises them, or else by the lead itself."""
 
 from __future__ import annotations
 
@@ -13,62 +13,58 @@ import msgspec
 from paceline.config import Launch
 from paceline.transport.keys import VARIABLE as KEY
 
-_BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _PACKAGE = Path(__file__).parents[1]
-_MAIN = _PACKAGE / "server" / "main.py"
+BOOTSTRAP = _PACKAGE / "cluster" / "bootstrap.py"
+SERVER = _PACKAGE / "server" / "main.py"
 _RELAY = _PACKAGE / "relay" / "main.py"
 
 
-class Start(msgspec.Struct, frozen=True):
-    """What the lead asks the launcher for."""
+class StartServers(msgspec.Struct, frozen=True):
+    """The lead's request to the launcher."""
 
     servers: int
     address: str
+    """At which the first server will listen; empty if there will be none, and nothing to join."""
     patience: float
+    """Seconds for which a server waits for its workers."""
     paths: list[str]
-    """Where the workers find modules."""
-    spare: bool
-    """Whether the run can go on when a worker is lost."""
+    """The workers' module search path."""
+    tolerates_loss: bool
+    """True if the run can go on when a worker is lost."""
     first: int = 0
-    """The number of the first of them."""
+    """The number of the first of the servers."""
     relay_addresses: list[str] = []
     """By machine, the address at which workers join that are started there, if there are several."""
 
+    def arguments(self, index: int) -> list[str]:
+        """Command-line arguments of a server."""
+        return [self.address, str(index), str(self.patience), *self.paths]
+
 
 class Dismiss(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What a server is told by an engine that wants a worker to leave; it first pushes what it computes."""
+    """An engine's order to a server to let a worker leave; the worker first pushes the gradient that it computes."""
 
     rank: int
 
 
-def command(start: Start, index: int, parent: int, exit_report: Path) -> list[str]:
-    """How a server is started that dies with `parent`."""
-    return [sys.executable, str(_BOOTSTRAP), str(parent), str(exit_report), str(_MAIN), *arguments_of(start, index)]
-
-
-def arguments_of(start: Start, index: int) -> list[str]:
-    """What a server is told on its command line."""
-    return [start.address, str(index), str(start.patience), *start.paths]
-
-
-def start_servers(launch: Launch, start: Start) -> list[subprocess.Popen[bytes]]:
-    """Have the servers started; by this process itself if no launcher of ours is there to do it."""
+def start_servers(launch: Launch, request: StartServers) -> list[subprocess.Popen[bytes]]:
+    """Have the servers started by the launcher; without one, start them as children of this process."""
     if launch.starter is not None:
         with socket.socket(fileno=os.dup(launch.starter)) as launcher:
-            launcher.send(msgspec.msgpack.encode(start))
+            launcher.send(msgspec.msgpack.encode(request))
         return []
     return [
         subprocess.Popen(
-            command(start, index, os.getpid(), Path(os.devnull)),
+            [sys.executable, str(BOOTSTRAP), str(os.getpid()), os.devnull, str(SERVER), *request.arguments(index)],
             stdin=subprocess.DEVNULL,
             env=_environment(),
         )
-        for index in range(start.first, start.first + start.servers)
+        for index in range(request.first, request.first + request.servers)
     ]
 
 
 def start_relay(address: str, patience: float) -> subprocess.Popen[bytes]:
-    """Start the relay of this machine. It belongs to no worker, and ends when all have left it."""
+    """Start the relay of this machine. It outlives the worker that starts it, and ends when all have left it."""
     return subprocess.Popen(
         [sys.executable, str(_RELAY), address, str(patience)],
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""What every engine knows about the end of a run: how each process ended, and when the others must end, too."""
+"""The end of a run, the same for every engine: how each process ended, and when the others must end, too."""
 
 from __future__ import annotations
 
@@ -15,35 +15,32 @@ from paceline.config import Timeouts
 
 _HINT = "; a machine that announces AMX but cannot run it needs ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
 
-Relay = Callable[[int, str, bytes], None]
-"""Takes a line that a worker wrote: rank, "stdout" or "stderr", and the line."""
-
 
 class ExitReport(msgspec.Struct):
-    """What a worker's bootstrap leaves behind when its script fails."""
+    """The error of a worker's script, as its bootstrap has written it."""
 
     kind: str
     message: str
     usage: bool
     consequence: bool
-    """It failed because another worker did."""
+    """True if it failed because another worker did."""
     traceback: str
 
 
 @dataclasses.dataclass(slots=True)
 class ExitStatus:
-    """How one worker ended."""
+    """How one worker or server ended."""
 
     rank: int
     """Below 0 for a server."""
     code: int
     exit_report: ExitReport | None
     spared: bool = False
-    """It was lost, and the others could go on without it."""
-    replaced: bool = False
-    """It was started again."""
+    """True if it was lost, and the others could go on without it."""
+    restarted: bool = False
+    """True if it was started again."""
     host: str = ""
-    """Where, if it is the machine that was lost."""
+    """The machine, if the process was lost with it."""
 
     @property
     def failed(self) -> bool:
@@ -51,68 +48,68 @@ class ExitStatus:
 
     @property
     def died(self) -> bool:
-        """It was killed, or its machine was lost; nothing says that its script is wrong."""
+        """True if it was killed or its machine was lost, which is no error of its script."""
         return self.code < 0
 
     @property
-    def spoken(self) -> str:
+    def description(self) -> str:
+        """Who ended and how, as a clause of a message."""
         who = f"rank {self.rank}" if self.rank >= 0 else f"server {-1 - self.rank}"
         if self.host:
-            return f"{who} was lost with what looked after it on {self.host}"
+            return f"{who} was lost with its agent on {self.host}"
         if self.code < 0:
             hint = _HINT if -self.code == signal.SIGILL else ""
             return f"{who} was killed by signal {-self.code} ({signal.Signals(-self.code).name}){hint}"
         return f"{who} ended with exit code {self.code}"
 
 
-def failures(endings: Iterable[ExitStatus]) -> list[ExitStatus]:
-    """Those that a run failed by: of workers that could be spared, all if nobody was left to go on."""
-    endings = list(endings)
-    workers = [ending for ending in endings if ending.rank >= 0 and not ending.replaced]
-    alone = bool(workers) and all(ending.code != 0 for ending in workers)
-    return [ending for ending in endings if ending.failed or (alone and ending in workers)]
+def failures(statuses: Iterable[ExitStatus]) -> list[ExitStatus]:
+    """Processes that made the run fail: with no worker left to go on, also those that could be spared."""
+    statuses = list(statuses)
+    workers = [status for status in statuses if status.rank >= 0 and not status.restarted]
+    alone = bool(workers) and all(status.code != 0 for status in workers)
+    return [status for status in statuses if status.failed or (alone and status in workers)]
 
 
 class Supervision:
-    """Collects endings; after the first failure the others get time to say whom they miss, then the order to stop."""
+    """Collects exit statuses; after the first failure the others get time to report whom they miss, then signals."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._patience = timeouts.stop
-        self.endings: list[ExitStatus] = []
-        self.spare = False
-        """Whether a worker may be lost."""
-        self.joining = False
-        """Whether there is something that workers can join."""
+        self.statuses: list[ExitStatus] = []
+        self.tolerates_loss = False
+        """True if the run goes on when a worker is lost."""
+        self.joinable = False
+        """True if the run has a server that new workers can join."""
         self._deadlines: list[tuple[float, int]] = []
         self._grace: float | None = None
-        """Until when servers may end by themselves, once all workers have."""
+        """Until when servers may end by themselves after all workers have ended."""
 
-    def record(self, gone: ProcessEnd, host: str = "") -> ExitStatus:
-        exit_report = msgspec.json.decode(gone.exit_report, type=ExitReport) if gone.exit_report else None
-        # A worker that was killed, or one that cannot go on without such a one, not one whose script is wrong; or one
-        # that came too late to join.
-        lost = gone.code < 0 or (exit_report is not None and exit_report.kind == "WorkerLost")
-        late = exit_report is not None and exit_report.kind == "JoinError" and self.joining
-        spared = gone.rank >= 0 and not self._deadlines and ((self.spare and lost) or late)
-        ending = ExitStatus(gone.rank, gone.code, exit_report, spared, host=host)
-        self.endings.append(ending)
-        if not self._deadlines and ending.failed:
+    def record(self, end: ProcessEnd) -> ExitStatus:
+        exit_report = msgspec.json.decode(end.exit_report, type=ExitReport) if end.exit_report else None
+        # Spared: a worker that was killed or that needed one that was killed, and one that came too late to join.
+        lost = end.code < 0 or (exit_report is not None and exit_report.kind == "WorkerLost")
+        late = exit_report is not None and exit_report.kind == "JoinError" and self.joinable
+        spared = end.rank >= 0 and not self._deadlines and ((self.tolerates_loss and lost) or late)
+        status = ExitStatus(end.rank, end.code, exit_report, spared, host=end.host)
+        self.statuses.append(status)
+        if not self._deadlines and status.failed:
             now = time.monotonic()
             self._deadlines = [(now + self._patience, signal.SIGTERM), (now + self._patience + 1.0, signal.SIGKILL)]
-        return ending
+        return status
 
     @property
     def due(self) -> list[int]:
-        """Signals for whom it is time."""
+        """Signals that are to be sent now."""
         return [number for deadline, number in self._deadlines if time.monotonic() >= deadline]
 
     @property
     def ending(self) -> bool:
-        """Whether the others have been given time to end."""
+        """True if a process has failed and the others are ending."""
         return bool(self._deadlines)
 
     def over(self, running: Collection[int]) -> bool:
-        """Whether no worker is among those who run, and their servers have had time to end as well."""
+        """True if no worker runs any more, and the servers have ended or have had time to."""
         if any(rank >= 0 for rank in running):
             return False
         if self._grace is None:
@@ -121,7 +118,7 @@ class Supervision:
 
 
 class Interrupted(Exception):
-    """The launcher was told to stop."""
+    """SIGINT or SIGTERM has told the launcher to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -130,18 +127,18 @@ class Interrupted(Exception):
 
 @contextlib.contextmanager
 def interruptible(handle: Callable[[int], None]) -> Iterator[Callable[[], None]]:
-    """While this lasts, Ctrl-C and its like call `handle`; what is yielded ends that, for the clearing up."""
+    """Lets SIGINT and SIGTERM call `handle`; yields a function that ignores both from then on, for the clean-up."""
     handlers = {
         number: signal.signal(number, lambda received, _: handle(received))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
 
-    def deaf() -> None:
+    def ignore() -> None:
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)
 
     try:
-        yield deaf
+        yield ignore
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

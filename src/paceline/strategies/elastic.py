@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from paceline.cluster.servers import Start, start_servers
+from paceline.cluster.servers import StartServers, start_servers
 from paceline.config import AllReduce
 from paceline.errors import JoinError, TeamError, UsageError, names
 from paceline.events import Lost, Reduce, Roster
@@ -74,7 +74,7 @@ class ElasticAllReduceTrainer(AllReduceTrainer):
             )
         self._barrier.spare = True
         if self._rank == 0:  # tell the launcher that one may be lost
-            start_servers(context.launch, Start(0, "", 0.0, [], True))
+            start_servers(context.launch, StartServers(0, "", 0.0, [], True))
 
     # -- who is here -------------------------------------------------------------------------------------------------
 

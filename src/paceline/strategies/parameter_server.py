@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.cluster.process import is_stopped
-from paceline.cluster.servers import Start, start_servers
+from paceline.cluster.servers import StartServers, start_servers
 from paceline.config import capacity, parse_compression, parse_correction, parse_servers, place_servers
 from paceline.data.leased_loader import LeasedLoader
 from paceline.errors import Mismatch, ServerLost, TeamError, UsageError
@@ -342,7 +342,8 @@ class ParameterServerTrainer(Trainer):
                 self._thread = serve_in_thread(address, self._rank, patience, say)
             if self._rank == 0:
                 start_servers(
-                    self._launch, Start(0, address, patience, [], False, relay_addresses=list(self._relay_addresses))
+                    self._launch,
+                    StartServers(0, address, patience, [], False, relay_addresses=list(self._relay_addresses)),
                 )
             return
         kind = type(self._optimizer)
@@ -355,7 +356,7 @@ class ParameterServerTrainer(Trainer):
         if self._members.local.rank == 0 and count:
             paths = [path for path in sys.path if path]
             first = self._machine_of_server.index(machine)
-            start = Start(count, address, patience, paths, spare, first, list(self._relay_addresses))
+            start = StartServers(count, address, patience, paths, spare, first, list(self._relay_addresses))
             self._processes = start_servers(self._launch, start)
 
     def _import_state(self) -> None:

@@ -1,7 +1,7 @@
-"""The engine for one machine: starts the workers, relays what they say, and sees to it that all end when one must.
+"""The engine for one machine: starts workers and servers as processes of the launcher.
 
-Nothing of a run outlives it. Workers die with the launcher (the kernel sees to that, see `bootstrap`), shared memory
-has no name, and the port is only held, not listened on. So even `kill -9` of the launcher leaves nothing behind.
+No part of a run outlives it. Workers die with the launcher (the kernel ends them, see `bootstrap`), shared memory has
+no name, and the port is only held, not listened on. So even `kill -9` of the launcher leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -10,163 +10,126 @@ import contextlib
 import os
 import shutil
 import socket
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
-from paceline.cluster.control import Scale, Told, announce, withdraw
-from paceline.cluster.process_set import ProcessSet
-from paceline.cluster.servers import Dismiss, Start, command
-from paceline.cluster.supervision import ExitStatus, Interrupted, Relay, Supervision, interruptible
+from paceline.cluster.control import ScaleReply, ScaleRequest, announce, withdraw
+from paceline.cluster.engines.base import Engine, EngineCallbacks, Job, SupervisedRun
+from paceline.cluster.process_set import ProcessEnd, ProcessSet
+from paceline.cluster.servers import BOOTSTRAP, SERVER, Dismiss, StartServers
+from paceline.cluster.supervision import ExitStatus, Interrupted
 from paceline.config import Launch, capacity
 from paceline.errors import JoinError, names
 from paceline.transport.barrier import Barrier
 from paceline.transport.memory import Memory
 from paceline.transport.unix_connection import Closed, Listener, connect, new_address
 
-_BOOTSTRAP = Path(__file__).parents[1] / "bootstrap.py"
-_TICK = 0.2
-"""Seconds between looks at the clock while nothing happens."""
 
-
-class LocalEngine:
+class LocalEngine(Engine):
     """Runs a script on several workers of this machine."""
 
-    def __init__(
-        self,
-        script: Path,
-        arguments: Sequence[str],
-        workers: int,
-        launch: Launch,
-        *,
-        relay: Relay,
-        tick: Callable[[], None] = lambda: None,
-        note: Callable[[str], None] = lambda _sentence: None,
-        restarts: int = 0,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        self._script, self._arguments, self._workers = script, list(arguments), workers
-        self._launch = launch
-        self._tick, self._note = tick, note
-        self._restarts = restarts
-        """How many killed workers may still be started again."""
-        self._control: Listener | None = None
-        self._joining: dict[str, str] = {}
-        """The environment of workers who join, once there is something to join."""
-        self._leaving: set[int] = set()
-        """Who was told to leave."""
-        self._environment = dict(environment if environment is not None else os.environ)
-        self._home = Path(launch.folder or ".")
-        self._folder = self._home / "exit_reports"
-        self._processes = ProcessSet(self._folder, relay)
-        self._supervision = Supervision(launch.timeouts)
-        self._holder: socket.socket | None = None
-        self._told: int | None = None
-        """The signal that told this launcher to stop."""
-        self._starter, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    NAME = "local"
+    SELECTORS = ("local",)
+    PLACE = "on this machine"
 
-    def run(self) -> list[ExitStatus]:
-        """Start all, wait for all; returns how they ended, in that order. Raises Interrupted when told to stop."""
-        supervision, processes = self._supervision, self._processes
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with interruptible(self._interrupt) as deaf:
-            try:
-                self._start()
-                while not supervision.over(processes.ranks):
-                    for gone in processes.turn(_TICK):
-                        self._leaving.discard(gone.rank)
-                        self._replace(supervision.record(gone))
-                    for number in supervision.due:
-                        processes.signal(number)
-                    self._tick()
-                    if self._told is not None:
-                        raise Interrupted(self._told)
-            finally:
-                deaf()
-                self._stop()
-        return supervision.endings
+    def run(self, launch: Launch, callbacks: EngineCallbacks) -> list[ExitStatus]:
+        return LocalRun(self.job, launch, callbacks).run()
+
+
+class LocalRun(SupervisedRun):
+    """One run on this machine. Its launcher answers `paceline scale`."""
+
+    def __init__(self, job: Job, launch: Launch, callbacks: EngineCallbacks) -> None:
+        super().__init__(job, launch, callbacks)
+        # One thread each, as torchrun does it: more only compete with each other.
+        self._environment = {"OMP_NUM_THREADS": "1", **os.environ, **job.environment}
+        self._workers_environment: dict[str, str] = {}
+        """That of all workers; those that join later have another Launch in it."""
+        self._server_address = ""
+        """Where workers can join the run; empty while there is no server."""
+        self._leaving: set[int] = set()
+        """Ranks of the workers that were told to leave."""
+        self._exit_reports = self.folder / "exit_reports"
+        self._processes = ProcessSet(BOOTSTRAP, self._exit_reports, callbacks.output)
+        self._control: Listener | None = None
+        self._port_holder = socket.socket()
+        self._lead_socket, self._own_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        control = Memory.create(Barrier.memory_size(self._workers))
-        launch = msgspec.structs.replace(self._launch, control=control.descriptor, starter=self._starter.fileno())
-        self._processes.listen(self._asked.fileno(), self._hear_lead)
-        # Bound but not listening: nobody else is given this port, yet rank 0 may still listen on it.
-        with socket.socket() as holder:
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
-            self._holder = holder.dup()
-        shared = {
+    def start(self, attempt: int) -> None:
+        self._exit_reports.mkdir(parents=True, exist_ok=True)
+        workers = self.job.workers
+        control = Memory.create(Barrier.memory_size(workers))
+        launch = msgspec.structs.replace(self.launch, control=control.descriptor, starter=self._lead_socket.fileno())
+        self._processes.listen(self._own_socket.fileno(), self._read_lead)
+        # Bound but not listening: no other process is given this port, yet rank 0 may still listen on it.
+        self._port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port_holder.bind(("127.0.0.1", 0))
+        self._workers_environment = {
+            **self._environment,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._holder.getsockname()[1]),
-            "WORLD_SIZE": str(self._workers),
-            "LOCAL_WORLD_SIZE": str(self._workers),
+            "MASTER_PORT": str(self._port_holder.getsockname()[1]),
             "GROUP_RANK": "0",
             "PYTHONUNBUFFERED": "1",
-            # One thread each, as torchrun does it: more only get into each other's way.
-            "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1"),
             **launch.to_environment(),
         }
-        self._shared = {**self._environment, **shared}
-        inherited = (control.descriptor, self._starter.fileno())
-        for rank in range(self._workers):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._processes.spawn(rank, self._words(rank), {**self._shared, **own}, inherited)
-        self._starter.close()
+        for rank in range(workers):
+            self._start_worker(rank, workers, (control.descriptor, self._lead_socket.fileno()))
+        self._lead_socket.close()
         control.close_descriptor()
-        if self._launch.folder is not None:
+        if self.launch.folder is not None:
             self._control = listener = Listener(address := new_address())
-            announce(self._home, address)
-            self._processes.listen(listener.descriptor, lambda: self._hear_request(listener))
+            announce(self.folder, address)
+            self._processes.listen(listener.descriptor, lambda: self._answer(listener))
 
-    def _words(self, rank: int) -> list[str]:
-        """How a worker is started."""
-        exit_report = str(self._processes.exit_report_of(rank))
-        return [sys.executable, str(_BOOTSTRAP), str(os.getpid()), exit_report, str(self._script), *self._arguments]
+    def _start_worker(self, rank: int, world_size: int, inherited: tuple[int, ...] = ()) -> None:
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        own |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        environment = {**self._workers_environment, **own}
+        self._processes.spawn(rank, self.job.script, self.job.arguments, environment, inherited)
 
-    def _add(self, rank: int) -> None:
-        """Start a worker that joins the run."""
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(max(self._workers, rank + 1))}
-        own["LOCAL_WORLD_SIZE"] = own["WORLD_SIZE"]
-        self._processes.spawn(rank, self._words(rank), {**self._shared, **self._joining, **own})
+    def restart_worker(self, rank: int) -> None:
+        """Start a worker that joins the run; also one that has not been there before."""
+        self._start_worker(rank, max(self.job.workers, rank + 1))
 
-    def _hear_lead(self) -> None:
-        request = self._asked.recv(1 << 17)
+    def _read_lead(self) -> None:
+        request = self._own_socket.recv(1 << 17)
         if request:
-            self._start_servers(msgspec.msgpack.decode(request, type=Start))
+            self.serve(msgspec.msgpack.decode(request, type=StartServers))
         else:  # all workers have ended
-            self._processes.unlisten(self._asked.fileno())
+            self._processes.unlisten(self._own_socket.fileno())
 
-    def _start_servers(self, start: Start) -> None:
-        """The lead has asked for servers."""
-        self._supervision.spare, self._supervision.joining = start.spare, bool(start.address)
-        self._server = start.address
-        if not start.address:  # there is nothing to join
+    def start_servers(self, request: StartServers) -> None:
+        self._server_address = request.address
+        if not request.address:
             return
-        launch = msgspec.structs.replace(self._launch, joins=start.address)
-        self._joining = launch.to_environment()
-        environment = {**self._environment, "OMP_NUM_THREADS": self._environment.get("OMP_NUM_THREADS", "1")}
-        for index in range(start.servers):
-            rank = -1 - index
-            self._processes.spawn(
-                rank, command(start, index, os.getpid(), self._processes.exit_report_of(rank)), environment
-            )
+        launch = msgspec.structs.replace(self.launch, joins=request.address)
+        self._workers_environment |= launch.to_environment()
+        for index in range(request.servers):
+            self._processes.spawn(-1 - index, SERVER, request.arguments(index), self._environment)
 
-    # -- more workers, or fewer --------------------------------------------------------------------------------------
+    # -- while it runs -----------------------------------------------------------------------------------------------
 
-    def _replace(self, ending: ExitStatus) -> None:
-        """Start a worker again that was killed, if that is wanted."""
-        if ending.rank >= 0 and ending.spared and self._restarts > 0 and self._joining:
-            self._restarts -= 1
-            ending.replaced = True
-            self._note(f"{ending.spoken}; it is started again ({self._restarts} restarts left)")
-            self._add(ending.rank)
+    @property
+    def running(self) -> set[int]:
+        return self._processes.ranks
 
-    def _hear_request(self, control: Listener) -> None:
-        connection = control.accept(Scale, 0)
+    def poll(self, seconds: float) -> list[ProcessEnd]:
+        ends = self._processes.poll(seconds)
+        self._leaving -= {end.rank for end in ends}
+        return ends
+
+    def signal(self, number: int) -> None:
+        self._processes.signal(number)
+
+    def interrupt(self, number: int) -> None:
+        super().interrupt(number)
+        raise Interrupted(number)  # at once; where Python swallows it, as in a finalizer, the loop raises it again
+
+    def _answer(self, control: Listener) -> None:
+        """Answer a request of `paceline scale`."""
+        connection = control.accept(ScaleRequest, 0)
         if connection is None:
             return
         try:
@@ -174,54 +137,48 @@ class LocalEngine:
             if request is not None:
                 connection.send(self._scale(request.workers))
         except (Closed, msgspec.DecodeError):
-            pass  # whoever it was is gone, or is none of us
+            pass  # the sender has gone, or is another program
         finally:
             connection.close()
 
-    def _scale(self, wanted: int) -> Told:
-        """Have so many workers from here on."""
-        here = sorted(rank for rank in self._processes.ranks if rank >= 0 and rank not in self._leaving)
-        room = capacity(self._workers)
-        if not self._joining:
-            return Told("only a run with a parameter server, once its training has begun, can have more workers", True)
-        if self._supervision.ending or not here:
-            return Told("the run is about to end", True)
+    def _scale(self, wanted: int) -> ScaleReply:
+        """Start or dismiss workers until there are as many as wanted."""
+        here = sorted(rank for rank in self.running if rank >= 0 and rank not in self._leaving)
+        room = capacity(self.job.workers)
+        if not self._server_address:
+            return ScaleReply("only a run with a parameter server, once its training has begun, can be scaled", True)
+        if self.supervision.ending or not here:
+            return ScaleReply("the run is about to end", True)
         if not 1 <= wanted <= room:
-            return Told(f"{wanted} workers are asked for; this run has room for 1 to {room}", True)
-        free = [rank for rank in range(room) if rank not in self._processes.ranks]
+            return ScaleReply(f"{wanted} workers are asked for; this run has room for 1 to {room}", True)
+        free = [rank for rank in range(room) if rank not in self.running]
         if len(here) + len(free) < wanted:
-            return Told("workers who were told to leave have not left yet; try again", True)
-        for rank in free[: max(0, wanted - len(here))]:
-            self._add(rank)
-        for rank in here[wanted:]:
+            return ScaleReply("workers that were told to leave have not left yet; try again", True)
+        joining, leaving = free[: max(0, wanted - len(here))], here[wanted:]
+        for rank in joining:
+            self.restart_worker(rank)
+        for rank in leaving:
             self._dismiss(rank)
         sentence = f"from {len(here)} to {wanted} workers"
-        if wanted > len(here):
-            sentence += f": {names(free[: wanted - len(here)])} will join"
-        elif wanted < len(here):
-            sentence += f": {names(here[wanted:])} will leave"
-        self._note(sentence)
-        return Told(sentence, False)
+        if joining:
+            sentence += f": {names(joining)} will join"
+        elif leaving:
+            sentence += f": {names(leaving)} will leave"
+        self.callbacks.note(sentence)
+        return ScaleReply(sentence, False)
 
     def _dismiss(self, rank: int) -> None:
         self._leaving.add(rank)
         with contextlib.suppress(JoinError, Closed):  # the server has ended: so will the worker
-            connection = connect(self._server, Told, 0.0)
+            connection = connect(self._server_address, ScaleReply, 0.0)
             connection.send(Dismiss(rank))
             connection.close()
 
-    def _stop(self) -> None:
-        """End whatever still runs."""
+    def stop(self) -> None:
         self._processes.stop()
         if self._control is not None:
             self._control.close()
-            withdraw(self._home)
-        self._asked.close()
-        self._starter.close()
-        if self._holder is not None:
-            self._holder.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _interrupt(self, number: int) -> None:
-        self._told = number  # where Python swallows exceptions, as in a finalizer, the next one is not far
-        raise Interrupted(number)
+            withdraw(self.folder)
+        for one in (self._own_socket, self._lead_socket, self._port_holder):
+            one.close()
+        shutil.rmtree(self._exit_reports, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""A Ray cluster as the engine sees it: is there one, has it room, and agents in the places that it gives.
+"""The Ray engine's connection to a cluster: checks that it is there and has room, reserves it, and starts agents.
 
-All that is asked of Ray itself is here.
+All calls of Ray itself are here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from paceline.cluster.engines import ray_agent as agent_module
 from paceline.errors import JoinError, UsageError
 
 _IGNORED = ["/runs/", ".git/", ".venv/", "__pycache__/", ".mypy_cache/", ".ruff_cache/", ".pytest_cache/"]
-"""What does not travel with the script, besides what .gitignore and .rayignore name."""
-_KNOCK = 10.0
+"""Files that are not sent with the script, beside those that .gitignore and .rayignore name."""
+PLACEMENTS = {"spread": "SPREAD", "pack": "PACK"}
+"""Values of `--place`, each with Ray's name for it."""
+_PROBE = 10.0
 """Seconds for a cluster to answer at all."""
 _STOP = 5.0
 """Seconds for the agents to end their processes."""
@@ -32,14 +34,14 @@ _STOP = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Room:
-    """What a run needs of a cluster."""
+    """Resources that a run needs of a cluster."""
 
     workers: int
     each: dict[str, float]
-    """For one worker, as Ray counts it."""
+    """Of one worker, by Ray's name of the resource."""
     servers: int = 0
-    """Processes beside rank 0, a core each."""
-    place: str = "spread"
+    """Server processes in rank 0's bundle, a core each."""
+    placement: str = "spread"
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -58,7 +60,7 @@ class Room:
 
 
 def parse_each(text: str) -> dict[str, float]:
-    """`cpu=1,gpu=1` as Ray counts it."""
+    """`cpu=1,gpu=1` by Ray's names of the resources."""
     each = {"CPU": 1.0}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
@@ -73,7 +75,7 @@ def parse_each(text: str) -> dict[str, float]:
 
 
 def parse_environment(words: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE`, or `NAME` for the value that it has here."""
+    """Variables given as `NAME=VALUE`, or as `NAME` for the value in this process."""
     found = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -84,17 +86,17 @@ def parse_environment(words: Sequence[str]) -> dict[str, str]:
 
 
 class RayCluster:
-    """A connection to a Ray cluster, and places for workers there."""
+    """A connection to a Ray cluster, and the placement group of one run."""
 
     def __init__(self, address: str | None, folder: Path | None, room: Room) -> None:
-        """Connect, and see whether so much could be had at all. `folder` travels to the nodes."""
+        """Connects, and checks that the cluster could have enough room at all. `folder` is sent to the nodes."""
         self.room = room
         self._group: Any = None
         self._ray = ray = _import()
         self.Lost = (ray.exceptions.RayActorError, ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError)
-        """How Ray says that an agent is not there any more, or could not do as it was told."""
+        """Errors by which Ray reports that an agent is lost, or that its call failed."""
         where = address or known_address() or "auto"
-        _knock(where)
+        _probe(where)
         try:
             ray.init(
                 address=where,
@@ -107,11 +109,11 @@ class RayCluster:
         except (RuntimeError, ValueError) as error:
             raise UsageError(f"Ray at '{where}' did not take this run: {first_line(error)}") from None
         for module in (agent_module, processes_module, file_sync_module):
-            ray.cloudpickle.register_pickle_by_value(module)  # a node need not import ours to run them
+            ray.cloudpickle.register_pickle_by_value(module)  # nodes run them without importing the package
         self._check_room()
 
     def wait(self, references: list[Any], seconds: float) -> list[Any]:
-        """Those that are ready, as soon as one is."""
+        """The references that are ready, as soon as one is."""
         if not references:
             time.sleep(seconds)
             return []
@@ -124,23 +126,23 @@ class RayCluster:
         return self._ray.get(reference)
 
     def cause(self, error: BaseException) -> str:
-        """Why an agent is not there any more, where it failed by itself: " (so)", or nothing."""
+        """The error of an agent that failed by itself, in brackets; empty if it was lost otherwise."""
         return f" ({error.cause!r})" if isinstance(error, self._ray.exceptions.RayTaskError) else ""
 
     def reserve(self, wait: Callable[[list[Any], float], list[Any]], seconds: float = 60.0) -> None:
-        """Get the places; `wait` may raise to give up."""
-        strategy = {"spread": "SPREAD", "pack": "PACK"}[self.room.place]
+        """Reserve the bundles; `wait` may raise to give up."""
+        strategy = PLACEMENTS[self.room.placement]
         self._group = self._ray.util.placement_group(self.room.bundles, strategy=strategy)
         ready = self._group.ready()
         until = time.monotonic() + seconds
         while not wait([ready], 0.2):
             if time.monotonic() >= until:
                 raise UsageError(
-                    f"no room came free in {seconds:g} s for {_listed(self.room.total)}; {self._what_there_is()}"
+                    f"no room came free in {seconds:g} s for {_listed(self.room.total)}; {self._resources()}"
                 )
 
-    def hire(self, bundle: int, run: str) -> Any:
-        """A new agent in this place."""
+    def start_agent(self, bundle: int, run: str) -> Any:
+        """Start an agent in this bundle."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=bundle
         )
@@ -151,7 +153,7 @@ class RayCluster:
         return kind.options(scheduling_strategy=strategy).remote(run)
 
     def check(self, facts: dict[str, str]) -> None:
-        """Whether the node of this agent has what a worker needs."""
+        """Raises JoinError if the node of an agent does not have the same Python and Paceline as this one."""
         host, ours = facts["host"], importlib.metadata.version("paceline")
         if not facts["version"]:
             raise JoinError(f"node {host} has no paceline beside {facts['python']}; install version {ours} there")
@@ -159,16 +161,16 @@ class RayCluster:
         if facts["version"] != ours or facts["python"].rpartition(".")[0] != here.rpartition(".")[0]:
             raise JoinError(
                 f"node {host} has paceline {facts['version']} on Python {facts['python']}, and here it is {ours} on "
-                f"{here}; they must be alike"
+                f"{here}; they must be the same"
             )
 
-    def dismiss(self, agent: Any) -> None:
-        """End one agent, of whom nothing is asked."""
+    def kill(self, agent: Any) -> None:
+        """End one agent that has started nothing."""
         with contextlib.suppress(Exception):
             self._ray.kill(agent)
 
     def release(self, agents: list[Any]) -> None:
-        """End the agents and all that they started, give the places back, and take leave of the cluster."""
+        """End the agents and all that they started, free the bundles, and disconnect from the cluster."""
         ray = self._ray
         with contextlib.suppress(Exception):
             stopping = [agent.stop.remote() for agent in agents]
@@ -188,11 +190,11 @@ class RayCluster:
             servers = f" and {self.room.servers} for servers" if self.room.servers else ""
             needed = _listed(self.room.total)
             sentence = f"{self.room.workers} workers need {needed}{servers and ', servers among them'}"
-            there = self._what_there_is()
+            there = self._resources()
             self._ray.shutdown()
             raise UsageError(f"{sentence}; {there}. Start fewer, or give each less with --each cpu=0.5")
 
-    def _what_there_is(self) -> str:
+    def _resources(self) -> str:
         ray = self._ray
         nodes = sum(node["Alive"] for node in ray.nodes())
         have, free = ray.cluster_resources(), ray.available_resources()
@@ -201,7 +203,7 @@ class RayCluster:
 
 
 def _import() -> Any:
-    # Before Ray is imported: it tells nobody that it is used.
+    # Before the import: switches Ray's usage statistics off.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -212,7 +214,7 @@ def _import() -> Any:
 
 
 def known_address() -> str | None:
-    """Of the cluster that the environment names, or that was started last on this machine; as Ray finds it."""
+    """Address of the cluster that the environment names, or that was started last on this machine, as Ray finds it."""
     if named := os.environ.get("RAY_ADDRESS"):
         return named
     scratch = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
@@ -220,13 +222,13 @@ def known_address() -> str | None:
     return note.read_text(encoding="ascii").strip() or None if note.exists() else None
 
 
-def _knock(where: str) -> None:
-    """Whether anybody is there: Ray itself would wait for minutes."""
+def _probe(where: str) -> None:
+    """Raises UsageError if nothing listens at the address: Ray itself would wait for minutes."""
     host, colon, port = where.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
-        return  # "auto", or something that Ray itself will refuse
+        return  # "auto", or an address that Ray itself will refuse
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _KNOCK).close()
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE).close()
     except (OSError, OverflowError):
         raise UsageError(_no_cluster(where)) from None
 
@@ -240,7 +242,7 @@ def _no_cluster(where: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What matters of Ray's long messages."""
+    """The first line of one of Ray's long messages."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -1,22 +1,37 @@
-"""torchrun as the engine: it has started this process, one of many, and looks after it. Only the script is missing."""
+"""The engine of a process that torchrun has started: replaces it by the script. torchrun supervises it."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
-from paceline.config import Launch
+from paceline.cluster.engines.base import Engine, EngineCallbacks
+from paceline.config import Launch, Place
 
 
-def started_by_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
+class TorchrunEngine(Engine):
+    """Runs the script in place of a worker that torchrun has started."""
 
-
-def become(script: Path, arguments: Sequence[str], launch: Launch) -> NoReturn:
-    """Run the script in place of this program, as torchrun itself would have: unbuffered, with the same process id."""
-    os.execve(
-        sys.executable, [sys.executable, "-u", str(script), *arguments], {**os.environ, **launch.to_environment()}
+    NAME = "torchrun"
+    DECIDES = ("workers", "on", "restarts", "live", "all_output", "quiet")
+    DECIDES_REASON = (
+        "torchrun has started this worker, and decides how many there are, where, what is shown of them and what is "
+        "started again (--nproc-per-node, --max-restarts)"
     )
+
+    @classmethod
+    def detected(cls) -> bool:
+        return "TORCHELASTIC_RUN_ID" in os.environ
+
+    @classmethod
+    def world_size(cls, workers: int) -> int:
+        return Place.from_environment().world_size
+
+    def run(self, launch: Launch, callbacks: EngineCallbacks) -> NoReturn:
+        """Replace this program by the script, unbuffered and with the same process id, as torchrun would start it."""
+        os.execve(
+            sys.executable,
+            [sys.executable, "-u", str(self.job.script), *self.job.arguments],
+            {**os.environ, **self.job.environment, **launch.to_environment()},
+        )
