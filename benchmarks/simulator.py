@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 
-from paceline.simulate.cluster import SimulatedCluster, SimulatedLink
+from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.distributions import Exponential
 from paceline.simulate.predict import simulate
+from paceline.topologies import Link
 
 WORKERS = 64
 QUICK = {"sync": 1, "k-sync:k=48": 1, "k-batch-sync:k=64": 1, "async": 64, "k-batch-async:k=32": 2, "ssp:s=4": 64}
@@ -39,7 +40,7 @@ def steps(told: object) -> int:
 
 def main() -> None:
     quiet = SimulatedCluster(workers=WORKERS, compute=Exponential(1.0, 1.0))
-    wired = SimulatedCluster(workers=WORKERS, compute=Exponential(1.0, 1.0), size=1e6, link=SimulatedLink(1e-4, 1e9))
+    wired = SimulatedCluster(workers=WORKERS, compute=Exponential(1.0, 1.0), size=1e6, link=Link(1e-4, 1e9))
     for spec, more in QUICK.items():
         updates = 40_000 * more
         start = time.perf_counter()

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from paceline.planner.choose import worth
-from paceline.simulate.cluster import Failures, SimulatedCluster, SimulatedLink
+from paceline.simulate.cluster import Failures, SimulatedCluster
 from paceline.simulate.distributions import Exponential
 from paceline.simulate.predict import simulate
 from paceline.simulate.result import Result
+from paceline.topologies import Link
 
 SIZES = (1_000, 10_000, 100_000)
 SETTINGS = {
@@ -45,7 +46,7 @@ def volunteers(
     speeds = 100 * MEGABIT * np.exp(source.standard_normal(workers))
     latencies = 0.02 * np.exp(0.7 * source.standard_normal(workers))
     own = tuple(
-        (rank, SimulatedLink(float(latency), float(speed)))
+        (rank, Link(float(latency), float(speed)))
         for rank, (latency, speed) in enumerate(zip(latencies, speeds, strict=True))
     )
     return SimulatedCluster(
@@ -54,10 +55,10 @@ def volunteers(
         factors=tuple(factors.tolist()),
         size=100e6 if links else 0.0,
         compress="int8",
-        link=SimulatedLink(0.02, 100 * MEGABIT) if links else SimulatedLink(),
+        link=Link(0.02, 100 * MEGABIT) if links else Link(),
         links=own if links else (),
         servers=str(count),
-        server_link=SimulatedLink(0.0, 10_000 * MEGABIT) if links else None,
+        server_link=Link(0.0, 10_000 * MEGABIT) if links else None,
         failures=Failures(4 * 3600.0, 300.0) if failures else None,
         update_seconds=0.05 / count if links else 0.0,  # every server updates its own shard
         batch=8,

@@ -16,10 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.collectives.algorithms import ALGORITHMS, OPERATIONS, costs, find, ring, tree
-from paceline.collectives.algorithms.chunks import bounds, split
+from paceline.collectives.algorithms import ALGORITHMS, OPERATIONS, find, ring
+from paceline.collectives.algorithms.chunks import split
 from paceline.errors import Mismatch, UsageError
-from paceline.transport.channel import Channel, CountingChannel, InMemoryChannel, LinkCost, Traffic, run_in_memory
+from paceline.topologies import Link, Traffic, seconds, traffic
+from paceline.topologies.chunks import bounds
+from paceline.transport.channel import Channel, CountingChannel, InMemoryChannel, run_in_memory
 
 T = TypeVar("T")
 Call = Callable[..., None]
@@ -27,9 +29,9 @@ Call = Callable[..., None]
 SIZES = [1, 2, 3, 4, 5, 8]
 TOPOLOGIES = list(ALGORITHMS)
 POOL = ThreadPoolExecutor(32)
-LINK = LinkCost(latency=10e-6, bandwidth=12.5e9 / 500)
+LINK = Link(latency=10e-6, bandwidth=12.5e9 / 500)
 """A link of 100 Gbit/s, whose bandwidth is scaled so that 200 kB take as long as 100 MB."""
-LINKS = [LINK, LinkCost(latency=10e-6, bandwidth=1e12), LinkCost(latency=1e-9, bandwidth=1e6)]
+LINKS = [LINK, Link(latency=10e-6, bandwidth=1e12), Link(latency=1e-9, bandwidth=1e6)]
 """The last two: hardly anything but latency, hardly anything but bytes."""
 
 
@@ -316,7 +318,7 @@ def counted(topology: str, size: int, length: int, operation: str = "all_reduce"
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_traffic_of_each_rank_is_as_foretold(topology: str, size: int) -> None:
     for length in (0, 5, 4 * size + 3):
-        foretold = [costs.traffic(topology, rank, size, 4 * length, itemsize=4) for rank in range(size)]
+        foretold = [traffic(topology, rank, size, 4 * length, itemsize=4) for rank in range(size)]
         assert counted(topology, size, length) == foretold
 
 
@@ -359,11 +361,11 @@ def test_trees_send_each_half_up_and_down_each_edge_and_load_no_rank_twice(size:
 # How long it takes.
 
 
-def clock(size: int, operation: Callable[[InMemoryChannel], None], link: LinkCost) -> float:
+def clock(size: int, operation: Callable[[InMemoryChannel], None], link: Link) -> float:
     return run_in_memory(size, operation, link)[1]
 
 
-def clock_of_all_reduce(topology: str, size: int, length: int, link: LinkCost) -> float:
+def clock_of_all_reduce(topology: str, size: int, length: int, link: Link) -> float:
     def work(channel: InMemoryChannel) -> None:
         find(topology, "all_reduce")(channel, torch.zeros(length, dtype=torch.uint8), add)
 
@@ -372,10 +374,10 @@ def clock_of_all_reduce(topology: str, size: int, length: int, link: LinkCost) -
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_the_clock_of_an_all_reduce_equals_the_formula(topology: str, link: LinkCost) -> None:
+def test_the_clock_of_an_all_reduce_equals_the_formula(topology: str, link: Link) -> None:
     for size in [*range(1, 10), 12, 15, 17]:
         length = 64 * size  # divides into N, and into the power of two within N
-        wanted = costs.seconds(topology, size, length, link)
+        wanted = seconds(topology, size, length, link)
         assert clock_of_all_reduce(topology, size, length, link) == pytest.approx(wanted, rel=1e-7, abs=0), size
 
 
@@ -390,7 +392,7 @@ def test_the_clock_of_an_all_reduce_equals_the_formula(topology: str, link: Link
     ],
 )
 def test_the_reference_is_met_by_what_runs(topology: str, size: int, milliseconds: float) -> None:
-    """For 100 MB and 64 ranks, not counting a hub; the reference's 96.12 ms are of a single tree, see `costs`."""
+    """For 100 MB and 64 ranks, not counting a hub; the reference's 96.12 ms are those of `textbook_tree`."""
 
     def work(channel: InMemoryChannel) -> Traffic:
         counting, tensor = CountingChannel(channel), torch.ones(200_000, dtype=torch.uint8)
@@ -398,44 +400,14 @@ def test_the_reference_is_met_by_what_runs(topology: str, size: int, millisecond
         assert tensor.amin() == tensor.amax() == size
         return counting.traffic
 
-    traffic, time = run_in_memory(size, work, LINK)
+    counted, time = run_in_memory(size, work, LINK)
     assert 1000 * time == pytest.approx(milliseconds, abs=0.005)
-    assert traffic == [costs.traffic(topology, rank, size, 200_000) for rank in range(size)]
-
-
-def test_the_formulas_give_the_values_of_the_reference() -> None:
-    link = LinkCost(latency=10e-6, bandwidth=12.5e9)
-    for size, amount, wanted in (
-        (64, 100e6, (17.01, 96.12, 15.87, 1024.0, 15.77)),
-        (1024, 64e3, (20.47, 0.302, 0.210, 10.51, 0.030)),
-    ):
-        found = (
-            costs.seconds("ring", size, amount, link),
-            costs.single_tree(size, amount, link),
-            costs.seconds("halving-doubling", size, amount, link),
-            costs.servers(size, 1, amount, link),
-            costs.seconds("direct", size, amount, link),
-        )
-        assert [1000 * time for time in found] == pytest.approx(wanted, rel=1e-3, abs=0.0005)
-        assert costs.seconds("hub", size + 1, amount, link) == costs.servers(size, 1, amount, link)
-
-
-@given(st.sampled_from(TOPOLOGIES), st.integers(1, 5000), st.floats(1, 1e9), st.floats(0, 1), st.floats(1, 1e12))
-def test_nothing_beats_the_bound(topology: str, size: int, amount: float, latency: float, bandwidth: float) -> None:
-    link = LinkCost(latency=latency, bandwidth=bandwidth)
-    assert costs.seconds(topology, size, amount, link) >= costs.bound(size, amount, bandwidth) * (1 - 1e-12)
-
-
-def test_ring_halving_doubling_and_direct_reach_the_bound_without_latency() -> None:
-    link = LinkCost(bandwidth=1e9)
-    for topology in ("ring", "halving-doubling", "direct"):
-        assert costs.seconds(topology, 8, 1e6, link) == pytest.approx(costs.bound(8, 1e6, 1e9))
-        assert costs.bound(8, 1e6, 1e9) == pytest.approx(1.75e-3)
+    assert counted == [traffic(topology, rank, size, 200_000) for rank in range(size)]
 
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("operation", ["broadcast", "reduce"])
-def test_a_tensor_flows_around_the_ring_in_chunks(operation: str, link: LinkCost) -> None:
+def test_a_tensor_flows_around_the_ring_in_chunks(operation: str, link: Link) -> None:
     for size, root in ((2, 0), (3, 1), (5, 4), (8, 3)):
         amount = 40 * size
         arguments: tuple[Any, ...] = (root,) if operation == "broadcast" else (add, root)
@@ -450,7 +422,7 @@ def test_a_tensor_flows_around_the_ring_in_chunks(operation: str, link: LinkCost
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("operation", ["broadcast", "reduce"])
 def test_from_and_to_a_root_the_trees_take_one_level_more_than_the_other_ranks_trees(
-    operation: str, link: LinkCost
+    operation: str, link: Link
 ) -> None:
     """With n = N−1 other ranks: (floor(log2 n) + 1)(latency + S/B), less S/(2B) unless n + 1 is a power of two."""
     for size in range(2, 19):
@@ -466,7 +438,7 @@ def test_from_and_to_a_root_the_trees_take_one_level_more_than_the_other_ranks_t
 
 @pytest.mark.parametrize(("topology", "latencies"), [("direct", 1), ("hub", 2), ("tree", 6)])
 def test_a_barrier_takes_nothing_but_latencies(topology: str, latencies: int) -> None:
-    assert clock(11, find(topology, "barrier"), LinkCost(latency=1.0, bandwidth=1.0)) == latencies
+    assert clock(11, find(topology, "barrier"), Link(latency=1.0, bandwidth=1.0)) == latencies
 
 
 def test_one_rank_alone_needs_no_message() -> None:
@@ -481,36 +453,9 @@ def test_one_rank_alone_needs_no_message() -> None:
     tensor = torch.arange(3.0)
     for topology in TOPOLOGIES:
         find(topology, "all_reduce")(Alone(), tensor, add)
-        assert costs.traffic(topology, 0, 1, 12) == Traffic()
-        assert costs.seconds(topology, 1, 12, LINK) == 0
+        assert traffic(topology, 0, 1, 12) == Traffic()
+        assert seconds(topology, 1, 12, LINK) == 0
     assert tensor.tolist() == [0, 1, 2]
-
-
-# The other formulas.
-
-
-def test_more_servers_help_until_the_workers_links_are_full() -> None:
-    link = LinkCost(latency=1.0, bandwidth=10.0)
-    assert [costs.servers(8, count, 100, link) for count in (1, 2, 4, 8, 16)] == [162, 82, 42, 22, 22]
-
-
-def test_the_best_servers_take_the_times_of_the_reference() -> None:
-    found = [costs.best_servers(8, spare, 1.0, 1.0) for spare in (0, 2, 4, 8, 20)]
-    assert found == pytest.approx([1.750, 1.474, 1.273, 1.000, 1.000], abs=5e-4)
-    assert costs.best_servers(1, 3, 1.0, 1.0) == 0
-    assert costs.best_servers(8, 0, 1e6, 1e9) == pytest.approx(costs.bound(8, 1e6, 1e9))
-
-
-@given(st.integers(1, 50), st.integers(0, 80))
-def test_the_best_shares_hold_everything_once_and_load_all_links_alike(workers: int, spare: int) -> None:
-    shares = costs.best_shares(workers, spare, 1.0)
-    assert spare * shares.spare + workers * shares.busy == pytest.approx(1)
-    time = costs.best_servers(workers, spare, 1.0, 1.0)
-    # A worker's machine sends all but what it serves itself, and what it serves to all other workers.
-    assert (1 - shares.busy) + (workers - 1) * shares.busy == pytest.approx(time)
-    assert workers * shares.spare <= time + 1e-9
-    if 0 < spare <= workers > 1:
-        assert workers * shares.spare == pytest.approx(time)
 
 
 # The pieces.
@@ -524,34 +469,6 @@ def test_chunks_cover_the_tensor_and_differ_by_one_at_most(length: int, count: i
     tensor = torch.arange(length)
     assert torch.equal(torch.cat(split(tensor, count)), tensor)
     assert [chunk.numel() for chunk in split(tensor, count)] == lengths
-
-
-@pytest.mark.parametrize("size", range(1, 71))
-def test_both_are_trees_of_least_depth_and_nobody_is_inner_twice(size: int) -> None:
-    inner: list[set[int]] = []
-    for which in tree.TREES:
-        places = [tree.place(which, rank, size) for rank in range(size)]
-        (level,) = [[rank] for rank in range(size) if places[rank].parent is None]
-        seen: list[int] = []
-        depth = 0
-        while level:
-            seen += level
-            assert all(len(places[rank].children) <= 2 for rank in level)
-            assert all(places[child].parent == rank for rank in level for child in places[rank].children)
-            level = [child for rank in level for child in places[rank].children]
-            depth += 1
-        assert sorted(seen) == list(range(size))
-        assert depth == math.ceil(math.log2(size + 1))
-        inner.append({rank for rank in range(size) if places[rank].children})
-    assert not inner[0] & inner[1]
-    assert len(inner[0]) == len(inner[1]) == size // 2
-
-
-def test_the_trees_of_seven_are_as_drawn() -> None:
-    for which, (top, left, right, *leaves) in enumerate([(3, 1, 5, 0, 2, 4, 6), (2, 0, 4, 6, 1, 3, 5)]):
-        assert tree.place(which, top, 7) == (None, (left, right))
-        assert tree.place(which, left, 7) == (top, tuple(leaves[:2]))
-        assert tree.place(which, right, 7) == (top, tuple(leaves[2:]))
 
 
 def test_a_message_that_is_here_does_not_wait_for_one_that_is_asked_for_first() -> None:
@@ -568,7 +485,7 @@ def test_a_message_that_is_here_does_not_wait_for_one_that_is_asked_for_first() 
             channel.receive(0, second)  # sent at 1 as well, the port is free from 2 on
         return channel.clock
 
-    assert run_in_memory(3, work, LinkCost(bandwidth=1.0))[0] == [0, 1, 3]
+    assert run_in_memory(3, work, Link(bandwidth=1.0))[0] == [0, 1, 3]
 
     def later(channel: InMemoryChannel) -> float:
         second, three = torch.zeros(1, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)
@@ -583,7 +500,7 @@ def test_a_message_that_is_here_does_not_wait_for_one_that_is_asked_for_first() 
             channel.receive(0, second)  # came long before
         return channel.clock
 
-    assert run_in_memory(3, later, LinkCost(bandwidth=1.0))[0] == [0, 4, 5]
+    assert run_in_memory(3, later, Link(bandwidth=1.0))[0] == [0, 4, 5]
 
 
 def test_a_message_of_another_length_is_refused_by_the_rehearsal() -> None:
@@ -605,7 +522,7 @@ def test_what_a_topology_cannot_do_is_said_in_one_sentence() -> None:
         find("star", "barrier")
     with pytest.raises(UsageError, match="no operation 'reduce_all'; there are all_gather, all_reduce"):
         find("ring", "reduce_all")
-    for formula in (lambda: costs.seconds("star", 2, 1, LINK), lambda: costs.traffic("star", 0, 2, 1)):
+    for formula in (lambda: seconds("star", 2, 1, LINK), lambda: traffic("star", 0, 2, 1)):
         with pytest.raises(UsageError, match="'star'; there are ring"):
             formula()
 

@@ -11,10 +11,11 @@ import pytest
 from paceline.errors import UsageError
 from paceline.events import Compute, Join, Metric, Pull, Push, Update
 from paceline.simulate.calibrate import Calibration, calibrate, calibration_sheet
-from paceline.simulate.cluster import SimulatedCluster, SimulatedLink
+from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.distributions import Constant, Exponential, Gamma
 from paceline.simulate.fitting import survival
 from paceline.simulate.predict import simulate
+from paceline.topologies import Link
 
 
 def recorded(folder: Path, strategy: str, cluster: SimulatedCluster, updates: int = 1500, seed: int = 1) -> Calibration:
@@ -58,7 +59,7 @@ def test_two_speeds_are_both_kept(tmp_path: Path) -> None:
     assert told.seconds_per_update == pytest.approx(truth.seconds_per_update, rel=0.03)
 
 
-LINKED = SimulatedCluster(workers=4, compute=Exponential(0.03, 0.03), link=SimulatedLink(0.002), update_seconds=0.001)
+LINKED = SimulatedCluster(workers=4, compute=Exponential(0.03, 0.03), link=Link(0.002), update_seconds=0.001)
 
 
 @functools.cache
@@ -75,9 +76,7 @@ def test_one_policy_is_predicted_from_another(tmp_path: Path, learned: str) -> N
 
 
 def test_messages_and_updates_are_found(tmp_path: Path) -> None:
-    on = SimulatedCluster(
-        workers=3, compute=Exponential(0.01, 0.05), link=SimulatedLink(0.004), update_seconds=0.002, size=1e6
-    )
+    on = SimulatedCluster(workers=3, compute=Exponential(0.01, 0.05), link=Link(0.004), update_seconds=0.002, size=1e6)
     known = recorded(tmp_path, "async", on)
     assert known.cluster.link.latency == pytest.approx(0.004, rel=0.3)
     assert known.cluster.update_seconds == pytest.approx(0.002, rel=0.01)
@@ -85,8 +84,8 @@ def test_messages_and_updates_are_found(tmp_path: Path) -> None:
 
 
 def test_a_slow_link_is_found_where_it_is(tmp_path: Path) -> None:
-    slow = SimulatedLink(0.05)
-    on = SimulatedCluster(workers=3, compute=Exponential(0.01, 0.05), link=SimulatedLink(0.001), links=((1, slow),))
+    slow = Link(0.05)
+    on = SimulatedCluster(workers=3, compute=Exponential(0.01, 0.05), link=Link(0.001), links=((1, slow),))
     known = recorded(tmp_path, "async", on)
     links = dict(known.cluster.links)
     assert links[1].latency == pytest.approx(0.05, rel=0.1)

@@ -14,7 +14,8 @@ from paceline.collectives.links import LinkMatrix, around, best_order, best_topo
 from paceline.errors import JoinError, TeamError
 from paceline.parameters.checkpoint_codec import pack, unpack
 from paceline.parameters.layout import borders
-from paceline.transport.channel import LinkCost, run_in_memory
+from paceline.topologies import Link
+from paceline.transport.channel import run_in_memory
 from paceline.transport.tcp_connection import (
     FrameKind,
     TcpConnection,
@@ -65,7 +66,7 @@ def test_everybody_meets_everybody_one_at_a_time(size: int) -> None:
 
 
 def test_links_are_measured_by_all() -> None:
-    rows, _ = run_in_memory(4, measure, LinkCost(latency=1e-5))
+    rows, _ = run_in_memory(4, measure, Link(latency=1e-5))
     links = LinkMatrix.of([row.encode() for row in rows])
     for a in range(4):
         assert links.bandwidth[a][a] == float("inf")

@@ -21,11 +21,12 @@ from paceline.planner.choose import best_policy, rank, simplest, worth
 from paceline.planner.learn import learn
 from paceline.policies import POLICIES, make_policy
 from paceline.simulate import predict
-from paceline.simulate.cluster import SimulatedCluster, SimulatedLink
+from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.convergence import Convergence, ObservedRun, fit
 from paceline.simulate.distributions import Constant, Exponential
 from paceline.simulate.predict import simulate
 from paceline.simulate.replica import Model
+from paceline.topologies import Link
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_of_equals_the_simplest_is_named() -> None:
 
 
 def test_what_travels_over_narrow_links_is_spread() -> None:
-    narrow = SimulatedCluster(workers=8, compute=Constant(0.1), size=100e6, link=SimulatedLink(1e-4, 125e6))
+    narrow = SimulatedCluster(workers=8, compute=Constant(0.1), size=100e6, link=Link(1e-4, 125e6))
     choices = rank(narrow, among=[one for one in candidates(narrow) if one.strategy.startswith(("all-reduce", "sync"))])
     shown = {(one.strategy, one.servers): one.seconds_per_update for one in choices}
     assert shown["sync", "all"] < shown["sync", "2"] < shown["sync", "1"]
@@ -135,7 +136,7 @@ def test_a_limit_of_memory_leaves_things_out() -> None:
 def test_every_candidate_can_be_followed(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predict, "_STEPS", 20)
     factors = (2.0,) + (1.0,) * (workers - 1)
-    on = SimulatedCluster(workers=workers, compute=Constant(0.1), factors=factors, size=1.0, link=SimulatedLink(0, 1e6))
+    on = SimulatedCluster(workers=workers, compute=Constant(0.1), factors=factors, size=1.0, link=Link(0, 1e6))
     found = candidates(on, split=True)
     assert len({(one.strategy, one.servers, one.balance) for one in found}) == len(found) < 80
     for one in found:

@@ -9,14 +9,15 @@ import pytest
 import paceline
 
 HOUSE = Path(paceline.__file__).parent
-LEAVES = {"config", "errors", "events", "policies", "schedules"}
+LEAVES = {"config", "errors", "events", "policies", "schedules", "topologies"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "config": {"errors", "schedules", "topologies"},
     "events": {"config", "errors"},
     "policies": {"config", "errors"},
-    "schedules": {"config", "errors"},
-    "transport": {"config", "errors"},
+    "schedules": {"errors"},
+    "topologies": {"errors"},
+    "transport": {"config", "errors", "topologies"},
     "cluster": {"config", "errors", "events", "transport"},
     "parameters": {"config", "errors", "events", "transport", "cluster", "collectives"},
     "data": {"config", "errors", "events"},
@@ -40,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
         "tensor_parallel",
     },
     "team": LEAVES | {"transport", "cluster", "parameters", "data", "strategies"},
-    "bench": {"team", "cluster", "collectives", "transport", "config", "errors", "events"},
+    "bench": {"team", "topologies", "cluster", "collectives", "transport", "config", "errors", "events"},
     "doctor": {"cluster", "collectives", "transport", "config", "errors"},
     "simulate": LEAVES,
     "planner": LEAVES | {"simulate", "graph"},
@@ -57,6 +58,8 @@ OUTSIDE: dict[str, set[str]] = {
     "planner": WIRES,
     "graph": WIRES,
     "policies": {"torch", "socket", "zmq", "time"},
+    "schedules": {"torch", "socket", "zmq", "time"},
+    "topologies": {"torch", "numpy", "socket", "zmq", "time"},
 }
 """Which modules from elsewhere a room must not know."""
 
@@ -133,6 +136,8 @@ def test_the_way_has_no_circles() -> None:
         ("planner", "if True:\n    from socket import create_connection\n"),
         ("planner", "import zmq.asyncio"),
         ("policies", "from torch.nn import Module"),
+        ("topologies", "from paceline.transport.channel import Channel"),
+        ("topologies", "if TYPE_CHECKING:\n    import torch\n"),
         ("cluster", "from . import local"),
         ("cluster", "from ..team import join"),
         ("attic", "import os"),

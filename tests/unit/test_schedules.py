@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.schedules import formulas as pipelines
 from paceline.schedules.orders import SCHEDULES, Evaluated, evaluate, shared
-from paceline.simulate.cluster import SimulatedCluster, SimulatedLink
+from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.distributions import Constant, Exponential
 from paceline.simulate.predict import predict, simulate
 from paceline.simulate.replica import Model
+from paceline.topologies import Link
 
 
 def run(
@@ -177,14 +178,14 @@ def test_a_stage_that_is_slow_now_and_then_holds_up_all() -> None:
 
 
 def test_tensor_parallel_divides_the_work_and_pays_for_agreeing() -> None:
-    on = SimulatedCluster(workers=4, compute=Constant(2.0), link=SimulatedLink(0.001, 1e9))
+    on = SimulatedCluster(workers=4, compute=Constant(2.0), link=Link(0.001, 1e9))
     told, _ = simulate("tensor:degree=4", on, updates=5, model=Model(layers=6, activations=4e6))
     each = 2 * 0.001 + 1.5 * 4e6 / 1e9
     assert told.seconds_per_update == pytest.approx(0.5 + 4 * 6 * each)
 
 
 def test_a_mesh_of_one_kind_is_that_kind() -> None:
-    on = SimulatedCluster(workers=4, compute=Constant(2.0), size=1e8, link=SimulatedLink(0.0, 1e9))
+    on = SimulatedCluster(workers=4, compute=Constant(2.0), size=1e8, link=Link(0.0, 1e9))
     data, _ = simulate("all-reduce", on, updates=20)
     mesh, _ = simulate("mesh:data=4", on, updates=20)
     assert mesh.seconds_per_update == pytest.approx(data.seconds_per_update)

@@ -6,21 +6,23 @@ from typing import Any
 
 import pytest
 
+from paceline.collectives.links import LinkMatrix, best_topology
 from paceline.config import parse_strategy
 from paceline.errors import UsageError
 from paceline.policies import Arrival, Decision, Order, Policy, make_policy
-from paceline.simulate import costs
-from paceline.simulate.cluster import Failures, SimulatedCluster, SimulatedLink, Spells, compressed_share
+from paceline.simulate.cluster import Failures, SimulatedCluster, Spells, compressed_share
 from paceline.simulate.distributions import Constant, Empirical, Exponential
 from paceline.simulate.engine import EventLoop
 from paceline.simulate.predict import predict, simulate
 from paceline.simulate.result import Result
+from paceline.topologies import TOPOLOGIES, Link, quickest, seconds, sharded_servers
 
 SIZE, BANDWIDTH, ALPHA = 100e6, 1e9, 0.003
+LINK = Link(ALPHA, BANDWIDTH)
 
 
 def cluster(workers: int = 4, **more: Any) -> SimulatedCluster:
-    given = {"compute": Constant(1.0), "size": SIZE, "link": SimulatedLink(ALPHA, BANDWIDTH), **more}
+    given = {"compute": Constant(1.0), "size": SIZE, "link": Link(ALPHA, BANDWIDTH), **more}
     return SimulatedCluster(workers=workers, **given)
 
 
@@ -36,19 +38,19 @@ def ask(spec: str, on: SimulatedCluster, updates: int = 40, seed: int = 0) -> Re
 def test_sync_on_servers_costs_its_formula(workers: int, servers: int) -> None:
     on = cluster(workers, servers=str(servers))
     told = ask("sync", on)
-    wanted = 1.0 + costs.sharded(workers, servers, SIZE, BANDWIDTH, ALPHA)
+    wanted = 1.0 + sharded_servers(workers, servers, SIZE, LINK)
     assert told.seconds_per_update == pytest.approx(wanted, rel=1e-9)
     assert predict("sync", on).seconds_per_update == pytest.approx(wanted, rel=1e-9)
 
 
 def test_one_server_is_a_hub() -> None:
-    assert ask("sync", cluster(8)).seconds_per_update == pytest.approx(1.0 + costs.hub(8, SIZE, BANDWIDTH, ALPHA))
+    assert ask("sync", cluster(8)).seconds_per_update == pytest.approx(1.0 + sharded_servers(8, 1, SIZE, LINK))
 
 
 @pytest.mark.parametrize("workers", [2, 4, 16])
 def test_a_shard_on_every_machine_costs_as_direct_exchange(workers: int) -> None:
     told = ask("sync", cluster(workers, servers="all"))
-    assert told.seconds_per_update == pytest.approx(1.0 + costs.direct(workers, SIZE, BANDWIDTH, ALPHA), rel=1e-9)
+    assert told.seconds_per_update == pytest.approx(1.0 + seconds("direct", workers, SIZE, LINK), rel=1e-9)
 
 
 def test_the_lead_s_own_gradient_does_not_travel() -> None:
@@ -56,33 +58,38 @@ def test_the_lead_s_own_gradient_does_not_travel() -> None:
     assert told.seconds_per_update == pytest.approx(1.0 + 2 * ALPHA + 2 * 3 * SIZE / BANDWIDTH, rel=1e-9)
 
 
-@pytest.mark.parametrize("topology", costs.TOPOLOGIES)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("workers", [2, 4, 16])
 def test_all_reduce_costs_its_topology_s_formula(topology: str, workers: int) -> None:
-    wanted = 1.0 + costs.TOPOLOGIES[topology](workers, SIZE, BANDWIDTH, ALPHA)
+    wanted = 1.0 + seconds(topology, workers, SIZE, LINK)
     told = ask(f"all-reduce:topology={topology}", cluster(workers))
     assert told.seconds_per_update == pytest.approx(wanted, rel=1e-9)
     uneven = ask(f"all-reduce:topology={topology}", cluster(workers, factors=(2.0,) + (1.0,) * (workers - 1)))
     assert uneven.seconds_per_update == pytest.approx(wanted + 1.0, rel=1e-9)
 
 
-def test_by_default_all_reduce_takes_the_quickest_topology() -> None:
-    every = [ask(f"all-reduce:topology={name}", cluster()).seconds_per_update for name in costs.TOPOLOGIES]
-    assert ask("all-reduce", cluster()).seconds_per_update == pytest.approx(min(every))
+@pytest.mark.parametrize(("size", "wanted"), [(1e5, "direct"), (SIZE, "ring"), (1e10, "ring")])
+def test_by_default_all_reduce_takes_the_topology_that_a_run_would_choose(size: float, wanted: str) -> None:
+    links = LinkMatrix([[ALPHA] * 4] * 4, [[BANDWIDTH] * 4] * 4)
+    assert best_topology(links, int(size)) == quickest(4, size, LINK) == wanted
+    times = {
+        name: ask(f"all-reduce:topology={name}", cluster(size=size)).seconds_per_update - 1.0 for name in TOPOLOGIES
+    }
+    assert ask("all-reduce", cluster(size=size)).seconds_per_update == pytest.approx(1.0 + times[wanted])
+    compared = {name: time * TOPOLOGIES[name].handicap for name, time in times.items()}
+    assert compared[wanted] == min(compared.values())
 
 
 def test_async_is_as_fast_as_the_server_s_port_lets_it() -> None:
     on = cluster(8, compute=Exponential(0.1), size=1e9)
     assert ask("async", on, updates=400).seconds_per_update == pytest.approx(1.0, rel=0.02)
-    wide = dataclasses.replace(on, server_link=SimulatedLink(ALPHA, 100 * BANDWIDTH))
+    wide = dataclasses.replace(on, server_link=Link(ALPHA, 100 * BANDWIDTH))
     # Then it is the workers' own links: a gradient and a version take a second each, one after the other.
     assert ask("async", wide, updates=400).seconds_per_update == pytest.approx(2.1 / 8, rel=0.05)
 
 
 def test_a_slow_link_holds_up_its_worker_only() -> None:
-    on = cluster(
-        4, links=((2, SimulatedLink(ALPHA, BANDWIDTH / 100)),), server_link=SimulatedLink(ALPHA, 1000 * BANDWIDTH)
-    )
+    on = cluster(4, links=((2, Link(ALPHA, BANDWIDTH / 100)),), server_link=Link(ALPHA, 1000 * BANDWIDTH))
     told = ask("async", on, updates=400)
     # The others' cycle is 1.206 s; that one's is 21.
     assert told.seconds_per_update == pytest.approx(1 / (3 / 1.206 + 1 / 21.006), rel=0.02)
@@ -91,8 +98,8 @@ def test_a_slow_link_holds_up_its_worker_only() -> None:
 
 
 def test_workers_of_one_machine_share_its_port() -> None:
-    alone = ask("sync", cluster(4, server_link=SimulatedLink(ALPHA, 100 * BANDWIDTH)))
-    shared = ask("sync", cluster(4, server_link=SimulatedLink(ALPHA, 100 * BANDWIDTH), per_machine=4))
+    alone = ask("sync", cluster(4, server_link=Link(ALPHA, 100 * BANDWIDTH)))
+    shared = ask("sync", cluster(4, server_link=Link(ALPHA, 100 * BANDWIDTH), per_machine=4))
     assert alone.seconds_per_update == pytest.approx(1 + 2 * (ALPHA + SIZE / BANDWIDTH), rel=0.01)
     assert shared.seconds_per_update == pytest.approx(1 + 2 * (ALPHA + 4 * SIZE / BANDWIDTH), rel=0.01)
 
@@ -132,9 +139,9 @@ def test_a_server_does_one_thing_after_the_other() -> None:
 
 
 def test_groups_agree_inside_before_they_push() -> None:
-    on = cluster(4, size=1e9, server_link=SimulatedLink(0.0, math.inf))
+    on = cluster(4, size=1e9, server_link=Link(0.0, math.inf))
     told = ask("groups:size=2", on)
-    inside = min(form(2, 1e9, BANDWIDTH, ALPHA) for form in costs.TOPOLOGIES.values())
+    inside = min(seconds(name, 2, 1e9, LINK) for name in TOPOLOGIES)
     # A push of a second, the sum, a pull of a second; two groups in turn.
     assert told.seconds_per_update == pytest.approx((1 + 2 + 2 * ALPHA + inside) / 2, rel=0.05)
 
@@ -253,9 +260,9 @@ def test_adaptive_follows_a_loss_that_is_given() -> None:
         (lambda: SimulatedCluster(per_machine=0), "at least 1"),
         (lambda: SimulatedCluster(servers="none"), "servers is"),
         (lambda: SimulatedCluster(compress="zip"), "compress is"),
-        (lambda: SimulatedCluster(links=((9, SimulatedLink()),)), "no worker 9"),
-        (lambda: SimulatedLink(-1.0), "latency"),
-        (lambda: SimulatedLink(0.0, 0.0), "bandwidth"),
+        (lambda: SimulatedCluster(links=((9, Link()),)), "no worker 9"),
+        (lambda: Link(-1.0), "latency"),
+        (lambda: Link(0.0, 0.0), "bandwidth"),
         (lambda: Spells(0.5, 1.0, 1.0), "factor of at least 1"),
         (lambda: Failures(0.0, 1.0), "above 0"),
     ],

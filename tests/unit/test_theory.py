@@ -11,8 +11,8 @@ from paceline.config import parse_strategy
 from paceline.errors import UsageError
 from paceline.policies import make_policy
 from paceline.schedules import formulas as pipelines
-from paceline.simulate import costs, theory
 from paceline.simulate import predict as asked
+from paceline.simulate import theory
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.distributions import (
     Constant,
@@ -206,27 +206,7 @@ def test_the_same_seed_gives_the_same_and_another_does_not() -> None:
     assert one == two != three
 
 
-# -- messages and pipelines ------------------------------------------------------------------------------------------
-
-WIRE = {"bandwidth": 12.5e9, "alpha": 10e-6}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "size", "milliseconds"),
-    [(64, 100e6, (17.01, 96.12, 15.87, 1024.0, 15.77)), (1024, 64e3, (20.47, 0.302, 0.210, 10.51, 0.030))],
-)
-def test_topologies_cost_what_their_formulas_say(ranks: int, size: float, milliseconds: tuple[float, ...]) -> None:
-    told = [1e3 * cost(ranks, size, **WIRE) for cost in costs.TOPOLOGIES.values()]
-    assert told == pytest.approx(milliseconds, rel=0.002, abs=6e-4)
-
-
-def test_servers_beside_the_workers_share_the_load() -> None:
-    assert [costs.byteps(8, k, 1.0, 1.0) for k in (0, 2, 4, 8)] == pytest.approx([1.750, 1.474, 1.273, 1.0], abs=6e-4)
-    for spare in (0, 2, 4, 8):
-        serving, computing = costs.byteps_shares(8, spare)
-        assert spare * serving + 8 * computing == pytest.approx(1.0)
-    assert costs.sharded(8, 4, 1.0, 1.0, 0.0) == 4.0
-    assert costs.sharded(8, 16, 1.0, 1.0, 0.0) == 2.0
+# -- pipelines ------------------------------------------------------------------------------------------
 
 
 def test_pipelines_take_what_their_formulas_say() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline import topologies
+
 MODELS = {"small": 64, "mlp25m": 8, "convnet": 32, "transformer": 8}
 """Each with the batch size, per worker, that it is usually measured at."""
 OPTIMIZERS = ("sgd", "momentum", "adamw")
@@ -59,7 +61,7 @@ OPERATIONS = {
     "broadcast": lambda workers: 1.0,
 }
 """Collectives, each with the share of the bytes that must cross every member's link: bus over algorithm bandwidth."""
-TOPOLOGIES = ("auto", "shared", "ring", "tree", "halving-doubling", "hub", "direct")
+TOPOLOGIES = ("auto", "shared", *topologies.TOPOLOGIES)
 RIVALS = ("gloo", "mpi", "none")
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from paceline.cli import quantities
 from paceline.errors import UsageError
-from paceline.simulate.cluster import Failures, SimulatedCluster, SimulatedLink, Spells
+from paceline.simulate.cluster import Failures, SimulatedCluster, Spells
 from paceline.simulate.distributions import parse_distribution
+from paceline.topologies import Link
 
 
 def described(
@@ -36,14 +37,12 @@ def with_links(
     cluster: SimulatedCluster, latency: str | None, bandwidth: str | None, own: list[str], server: str | None
 ) -> SimulatedCluster:
     if latency is not None or bandwidth is not None:
-        link = SimulatedLink(
+        link = Link(
             cluster.link.latency if latency is None else quantities.seconds("--latency", latency),
             cluster.link.bandwidth if bandwidth is None else quantities.rate("--bandwidth", bandwidth),
         )
         kept = (
-            tuple((rank, SimulatedLink(one.latency, link.bandwidth)) for rank, one in cluster.links)
-            if latency is None
-            else ()
+            tuple((rank, Link(one.latency, link.bandwidth)) for rank, one in cluster.links) if latency is None else ()
         )
         cluster = dataclasses.replace(cluster, link=link, links=kept)
     links = dict(cluster.links)
@@ -54,10 +53,10 @@ def with_links(
             raise UsageError(
                 f"--link '{spec}': it must be RANK:LATENCY,BANDWIDTH, a rank from 0 to {cluster.workers - 1}"
             )
-        links[int(who)] = SimulatedLink(quantities.seconds("--link", first), quantities.rate("--link", second))
+        links[int(who)] = Link(quantities.seconds("--link", first), quantities.rate("--link", second))
     cluster = dataclasses.replace(cluster, links=tuple(sorted(links.items())))
     if server is not None:
-        wide = SimulatedLink(cluster.link.latency, quantities.rate("--server-bandwidth", server))
+        wide = Link(cluster.link.latency, quantities.rate("--server-bandwidth", server))
         cluster = dataclasses.replace(cluster, server_link=wide)
     return cluster
 

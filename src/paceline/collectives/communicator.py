@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline import topologies
 from paceline.collectives import algorithms
 from paceline.collectives.group import Group
 from paceline.collectives.operation import Op
@@ -19,9 +20,10 @@ from paceline.collectives.operators import reducer
 from paceline.collectives.shared_memory import SharedMemoryCollectives
 from paceline.errors import UsageError
 from paceline.events import Message
-from paceline.transport.channel import Channel, CountingChannel, PendingSend, Traffic
+from paceline.topologies import Traffic
+from paceline.transport.channel import Channel, CountingChannel, PendingSend
 
-TOPOLOGIES = ("auto", "shared", *algorithms.ALGORITHMS)
+TOPOLOGIES = ("auto", "shared", *topologies.TOPOLOGIES)
 Price = Callable[[int], float]
 """Seconds, for so many bytes."""
 _PROBES = ((1 << 10, 6), (1 << 17, 3), (1 << 20, 2))

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from paceline.collectives.algorithms import ALGORITHMS, costs
-from paceline.transport.channel import Channel, LinkCost
+from paceline.topologies import Link, quickest
+from paceline.transport.channel import Channel
 
 _SIZES = (1 << 16, 1 << 20, 1 << 22)
 """Bytes that are tried, one after the other, until it takes long enough to be measured."""
@@ -86,14 +86,11 @@ def _greedy(links: LinkMatrix, start: int) -> list[int]:
 
 
 def best_topology(links: LinkMatrix, size: int) -> str:
-    """The topology that takes the least time for so many bytes, if the ring goes its best way and others can not."""
+    """The quickest topology for `size` bytes; the ring takes its best order, the others the slowest link."""
     latency = max(max(row) for row in links.latency)
     slowest = min(min(row) for row in links.bandwidth)
-    ring = LinkCost(latency=latency, bandwidth=links.slowest(best_order(links)))
-    other = LinkCost(latency=latency, bandwidth=slowest)
-    times = {name: costs.seconds(name, links.size, size, ring if name == "ring" else other) for name in ALGORITHMS}
-    # The ring alone is done in small messages that overlap with adding.
-    return min(times, key=lambda name: (times[name] * (1.0 if name == "ring" else 1.1), name))
+    ring = Link(latency, links.slowest(best_order(links)))
+    return quickest(links.size, size, Link(latency, slowest), ring)
 
 
 def measure(channel: Channel) -> LinkRow:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from paceline.config.checks import one_of, positive
 from paceline.config.data_parallel import (
-    TOPOLOGIES,
     Adaptive,
     AllReduce,
     Async,
@@ -55,7 +54,6 @@ __all__ = [
     "SCHEDULES",
     "SHARED_SCHEDULES",
     "STRATEGIES",
-    "TOPOLOGIES",
     "Adaptive",
     "AllReduce",
     "Async",

@@ -7,6 +7,7 @@ from typing import ClassVar
 from paceline.config.checks import listed
 from paceline.config.strategy import Strategy
 from paceline.errors import UsageError
+from paceline.topologies import choices
 
 
 class AllReduce(Strategy, frozen=True, kw_only=True):
@@ -17,14 +18,10 @@ class AllReduce(Strategy, frozen=True, kw_only=True):
     """The shape that messages between machines take; inside a machine gradients meet in shared memory."""
 
     def __post_init__(self) -> None:
-        if self.topology not in TOPOLOGIES:
+        if self.topology not in choices():
             raise UsageError(
-                f"option 'topology' of strategy 'all-reduce' is '{self.topology}'; it must be {listed(TOPOLOGIES)}"
+                f"option 'topology' of strategy 'all-reduce' is '{self.topology}'; it must be {listed(choices())}"
             )
-
-
-TOPOLOGIES = ("auto", "ring", "tree", "halving-doubling", "hub", "direct")
-"""Of an all-reduce between machines."""
 
 
 class Sync(Strategy, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from paceline import topologies
 from paceline.simulate.cluster import SimulatedCluster
 
 
@@ -47,10 +48,7 @@ def candidates(cluster: SimulatedCluster, *, split: bool = False) -> list[Candid
         # Where parameters travel it matters where they are.
         for strategy in ("sync", "async", f"k-batch-sync:k={workers}"):
             found += [Candidate(strategy, servers) for servers in ("2", "lead", "all")]
-        found += [
-            Candidate(f"all-reduce:topology={name}", runnable=False)
-            for name in ("ring", "tree", "halving-doubling", "direct")
-        ]
+        found += [Candidate(f"all-reduce:topology={name}", runnable=False) for name in topologies.with_costs()]
     if split:
         found += _split(workers)
     return found

@@ -14,9 +14,10 @@ import numpy as np
 from paceline.config import parse_slowness
 from paceline.errors import UsageError
 from paceline.events.reader import read_run
-from paceline.simulate.cluster import Cores, SimulatedCluster, SimulatedLink
+from paceline.simulate.cluster import Cores, SimulatedCluster
 from paceline.simulate.fitting import fit_steps
 from paceline.simulate.recorded import RecordedSteps, Recording, uncrowd
+from paceline.topologies import Link
 
 _FEW = 8
 """Steps of a worker that are too few to say anything."""
@@ -110,10 +111,8 @@ def calibrate(path: Path) -> Calibration:
         per_machine=count if cores else 1,
         batch=max(1, round(samples / minibatches)) if minibatches else 1,
         size=float(seen.size),
-        link=SimulatedLink(usual),
-        links=tuple(
-            (rank, SimulatedLink(latency)) for rank, latency in latencies.items() if abs(latency - usual) > 0.2 * usual
-        ),
+        link=Link(usual),
+        links=tuple((rank, Link(latency)) for rank, latency in latencies.items() if abs(latency - usual) > 0.2 * usual),
         update_seconds=float(np.median([end - start for start, end in seen.updates.values()]))
         if seen.served
         else seen.exchange(),

@@ -11,25 +11,10 @@ import numpy as np
 from paceline.config import parse_compression, parse_servers
 from paceline.errors import UsageError
 from paceline.simulate.distributions import Distribution, Exponential
+from paceline.topologies import Link
 
 _MOST = 1_000_000
 """Workers that can be simulated."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SimulatedLink:
-    """Between a machine and all others: full duplex, so much each way."""
-
-    latency: float = 0.0
-    """Seconds per message."""
-    bandwidth: float = math.inf
-    """Bytes per second."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.latency < math.inf:
-            raise UsageError(f"the latency is {self.latency:g} s; it must be 0 or more")
-        if not self.bandwidth > 0:
-            raise UsageError(f"the bandwidth is {self.bandwidth:g} bytes/s; it must be above 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,15 +104,15 @@ class SimulatedCluster:
     """Of a gradient, and of the parameters."""
     compress: str = "none"
     """What a pushed gradient is written as."""
-    link: SimulatedLink = SimulatedLink()
+    link: Link = dataclasses.field(default_factory=Link)
     """Of every worker's machine."""
-    links: tuple[tuple[int, SimulatedLink], ...] = ()
+    links: tuple[tuple[int, Link], ...] = ()
     """Workers whose machine has another one."""
     per_machine: int = 1
     """Workers that share a machine, and its link."""
     servers: str = "1"
     """Where the parameters are: so many machines of their own, `lead` or `all`."""
-    server_link: SimulatedLink | None = None
+    server_link: Link | None = None
     """Of a server's machine; a worker's if not given."""
     push_seconds: float = 0.0
     """Of a server, for taking in a gradient."""
@@ -210,7 +195,7 @@ class SimulatedCluster:
         links = [self.link, self.server_link or self.link, *(link for _, link in self.links)]
         return self.size > 0 or any(link.latency > 0 for link in links)
 
-    def machine_links(self) -> list[SimulatedLink]:
+    def machine_links(self) -> list[Link]:
         """Of each machine; that of its slowest worker, where they differ."""
         found = [self.link] * self.machines
         if self.per_machine == 1:
@@ -223,15 +208,15 @@ class SimulatedCluster:
             for first in range(0, self.workers, self.per_machine)
         ]
 
-    def narrowest(self) -> SimulatedLink:
+    def narrowest(self) -> Link:
         """What the slowest of all links allows."""
         return narrowest(self.machine_links())
 
 
-def narrowest(links: Iterable[SimulatedLink]) -> SimulatedLink:
+def narrowest(links: Iterable[Link]) -> Link:
     """What the slowest of these allows."""
     every = list(links)
-    return SimulatedLink(max(link.latency for link in every), min(link.bandwidth for link in every))
+    return Link(max(link.latency for link in every), min(link.bandwidth for link in every))
 
 
 def compressed_share(spec: str) -> float:

@@ -18,8 +18,8 @@ from paceline.policies import POLICIES, make_policy
 from paceline.policies import Groups as GroupsPolicy
 from paceline.schedules import formulas as pipelines
 from paceline.schedules.orders import Evaluated
-from paceline.simulate import costs, theory
-from paceline.simulate.cluster import SimulatedCluster, SimulatedLink, narrowest
+from paceline.simulate import theory
+from paceline.simulate.cluster import SimulatedCluster, narrowest
 from paceline.simulate.distributions import Distribution, Empirical
 from paceline.simulate.engine import EventLoop
 from paceline.simulate.fast import simulate_collective, simulate_fast
@@ -31,6 +31,7 @@ from paceline.simulate.replica import (
 )
 from paceline.simulate.result import Result, TimeShares, result
 from paceline.simulate.trace import SimulatedTrace
+from paceline.topologies import Link, sharded_servers
 
 _MOST = 10_000_000
 """Updates that fit into memory."""
@@ -266,8 +267,8 @@ def _apart(told: Result, steps: Sequence[Evaluated], degree: int) -> None:
     told.in_flight = [kept for one in steps for kept in np.repeat(one.in_flight, degree).tolist()]
 
 
-def _wider(link: SimulatedLink, times: int) -> SimulatedLink:
-    return SimulatedLink(link.latency, link.bandwidth * times)
+def _wider(link: Link, times: int) -> Link:
+    return Link(link.latency, link.bandwidth * times)
 
 
 def predict(spec: str | Strategy, cluster: SimulatedCluster, model: Model | None = None) -> Theory:
@@ -298,7 +299,7 @@ def _exchange(strategy: Strategy, cluster: SimulatedCluster) -> float | None:
     if cluster.compress not in ("none", "fp32") or cluster.push_seconds or not cluster.servers.isdecimal():
         return None
     servers = int(cluster.servers)
-    return costs.sharded(cluster.workers, servers, cluster.size, link.bandwidth, link.latency) + cluster.update_seconds
+    return sharded_servers(cluster.workers, servers, cluster.size, link) + cluster.update_seconds
 
 
 def _pipeline(split: Pipeline, cluster: SimulatedCluster, model: Model) -> float | None:

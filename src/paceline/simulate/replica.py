@@ -11,9 +11,9 @@ import numpy as np
 from paceline.config import Mesh, Pipeline, one_of
 from paceline.errors import UsageError
 from paceline.schedules.orders import SCHEDULES, Evaluated, evaluate
-from paceline.simulate import costs
-from paceline.simulate.cluster import SimulatedCluster, SimulatedLink
+from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.distributions import Draws
+from paceline.topologies import Link, quickest, seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +41,9 @@ class Model:
             raise UsageError(f"the model has {self.layers} layers and {self.activations:g} bytes of activations")
 
 
-def all_reduce_seconds(topology: str, ranks: int, size: float, link: SimulatedLink) -> float:
-    """Of a gradient; `auto` takes the quickest."""
-    if ranks < 2:
-        return 0.0
-    known = costs.TOPOLOGIES
-    if topology == "auto":
-        return min(form(ranks, size, link.bandwidth, link.latency) for form in known.values())
-    return known[one_of("topology", topology, known)](ranks, size, link.bandwidth, link.latency)
+def all_reduce_seconds(topology: str, ranks: int, size: float, link: Link) -> float:
+    """Seconds of an all-reduce of `size` bytes; `auto` is the topology that a run would choose."""
+    return seconds(quickest(ranks, size, link) if topology == "auto" else topology, ranks, size, link)
 
 
 def tensor_seconds(cluster: SimulatedCluster, model: Model, degree: int) -> float:

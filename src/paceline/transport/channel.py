@@ -16,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import msgspec
-
 from paceline.errors import Mismatch
+from paceline.topologies import Link, Traffic
 
 if TYPE_CHECKING:
     import torch
@@ -44,16 +43,6 @@ class Channel(Protocol):
 
     def receive(self, peer: int, tensor: torch.Tensor) -> None:
         """Wait for the next message from `peer`, and put it into `tensor`."""
-
-
-class Traffic(msgspec.Struct):
-    """What one member has sent and received."""
-
-    sent: int = 0
-    """Messages."""
-    bytes_sent: int = 0
-    received: int = 0
-    bytes_received: int = 0
 
 
 class CountingChannel:
@@ -98,9 +87,7 @@ class InMemoryChannel:
     if the member asks for that one first.
     """
 
-    def __init__(
-        self, rank: int, boxes: list[list[queue.SimpleQueue[tuple[torch.Tensor, float]]]], link: LinkCost
-    ) -> None:
+    def __init__(self, rank: int, boxes: list[list[queue.SimpleQueue[tuple[torch.Tensor, float]]]], link: Link) -> None:
         self.rank, self.size = rank, len(boxes)
         self.clock = 0.0
         """Seconds that have passed for this member."""
@@ -140,23 +127,12 @@ class InMemoryChannel:
         return ready + duration
 
 
-class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a message costs."""
-
-    latency: float = 0.0
-    """Seconds per message."""
-    bandwidth: float = float("inf")
-    """Bytes per second, each way."""
-
-
-def run_in_memory(
-    size: int, work: Callable[[InMemoryChannel], T], link: LinkCost | None = None
-) -> tuple[list[T], float]:
+def run_in_memory(size: int, work: Callable[[InMemoryChannel], T], link: Link | None = None) -> tuple[list[T], float]:
     """Let `size` threads do `work`, each with its own channel; what each returned, and the seconds on the clock."""
     boxes: list[list[queue.SimpleQueue[tuple[torch.Tensor, float]]]] = [
         [queue.SimpleQueue() for _ in range(size)] for _ in range(size)
     ]
-    members = [InMemoryChannel(rank, boxes, link or LinkCost()) for rank in range(size)]
+    members = [InMemoryChannel(rank, boxes, link or Link()) for rank in range(size)]
     start = threading.Barrier(size)
 
     def play(member: InMemoryChannel) -> T:

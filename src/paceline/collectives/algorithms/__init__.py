@@ -1,25 +1,18 @@
-"""Collective algorithms, each written once over a channel. A new topology is one file and one line here.
+"""Collective algorithms over a channel, one file per topology.
 
-| topology | messages that a rank sends in an all-reduce | it is for |
-|---|---|---|
-| ring | 2(N−1) | large tensors |
-| tree | 2 to 4, at any N | small tensors, many ranks |
-| halving-doubling | 2·log2 N | all sizes, when N is a power of two |
-| hub | 1, but N−1 at the hub | few ranks, or a hub with a faster link |
-| direct | 2(N−1), all at once | small tensors, on a network that joins every pair |
-
-`costs` says what each one takes. All functions work in place on flat, contiguous tensors, of one dtype, and all ranks
-must call the same one in the same order.
+The files are those of `paceline.topologies.TOPOLOGIES`, which has one line per topology: `halving-doubling` is in
+`halving_doubling.py`. Each file has `all_reduce` and as many of the other operations as suit it. All functions work in
+place on flat, contiguous tensors of one dtype, and all ranks must call the same one in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from importlib import import_module
 
-from paceline.collectives.algorithms import direct, halving_doubling, hub, ring, tree
 from paceline.collectives.algorithms.messages import Combine
 from paceline.errors import UsageError
+from paceline.topologies import TOPOLOGIES
 
 OPERATIONS = (
     "all_gather",
@@ -34,22 +27,18 @@ OPERATIONS = (
 )
 
 
-def _operations(module: ModuleType) -> dict[str, Callable[..., None]]:
+def operations(topology: str) -> dict[str, Callable[..., None]]:
+    """The operations that the file of a topology defines."""
+    module = import_module(f"{__name__}.{topology.replace('-', '_')}")
     return {name: getattr(module, name) for name in OPERATIONS if hasattr(module, name)}
 
 
-ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
-    "ring": _operations(ring),
-    "tree": _operations(tree),
-    "halving-doubling": _operations(halving_doubling),
-    "hub": _operations(hub),
-    "direct": _operations(direct),
-}
+ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {name: operations(name) for name in TOPOLOGIES}
 """Topology, operation, function."""
 
 
 def find(topology: str, operation: str) -> Callable[..., None]:
-    """The function that does an operation in a topology."""
+    """The function for an operation in a topology."""
     if operation not in OPERATIONS:
         raise UsageError(f"there is no operation {operation!r}; there are {', '.join(OPERATIONS)}")
     if topology not in ALGORITHMS:
@@ -60,4 +49,4 @@ def find(topology: str, operation: str) -> Callable[..., None]:
     return ALGORITHMS[topology][operation]
 
 
-__all__ = ["ALGORITHMS", "OPERATIONS", "Combine", "find"]
+__all__ = ["ALGORITHMS", "OPERATIONS", "Combine", "find", "operations"]

@@ -1,59 +1,19 @@
-"""Recursive halving and doubling: partners at half the distance exchange half as much, then all of it in reverse.
+"""Collectives by recursive halving and doubling: partners at half the distance exchange half as much, and back again.
 
-        chunks that eight ranks' partial sums cover, as rank 2 sees it
-
-        begin            0 1 2 3 4 5 6 7
-        with rank 6      0 1 2 3            gives 4–7, takes 6's 0–3 and adds
-        with rank 0          2 3            gives 0–1, takes 0's 2–3 and adds
-        with rank 3          2              gives 3, takes 3's 2 and adds: this is the sum of all eight
-        with rank 3          2 3            the way back: the same partners, sums are copied instead of added
-        with rank 0      0 1 2 3
-        with rank 6      0 1 2 3 4 5 6 7
-
-Going down is a reduce-scatter, going up an all-gather. For a power of two this takes only 2·log2 N messages per rank,
-and the S/2 + S/4 + … + S/N bytes each way are 2(N−1)/N·S in all, as few as the ring's.
-
-Other numbers of ranks: let P be the largest power of two within N. Rank P + i is a guest of rank i: it first hands its
-tensor to its host, which adds it, and it gets the result back at the end. The P hosts do as above. This costs two more
-messages of the whole tensor, one before and one after: 2(latency + S/B) in an all-reduce.
+`paceline.topologies.halving_doubling` draws the exchanges. If the number of ranks N is not a power of two, the ranks
+from the largest power of two within N on are guests: each sends its tensor to a host and receives the result from it.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
-from paceline.collectives.algorithms.chunks import bounds
 from paceline.collectives.algorithms.messages import Combine, outgoing
+from paceline.topologies.chunks import bounds
+from paceline.topologies.halving_doubling import hosts, rounds
 from paceline.transport.channel import Channel
-
-
-class ExchangeRound(NamedTuple):
-    """One exchange on the way down; ranges of chunks are given as first, last + 1."""
-
-    peer: int
-    kept: tuple[int, int]
-    given: tuple[int, int]
-
-
-def hosts(size: int) -> int:
-    """The largest power of two within `size`: the ranks from there on are guests."""
-    return 1 << (size.bit_length() - 1)
-
-
-def rounds(rank: int, count: int) -> list[ExchangeRound]:
-    """The exchanges of a rank on the way down, when `count` (a power of two) ranks take part."""
-    found = []
-    first, last = 0, count
-    while last - first > 1:
-        middle = (first + last) // 2
-        lower, upper = (first, middle), (middle, last)
-        kept, given = (lower, upper) if rank < middle else (upper, lower)
-        found.append(ExchangeRound(rank ^ (middle - first), kept, given))
-        first, last = kept
-    return found
 
 
 def all_reduce(channel: Channel, tensor: torch.Tensor, combine: Combine) -> None:
