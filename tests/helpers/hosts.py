@@ -18,13 +18,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
+
+from helpers.guard import PREFIX, remove_namespaces
 
 _CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count()
-_PREFIX = "paceline"
 
 
 def _ip(*arguments: str) -> None:
@@ -125,8 +125,8 @@ class Host:
 @contextlib.contextmanager
 def hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
     """So many hosts on one switch, gone with everything that runs on them when this ends."""
-    _sweep()
-    mark = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
+    remove_namespaces()
+    mark = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
     switch = f"{mark}-switch"
     made: list[Host] = []
 
@@ -148,15 +148,6 @@ def hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
     finally:
         remove()
         atexit.unregister(remove)
-
-
-def _sweep() -> None:
-    """Remove what tests left behind that were killed."""
-    folder = Path("/run/netns")
-    for path in folder.glob(f"{_PREFIX}-*") if folder.exists() else ():
-        pid = path.name.split("-")[1]
-        if pid.isdecimal() and not Path("/proc", pid).exists():
-            subprocess.run(["ip", "netns", "delete", path.name], check=False, capture_output=True)
 
 
 def _bits(rate: str) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from helpers.guard import PREFIX
 from helpers.support import PACELINE, Outcome, Run, environment, started
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -25,7 +26,7 @@ class RayNetwork:
     """Where the cluster is, and how to run something in it."""
 
     def __init__(self) -> None:
-        self.name = f"paceline-ray-{os.getpid()}"
+        self.name = f"{PREFIX}-ray-{os.getpid()}"
         self.scratch = tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True)  # sockets need short names
 
     @property
