@@ -6,22 +6,32 @@ export OMP_NUM_THREADS ?= 1
 # Every worker is a process of its own: none should compile again what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup system demo test lint bench clean
+.PHONY: setup system demo test tests lint style types bench clean
 
 setup: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,examples]'
-	touch $@
+	@echo "make: creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "make: installing paceline and what its tests need into $(VENV); PyTorch is large"
+	@$(BIN)/pip install --no-compile --progress-bar off --disable-pip-version-check --constraint constraints.txt \
+	  --editable '.[dev,examples]'
+	@touch $@
 
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# Each part reports, also if one before it has failed.
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	@$(MAKE) --no-print-directory --keep-going style types
+
+style: setup
+	@echo "make: style (ruff)"
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: setup
+	@echo "make: types (mypy; minutes the first time, seconds later)"
+	@$(BIN)/mypy
 
 # Tests of several machines make network namespaces with ip(8); those of pages look at them in chromium.
 system:
@@ -29,15 +39,17 @@ system:
 	command -v ip >/dev/null || missing="$$missing iproute2"; \
 	command -v chromium >/dev/null || missing="$$missing chromium"; \
 	[ -z "$$missing" ] && exit 0; \
-	echo "make test: installing$$missing with apt-get"; \
+	echo "make: installing$$missing with apt-get"; \
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq $$missing >/dev/null; } \
-	  || { echo "make test: please install$$missing; this user may not" >&2; exit 1; }
+	  || { echo "make: please install$$missing; this user may not" >&2; exit 1; }
 
-# Tests that hold runs to their times go first, by themselves. The others mostly wait, so three at a time take little more than a
-# third as long; long ones (chaos) come first.
-test: lint system
-	$(BIN)/python -m pytest tests/timed
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/chaos tests/integration tests/unit
+# Tests mostly wait, so three at a time take little more than a third as long; long ones (chaos) come first.
+tests: setup system
+	@echo "make: tests (pytest, three at a time)"
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/chaos tests/integration tests/unit
+
+test: setup
+	@$(MAKE) --no-print-directory --keep-going style types tests
 
 bench: setup
 	$(BIN)/python benchmarks/all_reduce.py
