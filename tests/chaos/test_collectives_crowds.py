@@ -29,6 +29,7 @@ from helpers.faults import (
     prepared,
 )
 from helpers.groups import run_group
+from helpers.load import allowed
 from helpers.support import left_behind, shared_files, state_of, wait_until
 from torch import distributed
 
@@ -196,7 +197,7 @@ def test_eight_ranks_on_few_cores_do_thousands_of_collectives() -> None:
     with band(8) as pool:
         start = time.monotonic()
         assert pool.run(every_kind, 1000, 4, timeout=100) == [[]] * 8
-        assert time.monotonic() - start < 60
+        assert time.monotonic() - start < allowed(60)
 
 
 def test_three_ranks_do_hundreds_of_collectives_where_memory_is_closed() -> None:
@@ -246,7 +247,7 @@ def test_nothing_is_left_of_a_group_that_failed(tmp_path: Path) -> None:
         pool.begin(in_operation, tmp_path, 1, "all_reduce", True, "async", "told", "kill")
         assert_all_are_told(pool, tmp_path, 1)
         start = time.monotonic()
-    assert time.monotonic() - start < SOON
+    assert time.monotonic() - start < allowed(SOON)
     assert all(state_of(pid) == "" for pid in pids)
     wait_until(lambda: not left_behind(before), 30, "/dev/shm to be as it was")
 

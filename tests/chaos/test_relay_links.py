@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.checker import violations
 from helpers.hosts import Host, hosts
+from helpers.load import allowed
 from helpers.machines import Failure, Spread
 
 from paceline.config import Timeouts
@@ -70,7 +71,7 @@ def test_a_cable_pulled_for_longer_is_an_error_that_names_the_host(tmp_path: Pat
         b.cable(False)
         pulled = time.monotonic()
         results = team.results(40)
-        assert time.monotonic() - pulled < 30.0
+        assert time.monotonic() - pulled < allowed(30.0)
     assert isinstance(results[0], Failure) and isinstance(results[1], Failure)
     assert results[0].kind in ("WorkerLost", "TeamTimeout"), results[0]
     assert b.address in results[0].message, results[0]
@@ -103,7 +104,7 @@ def test_an_relay_that_is_stopped_is_an_error_and_is_not_left_behind(tmp_path: P
 
 @pytest.mark.parametrize("away", [True, False], ids=["away", "home"])
 def test_an_relay_that_is_killed_is_noticed_long_before_the_timeout(tmp_path: Path, away: bool) -> None:
-    timeouts = Timeouts(join=20.0, barrier=60.0)
+    timeouts = Timeouts(join=20.0, barrier=240.0)
     with (
         hosts(2) as (a, b),
         Spread(paced, [a, b], 1, 600, 0.1, folder=tmp_path / "run", servers="lead", timeouts=timeouts) as team,
@@ -113,7 +114,7 @@ def test_an_relay_that_is_killed_is_noticed_long_before_the_timeout(tmp_path: Pa
         os.kill(relay, signal.SIGKILL)
         killed = time.monotonic()
         results = team.results(40)
-        assert time.monotonic() - killed < 20.0
+        assert time.monotonic() - killed < allowed(20.0)
     here, there = results[0 if away else 1], results[1 if away else 0]
     assert isinstance(here, Failure) and isinstance(there, Failure)
     assert here.kind in ("WorkerLost", "ServerLost"), here

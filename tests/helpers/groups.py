@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 
 import paceline  # noqa: F401  (makes the backend known)
+from helpers.support import answered
 
 Work = Callable[..., Any]
 
@@ -57,7 +58,7 @@ class Pool:
             if rank in dead:
                 results.append(None)
                 continue
-            assert end.poll(timeout), f"rank {rank} said nothing for {timeout} s"
+            assert answered(end, timeout), f"rank {rank} said nothing for {timeout} s"
             results.append(pickle.loads(end.recv_bytes()))
         return results
 

@@ -20,6 +20,7 @@ import torch._dynamo  # any optimizer imports it, which takes seconds: once here
 import helpers.loaded  # noqa: F401
 import paceline
 from helpers.hosts import Host
+from helpers.support import answered
 from paceline.config import Launch, Timeouts
 from paceline.events import Event
 from paceline.events.schema import read
@@ -54,7 +55,7 @@ class Spread:
         servers: str | None = None,
     ) -> None:
         """key: by default a new one; None for a team without."""
-        timeouts = timeouts or Timeouts(barrier=20.0, join=20.0)
+        timeouts = timeouts or Timeouts(barrier=60.0, join=60.0)
         launch = launch or Launch(strategy=strategy, servers=servers, timeouts=timeouts)
         launch = msgspec.structs.replace(launch, folder=None if folder is None else str(folder))
         self.key = new_key() if key == "" else key
@@ -86,7 +87,7 @@ class Spread:
         results: list[Any] = []
         for rank, end in enumerate(self._ends):
             try:
-                if not end.poll(max(0.0, until - time.monotonic())):
+                if not answered(end, max(0.0, until - time.monotonic())):
                     results.append(Failure("Hang", f"rank {rank} said nothing for {seconds} s", ""))
                     continue
                 fine, value = pickle.loads(end.recv_bytes())

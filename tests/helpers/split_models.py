@@ -178,7 +178,7 @@ class Nap(nn.Module):
 
 
 def launched(strategy: str, **more: Any) -> Launch:
-    return Launch(strategy=strategy, timeouts=Timeouts(barrier=20.0, join=20.0), **more)
+    return Launch(strategy=strategy, timeouts=Timeouts(barrier=60.0, join=60.0), **more)
 
 
 def apart(ours: list[float], theirs: list[float]) -> float:

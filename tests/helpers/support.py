@@ -14,8 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from helpers.load import allowed
 
 PYTHON = sys.executable
 PACELINE = str(Path(sys.executable).with_name("paceline"))
@@ -136,8 +139,8 @@ class Run:
         return self.process.poll() is not None
 
     def finish(self, seconds: float = 60.0) -> Outcome:
-        code = self.process.wait(seconds)
-        ended = time.monotonic()
+        wait_until(lambda: self.ended, seconds, "the command to end")
+        code, ended = self.process.wait(), time.monotonic()
         return Outcome(code, self._out.read_text(), self._err.read_text(), ended, self)
 
     def processes(self) -> list[int]:
@@ -189,12 +192,18 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> float:
-    """Wait for a condition; returns how long it took."""
+    """Waits for a condition, longer where the machine is busy; returns how long it took."""
     start = time.monotonic()
     while not condition():
-        assert time.monotonic() - start < seconds, f"waited {seconds:g} s in vain for {what}"
+        waited = time.monotonic() - start
+        assert waited < seconds or waited < allowed(seconds), f"waited {waited:g} s in vain for {what}"
         time.sleep(0.02)
     return time.monotonic() - start
+
+
+def answered(end: Connection, seconds: float) -> bool:
+    """True if something has come through a pipe within these seconds, or longer where the machine is busy."""
+    return end.poll(seconds) or end.poll(max(0.0, allowed(seconds) - seconds))
 
 
 def state_of(pid: int) -> str:

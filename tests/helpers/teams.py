@@ -23,6 +23,8 @@ import torch
 
 import helpers.loaded  # noqa: F401
 import paceline
+from helpers.load import allowed
+from helpers.support import answered
 from paceline.cli import main
 from paceline.cluster import membership
 from paceline.cluster.process import import_compiler_late
@@ -46,7 +48,7 @@ def run_team(
     joined: whether to join the team first; if not, `work` is given None for it.
     """
     control = Memory.create(Barrier.memory_size(workers))
-    launch = launch or Launch(timeouts=Timeouts(barrier=20.0, join=20.0))
+    launch = launch or Launch(timeouts=Timeouts(barrier=60.0, join=60.0))
     settings = {name: getattr(launch, name) for name in launch.__struct_fields__}
     if places is None:
         settings["control"] = control.descriptor
@@ -62,7 +64,7 @@ def run_team(
     results, failure = [], None
     for rank, (_, end) in enumerate(ends):
         try:
-            assert end.poll(timeout), f"rank {rank} said nothing for {timeout} s"
+            assert answered(end, timeout), f"rank {rank} said nothing for {timeout} s"
             fine, value = pickle.loads(end.recv_bytes())
         except (EOFError, AssertionError) as error:
             fine, value = False, f"rank {rank} ended without a word: {error}"
@@ -108,6 +110,7 @@ def run_command(words: Sequence[str | Path], cwd: Path, timeout: float = 60.0) -
         process = multiprocessing.get_context("fork").Process(target=_command, args=(command, cwd, out, err))
         process.start()
         process.join(timeout)
+        process.join(max(0.0, allowed(timeout) - timeout))
         if process.is_alive():
             process.kill()
             process.join()

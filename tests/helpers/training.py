@@ -72,9 +72,9 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters, lr=0.01)
 
 
-def under(strategy: str, servers: str | None = "lead", *, barrier: float = 20.0, **more: Any) -> Launch:
+def under(strategy: str, servers: str | None = "lead", *, barrier: float = 60.0, **more: Any) -> Launch:
     where = None if strategy == "all-reduce" else servers  # which has no servers
-    return Launch(strategy=strategy, servers=where, timeouts=Timeouts(barrier=barrier, join=20.0), **more)
+    return Launch(strategy=strategy, servers=where, timeouts=Timeouts(barrier=barrier, join=60.0), **more)
 
 
 def loop(model: Net, optimizer: torch.optim.Optimizer, loader: Any, epochs: int, start: int = 0) -> None:

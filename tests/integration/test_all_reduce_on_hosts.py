@@ -199,7 +199,6 @@ def play(team: Team, folder: str) -> float:
     return said_loss(out.getvalue()) if team.is_lead else 0.0
 
 
-@pytest.mark.timeout(300)
 def test_torchrun_trains_over_hosts_and_restarts_a_killed_worker(tmp_path: Path) -> None:
     script = write_script(tmp_path, STRUCK)
     calm = run_team(play, 2, str(tmp_path))[0]
@@ -238,7 +237,6 @@ if team.is_lead:  # two who write to one pipe at once write into each other's li
 """
 
 
-@pytest.mark.timeout(300)
 def test_workers_of_torchrun_are_told_what_paceline_run_can_be_told(tmp_path: Path) -> None:
     script = write_script(tmp_path, TOLD)
     words = ("--strategy", "k-async:k=1", "--servers", "all", "--slow", "3:0.05+exp(0.01)", "--name", "told")
@@ -290,7 +288,6 @@ if team.is_lead:
 """The example, which says in the end who shared memory with whom."""
 
 
-@pytest.mark.timeout(200)
 def test_the_slurm_script_starts_a_torchrun_per_machine(tmp_path: Path) -> None:
     """Its commands are executed, with SLURM's own two replaced: `scontrol` names hosts, `srun` starts on each."""
     # In one write: its reader takes the first line and leaves.
@@ -322,7 +319,6 @@ for pid in $pids; do wait $pid || exit 1; done
     assert "machines [[0, 1]]" in outcome.out
 
 
-@pytest.mark.timeout(200)
 def test_the_kubernetes_job_starts_a_torchrun_per_pod(tmp_path: Path) -> None:
     text = (ROOT / "examples" / "cluster" / "kubernetes.yaml").read_text()
     parts = {part["kind"]: part for part in yaml.safe_load_all(text)}

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from helpers.forks import done, starting
 from helpers.support import PACELINE, TORCHRUN, finished
 
 from paceline.cluster.process import WITHOUT_AMX  # spares all but the first test a look for it in another process
-
-pytestmark = pytest.mark.timeout(200)
 
 
 def test_members_of_one_machine_measure_each_other(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import torch._dynamo  # any optimizer imports it, which takes seconds: once here
 import torch.distributed.fsdp  # so does what shards
 import torch.distributed.tensor
 from helpers.hosts import hosts
+from helpers.load import allowed
 from helpers.machines import Failure, Spread
 from helpers.split_models import apart as losses_apart
 from helpers.split_models import made, score
@@ -413,7 +414,7 @@ def test_a_death_is_known_everywhere(victim: int) -> None:
             assert kind == WorkerLost.__name__, message
             assert ranks == (victim,)
             assert f"rank {victim} on 127.0.0.1 " in message
-            assert seconds < SOON
+            assert seconds < allowed(SOON)
 
 
 def test_a_worker_whose_script_fails_is_named() -> None:
@@ -423,7 +424,7 @@ def test_a_worker_whose_script_fails_is_named() -> None:
             kind, message, ranks, seconds = result
             assert kind == WorkerLost.__name__, message
             assert ranks == (1,)
-            assert seconds < SOON
+            assert seconds < allowed(SOON)
 
 
 def test_a_worker_that_is_stuck_is_named() -> None:
@@ -512,4 +513,4 @@ def test_a_death_on_another_host_is_named_with_its_address() -> None:
         assert kind == WorkerLost.__name__, message
         assert ranks == (3,)
         assert f"rank 3 on {made_hosts[1].address}" in message
-        assert seconds < SOON
+        assert seconds < allowed(SOON)

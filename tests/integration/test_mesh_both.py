@@ -44,7 +44,6 @@ def test_losses_are_those_of_the_plain_model(kind: str) -> None:
     assert apart(found[0], train(None, kind, 8, batch=20)) < 1e-5
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kind", "sync"), [("small", "all-reduce"), ("chain", "sync")])
 def test_losses_of_two_replicas_are_those_of_the_plain_model(kind: str, sync: str) -> None:
     launch = launched(f"{TWO},sync={sync}", servers=None if sync == "all-reduce" else "lead")
@@ -127,7 +126,6 @@ def replayed(kind: str, events: list[Event], seen: dict[int, list[Step]]) -> tup
     return len(updates), furthest
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "sync"),
     [("convnet", "k-sync:k=1"), ("chain", "async"), ("small", "ssp:s=1")],

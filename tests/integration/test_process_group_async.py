@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from helpers.oracle import SIZES, Pools, Seen, anything, fold, hear, numbers, quiet, seen, tell, token
+from helpers.support import wait_until
 from torch import distributed
 from torch.distributed import ReduceOp
 
@@ -135,10 +135,7 @@ def wait_in_own_order(rank: int, size: int, several: list[tuple[str, int, int]],
     works = [work for group, _ in begun for work in group]
     random.Random(rank).shuffle(works)
     if how == "polled":
-        until = time.monotonic() + 10.0
-        while not all(work.is_completed() for work in works):
-            assert time.monotonic() < until, "not completed after 10 s"
-            time.sleep(0.001)
+        wait_until(lambda: all(work.is_completed() for work in works), 10.0, "all to be completed")
     elif how == "futures":
         for work in works:
             work.get_future().wait()

@@ -32,6 +32,7 @@ from helpers.oracle import (
     token,
     turned,
 )
+from helpers.support import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
@@ -63,10 +64,7 @@ def letter(source: int, number: int, count: int | None = None) -> torch.Tensor:
 
 def polled(*works: Any) -> None:
     """Until all are completed, without waiting for any."""
-    until = time.monotonic() + 5.0
-    while not all(work.is_completed() for work in works):
-        assert time.monotonic() < until, "not completed after 5 s"
-        time.sleep(0.001)
+    wait_until(lambda: all(work.is_completed() for work in works), 5.0, "all to be completed")
 
 
 # -- one message -----------------------------------------------------------------------------------------------------

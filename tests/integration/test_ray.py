@@ -15,8 +15,6 @@ from helpers.forks import played, starting
 from helpers.rays import CORES, RayNetwork, ray_network
 from helpers.support import PACELINE, PREAMBLE, Run, finished, wait_until, write_script
 
-pytestmark = pytest.mark.timeout(400)
-
 SCRIPT = (
     PREAMBLE
     + """

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.load import allowed
 from helpers.teams import run_team
 from helpers.training import BATCH, Values, apart, build, data, sgd, under, values
 from torch import nn
@@ -313,7 +314,7 @@ def test_scripts_that_wait_for_different_things_are_told_so_at_once(strategy: st
             return str(error), time.monotonic() - start
         return "", 0.0
 
-    for message, seconds in run_team(work, 2, launch=under(strategy, barrier=60.0), timeout=30.0):
+    for message, seconds in run_team(work, 2, launch=under(strategy, barrier=120.0), timeout=30.0):
         assert "nobody can go on" in message
         assert "rank 1 for a barrier" in message
-        assert seconds < 10
+        assert seconds < allowed(10)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
+from helpers.load import allowed
 from helpers.teams import run_spread, run_team
 from helpers.training import (
     BATCH,
@@ -224,7 +225,7 @@ def test_a_death_is_known_everywhere(survivors: Any, victim: int) -> None:
         assert kind == WorkerLost.__name__, message
         assert ranks == (victim,)
         assert f"rank {victim} on 127.0.0.1 " in message
-        assert seconds < SOON
+        assert seconds < allowed(SOON)
 
 
 def test_who_does_not_come_is_named_with_its_host(survivors: Any) -> None:
@@ -245,7 +246,7 @@ def test_a_script_that_ends_early_is_missed(survivors: Any, victim: int) -> None
         assert kind == WorkerLost.__name__, message
         assert ranks == (victim,)
         assert "its script has ended" in message
-        assert seconds < SOON
+        assert seconds < allowed(SOON)
 
 
 def quick(team: Team) -> float:
