@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.graph.costs import Cost
-from paceline.graph.partition import Device, Problem, kept_in_flight, partition, replicated
+from paceline.graph.partition import Device, Problem, partition, replicated
+from paceline.schedules import kept_in_flight
 
 lengths = st.floats(0.01, 10.0)
 

@@ -13,7 +13,7 @@ LEAVES = {"config", "errors", "events", "policies", "schedules", "topologies"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors", "schedules", "topologies"},
-    "events": {"config", "errors"},
+    "events": {"config", "errors", "schedules"},
     "policies": {"config", "errors"},
     "schedules": {"errors"},
     "topologies": {"errors"},

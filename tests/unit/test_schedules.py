@@ -8,8 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.schedules import formulas as pipelines
-from paceline.schedules.orders import SCHEDULES, Evaluated, evaluate, shared
+from paceline.schedules import (
+    SCHEDULES,
+    PassTimes,
+    Schedule,
+    StageOperation,
+    bubble,
+    kept_in_flight,
+    shared_orders,
+    step_seconds,
+)
+from paceline.schedules.timing import ScheduleTiming, evaluate
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.distributions import Constant, Exponential
 from paceline.simulate.predict import predict, simulate
@@ -19,7 +28,7 @@ from paceline.topologies import Link
 
 def run(
     schedule: str, stages: int, microbatches: int, *times: float, chunks: int = 1, transfer: float = 0.0
-) -> Evaluated:
+) -> ScheduleTiming:
     forward, backward, weights = (np.full((1, stages), value) for value in (*times, 0.0, 0.0)[:3])
     return evaluate(schedule, microbatches, forward, backward, weights, chunks=chunks, transfer=transfer)
 
@@ -31,14 +40,16 @@ SHAPES = [(1, 1), (1, 5), (2, 2), (2, 8), (4, 4), (4, 16), (8, 32), (5, 3)]
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_gpipe_and_1f1b_take_the_same(schedule: str, stages: int, microbatches: int) -> None:
     told = run(schedule, stages, microbatches, 1.0, 2.0)
-    assert told.makespan[0] == pipelines.one_forward_one_backward(stages, microbatches, 1.0, 2.0)
-    assert told.bubble == pytest.approx(pipelines.bubble(stages, microbatches))
+    assert told.makespan[0] == step_seconds(schedule, stages, microbatches, PassTimes(1.0, 2.0))
+    assert told.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
+    assert told.bubble == pytest.approx(bubble(schedule, stages, microbatches))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 def test_what_is_kept_is_what_the_formulas_say(stages: int, microbatches: int) -> None:
     assert run("gpipe", stages, microbatches, 1.0, 2.0).in_flight == [microbatches] * stages
-    wanted = [pipelines.in_flight_1f1b(stages, microbatches, stage) for stage in range(stages)]
+    wanted = [min(microbatches, stages - stage) for stage in range(stages)]
+    assert kept_in_flight("1f1b", stages, microbatches) == wanted
     assert run("1f1b", stages, microbatches, 1.0, 2.0).in_flight == wanted
 
 
@@ -47,15 +58,17 @@ def test_what_is_kept_is_what_the_formulas_say(stages: int, microbatches: int) -
 )
 def test_interleaving_divides_the_bubble(stages: int, microbatches: int, chunks: int) -> None:
     told = run("interleaved", stages, microbatches, 1.0, 2.0, chunks=chunks)
-    assert told.makespan[0] == pytest.approx(pipelines.interleaved(stages, microbatches, chunks, 1.0, 2.0))
+    assert told.makespan[0] == pytest.approx(
+        step_seconds("interleaved", stages, microbatches, PassTimes(1.0, 2.0), chunks)
+    )
     idle = told.makespan[0] / told.busy[0, 0] - 1
-    assert idle == pytest.approx(pipelines.bubble_over_ideal(stages, microbatches, chunks))
+    assert idle == pytest.approx((stages - 1) / (chunks * microbatches))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 4), (4, 8), (3, 7), (8, 32)])
 def test_zero_bubble_with_the_same_memory_leaves_a_third(stages: int, microbatches: int) -> None:
     told = run("zero-bubble", stages, microbatches, 1.0, 1.0, 1.0)
-    assert told.makespan[0] == pipelines.zero_bubble_1p(stages, microbatches, 1.0, 1.0, 1.0)
+    assert told.makespan[0] == step_seconds("zero-bubble", stages, microbatches, PassTimes(1.0, 1.0, 1.0))
     plain = run("1f1b", stages, microbatches, 1.0, 2.0)
     assert told.makespan[0] - 3 * microbatches == pytest.approx((plain.makespan[0] - 3 * microbatches) / 3)
     assert max(told.in_flight) <= stages
@@ -64,18 +77,19 @@ def test_zero_bubble_with_the_same_memory_leaves_a_third(stages: int, microbatch
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 3), (4, 8), (4, 7), (8, 32)])
 def test_zero_bubble_with_twice_the_memory_leaves_none(stages: int, microbatches: int) -> None:
     told = run("zero-bubble-2p", stages, microbatches, 1.0, 1.0, 1.0)
-    assert told.spans.tolist() == [[pipelines.zero_bubble_2p(stages, microbatches, 1.0, 1.0, 1.0)] * stages]
+    wanted = step_seconds("zero-bubble-2p", stages, microbatches, PassTimes(1.0, 1.0, 1.0))
+    assert told.spans.tolist() == [[wanted] * stages]
     assert max(told.in_flight) <= 2 * stages - 1
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_everything_is_done_once_and_in_a_possible_order(schedule: str) -> None:
-    stages, microbatches, chunks = 4, 8, 2 if schedule == "interleaved" else 1
+    stages, microbatches, chunks = 4, 8, 2 if SCHEDULES[schedule].has_chunks else 1
     told = run(schedule, stages, microbatches, 1.0, 1.5, 0.5, chunks=chunks, transfer=0.25)
-    kinds = "FBW" if schedule.startswith("zero") else "FB"
-    ends = {(s.stage, *s.operation): s.end for s in told.stretches}
-    starts = {(s.stage, *s.operation): s.start for s in told.stretches}
-    assert len(ends) == len(told.stretches) == stages * microbatches * chunks * len(kinds)
+    kinds = "FBW" if SCHEDULES[schedule].splits_backward else "FB"
+    ends = {(s.stage, *s.operation): s.end for s in told.operations}
+    starts = {(s.stage, *s.operation): s.start for s in told.operations}
+    assert len(ends) == len(told.operations) == stages * microbatches * chunks * len(kinds)
     for (stage, kind, microbatch, chunk), start in starts.items():
         where = chunk * stages + stage
         if kind == "F" and where > 0:
@@ -105,30 +119,30 @@ def test_the_slowest_stage_sets_the_pace() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    replicas=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    workers=st.lists(st.integers(1, 5), min_size=1, max_size=5),
     microbatches=st.integers(1, 24),
     schedule=st.sampled_from(["gpipe", "1f1b"]),
 )
-def test_no_sharing_comes_to_a_standstill(replicas: list[int], microbatches: int, schedule: str) -> None:
-    orders = shared(schedule, replicas, microbatches)
-    stages = [stage for stage, count in enumerate(replicas) for _ in range(count)]
-    for stage in range(len(replicas)):
+def test_no_sharing_comes_to_a_standstill(workers: list[int], microbatches: int, schedule: str) -> None:
+    orders = shared_orders(schedule, workers, microbatches)
+    stages = [stage for stage, count in enumerate(workers) for _ in range(count)]
+    for stage in range(len(workers)):
         done = [one for device, order in enumerate(orders) if stages[device] == stage for one in order]
         assert sorted(done) == sorted((kind, number, 0) for kind in "FB" for number in range(microbatches))
     times = np.ones((1, len(stages)))
-    told = evaluate(schedule, microbatches, times, times, replicas=replicas)
-    assert told.makespan[0] >= 2 * microbatches / min(replicas)
-    assert len(told.stretches) == 2 * microbatches * len(replicas)
+    told = evaluate(schedule, microbatches, times, times, workers=workers)
+    assert told.makespan[0] >= 2 * microbatches / min(workers)
+    assert len(told.operations) == 2 * microbatches * len(workers)
 
 
 def test_one_device_for_each_stage_is_the_schedule_itself() -> None:
     for schedule in ("gpipe", "1f1b"):
-        assert shared(schedule, [1, 1, 1], 5) == SCHEDULES[schedule](3, 5, 1)
+        assert shared_orders(schedule, [1, 1, 1], 5) == SCHEDULES[schedule].orders(3, 5, 1)
 
 
 def test_a_stage_that_takes_twice_as_long_keeps_two_devices_busy() -> None:
     alone = evaluate("1f1b", 64, np.array([[1.0, 2.0]]), np.array([[1.0, 2.0]]))
-    both = evaluate("1f1b", 64, np.array([[1.0, 2.0, 2.0]]), np.array([[1.0, 2.0, 2.0]]), replicas=[1, 2])
+    both = evaluate("1f1b", 64, np.array([[1.0, 2.0, 2.0]]), np.array([[1.0, 2.0, 2.0]]), workers=[1, 2])
     assert alone.makespan[0] == pytest.approx(2 * both.makespan[0], rel=0.05)
     assert both.busy[0].tolist() == [128.0, 128.0, 128.0]
     assert both.bubble < 0.06
@@ -137,7 +151,7 @@ def test_a_stage_that_takes_twice_as_long_keeps_two_devices_busy() -> None:
 
 def test_a_device_that_is_slow_holds_up_those_who_share_with_it() -> None:
     times = np.array([[1.0, 2.0, 4.0]])
-    told = evaluate("1f1b", 64, times, times, replicas=[1, 2])
+    told = evaluate("1f1b", 64, times, times, workers=[1, 2])
     assert told.makespan[0] == pytest.approx(32 * 8.0, rel=0.05)
 
 
@@ -149,6 +163,22 @@ def test_a_shared_stage_is_simulated_with_its_share_of_the_model() -> None:
     assert predict("pipeline:stages=2,workers=1+2", on).seconds_per_update is None
     with pytest.raises(UsageError, match="one each, or the sum of the option 'workers'"):
         simulate("pipeline:stages=2,workers=1+1", on, updates=3)
+
+
+def test_a_new_schedule_is_one_function_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_by_one(stages: int, microbatches: int, _: int) -> list[list[StageOperation]]:
+        """Every microbatch forward and backward before the next one."""
+        return [[StageOperation(kind, i) for i in range(microbatches) for kind in "FB"] for _ in range(stages)]
+
+    monkeypatch.setitem(SCHEDULES, "one-by-one", Schedule(one_by_one))
+    on = SimulatedCluster(workers=4, compute=Constant(12.0))
+    spec = "pipeline:stages=4,microbatches=8,schedule=one-by-one"
+    assert simulate(spec, on, updates=3)[0].seconds_per_update == pytest.approx(12.0)
+    assert predict(spec, on).seconds_per_update is None
+    assert bubble("one-by-one", 4, 8) is None
+    assert kept_in_flight("one-by-one", 4, 8) == [1, 1, 1, 1]
+    with pytest.raises(UsageError, match="under the schedule 'one-by-one' a stage has one worker"):
+        simulate(f"{spec},workers=1+1+1+2", on, updates=3)
 
 
 # -- as strategies ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from paceline.config import parse_strategy
 from paceline.errors import UsageError
 from paceline.policies import make_policy
-from paceline.schedules import formulas as pipelines
+from paceline.schedules import PassTimes, bubble, kept_in_flight, step_seconds
 from paceline.simulate import predict as asked
 from paceline.simulate import theory
 from paceline.simulate.cluster import SimulatedCluster
@@ -210,14 +210,15 @@ def test_the_same_seed_gives_the_same_and_another_does_not() -> None:
 
 
 def test_pipelines_take_what_their_formulas_say() -> None:
-    assert pipelines.gpipe(8, 32, 1, 2) == pipelines.one_forward_one_backward(8, 32, 1, 2) == 117
-    assert pipelines.bubble(8, 32) == pytest.approx(0.1795, abs=5e-5)
-    assert [pipelines.interleaved(8, 32, chunks, 1, 2) for chunks in (2, 4)] == [106.5, 101.25]
-    ideal = pipelines.zero_bubble_2p(8, 32, 1, 1, 1)
-    plain = pipelines.one_forward_one_backward(8, 32, 1, 2) - ideal
-    assert pipelines.zero_bubble_1p(8, 32, 1, 1, 1) - ideal == pytest.approx(plain / 3)
-    assert [pipelines.in_flight_1f1b(4, 8, stage) for stage in range(4)] == [4, 3, 2, 1]
-    assert pipelines.in_flight_gpipe(8) == 8
+    assert [step_seconds(name, 8, 32, PassTimes(1, 2)) for name in ("gpipe", "1f1b")] == [117, 117]
+    assert [bubble(name, 8, 32) for name in ("gpipe", "1f1b")] == pytest.approx([0.1795] * 2, abs=5e-5)
+    assert [step_seconds("interleaved", 8, 32, PassTimes(1, 2), chunks) for chunks in (2, 4)] == [106.5, 101.25]
+    even = PassTimes(1, 1, 1)
+    ideal, left, plain = (step_seconds(name, 8, 32, even) for name in ("zero-bubble-2p", "zero-bubble", "1f1b"))
+    assert (ideal, plain) == (96, 117)
+    assert left == pytest.approx(96 + (117 - 96) / 3)
+    assert kept_in_flight("1f1b", 4, 8) == [4, 3, 2, 1]
+    assert kept_in_flight("gpipe", 4, 8) == [8, 8, 8, 8]
 
 
 # -- distributions ---------------------------------------------------------------------------------------------------

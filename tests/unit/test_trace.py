@@ -12,12 +12,13 @@ from torch import nn
 from paceline.config import parse_strategy
 from paceline.errors import UsageError
 from paceline.events import Pass
-from paceline.events.bubbles import Bubbles, bubble
+from paceline.events.bubbles import Bubbles
 from paceline.graph.costs import Cost, measure
 from paceline.graph.model_profile import ModelProfile, profiled
 from paceline.graph.opaque_layers import OpaqueLayers
 from paceline.graph.partition import Device, partition
 from paceline.graph.trace import ChainTrace, GraphTrace, ModelTrace, trace
+from paceline.schedules import bubble
 
 
 def through(traced: ModelTrace, bounds: list[int], inputs: list[Any]) -> Any:

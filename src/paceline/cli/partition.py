@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import quantities
-from paceline.config import SHARED_SCHEDULES, Pipeline, one_of
+from paceline.config import Pipeline, one_of
 from paceline.errors import UsageError
-from paceline.events.bubbles import bubble
 from paceline.graph.model_profile import ModelProfile, model_profile_of
 from paceline.graph.partition import Device, Partition, partition, replicated
 from paceline.report.partition import partition_figure
-from paceline.schedules.orders import Evaluated, evaluate
+from paceline.schedules import SCHEDULES, bubble, shareable
+from paceline.schedules.timing import ScheduleTiming, evaluate
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
     asked = Pipeline(stages=wish.stages, microbatches=wish.microbatches, schedule=wish.schedule)
     devices = _devices(wish)
     if wish.replicate:
-        one_of("with --replicate, --schedule", wish.schedule, SHARED_SCHEDULES)
+        one_of("with --replicate, --schedule", wish.schedule, shareable())
     console = Console(stderr=True)
     with console.status("tracing the model and measuring its operations"):
         sheet = model_profile_of(script, arguments, wish.microbatches)
@@ -141,28 +141,28 @@ def predicted(
     schedule: str,
     microbatches: int,
     latency: float = 0.0,
-) -> Evaluated:
+) -> ScheduleTiming:
     """One step of it, by the simulator."""
     forward, backward = [], []
     for stage, device in zip(cut.stages, devices, strict=True):
         costs = sheet.costs[stage.first : stage.last]
         forward += [sum(cost.forward for cost in costs) / device.pace] * device.count
         backward += [sum(cost.backward for cost in costs) / device.pace] * device.count
-    weights = np.array([backward]) / 2 if schedule.startswith("zero-bubble") else None
+    weights = np.array([backward]) / 2 if SCHEDULES[schedule].splits_backward else None
     rest = np.array([backward]) / 2 if weights is not None else np.array([backward])
     over = max(stage.bytes / device.bandwidth for stage, device in zip(cut.stages, devices, strict=True))
     return evaluate(
-        "1f1b" if schedule == "interleaved" else schedule,
+        "1f1b" if SCHEDULES[schedule].has_chunks else schedule,
         microbatches,
         np.array([forward]),
         rest,
         weights,
         transfer=latency + over,
-        replicas=[device.count for device in devices],
+        workers=[device.count for device in devices],
     )
 
 
-def _print(sheet: ModelProfile, cut: Partition, schedule: Evaluated, formula: float | None, title: str) -> None:
+def _print(sheet: ModelProfile, cut: Partition, schedule: ScheduleTiming, formula: float | None, title: str) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, 120)
     cuts = len(sheet.cuts)

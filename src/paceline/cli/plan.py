@@ -22,6 +22,7 @@ from paceline.config import Mesh, Pipeline, parse_strategy
 from paceline.errors import UsageError
 from paceline.planner.choose import Choice, rank, simplest
 from paceline.planner.profile import profile
+from paceline.schedules import SCHEDULES
 from paceline.simulate.calibrate import Calibration, calibrate, calibration_sheet
 from paceline.simulate.convergence import Convergence, fit_runs, observed
 from paceline.simulate.replica import Model
@@ -88,7 +89,7 @@ def plan(
     ] = False,
     stages: Annotated[int, typer.Option(help="With --partition: how many, or devices with --replicate.")] = 2,
     microbatches: Annotated[int, typer.Option(help="With --partition: of every batch.")] = 8,
-    schedule: Annotated[str, typer.Option(help="With --partition: gpipe, 1f1b, interleaved, zero-bubble.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help=f"With --partition: {', '.join(SCHEDULES)}.")] = "1f1b",
     pace: Annotated[
         list[str] | None,
         typer.Option(

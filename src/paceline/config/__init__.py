@@ -34,8 +34,6 @@ from paceline.config.gradients import (
 from paceline.config.launch import Launch, Place, Profiling, capacity
 from paceline.config.model_parallel import (
     NORMS,
-    SCHEDULES,
-    SHARED_SCHEDULES,
     Mesh,
     Pipeline,
     Tensor,
@@ -51,8 +49,6 @@ __all__ = [
     "CORRECTIONS",
     "FORMS",
     "NORMS",
-    "SCHEDULES",
-    "SHARED_SCHEDULES",
     "STRATEGIES",
     "Adaptive",
     "AllReduce",

@@ -9,10 +9,8 @@ from paceline.config.checks import listed
 from paceline.config.data_parallel import AllReduce
 from paceline.config.strategy import Strategy, parse_strategy
 from paceline.errors import UsageError
+from paceline.schedules import SCHEDULES, shareable
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-2p")
-SHARED_SCHEDULES = ("gpipe", "1f1b")
-"""Those under which several workers may share a stage."""
 NORMS = ("batch", "microbatch")
 
 
@@ -92,13 +90,13 @@ def _split_checked(strategy: Strategy, *names: str) -> None:
 
 
 def _pipeline_checked(strategy: Pipeline | Mesh, stages: int) -> None:
-    for name, allowed in (("schedule", SCHEDULES), ("norm", NORMS)):
+    for name, allowed in (("schedule", tuple(SCHEDULES)), ("norm", NORMS)):
         value = getattr(strategy, name)
         if value not in allowed:
             raise UsageError(
                 f"option '{name}' of strategy '{strategy.spec}' is '{value}'; it must be {listed(allowed)}"
             )
-    if strategy.schedule == "interleaved" and strategy.microbatches % stages:
+    if SCHEDULES[strategy.schedule].has_chunks and strategy.microbatches % stages:
         raise UsageError(
             f"an interleaved pipeline of {stages} stages has {strategy.microbatches} microbatches; it must be a "
             "multiple of the stages"
@@ -116,10 +114,10 @@ def _workers_checked(pipeline: Pipeline) -> None:
             f"{said}; it must be how many workers each of the {pipeline.stages} stages has, at least 1, as in {example}"
         )
     most = max(pipeline.by_stage)
-    if most > 1 and pipeline.schedule not in SHARED_SCHEDULES:
+    if most > 1 and pipeline.schedule not in shareable():
         raise UsageError(
             f"{said}, but under the schedule '{pipeline.schedule}' a stage has one worker; several share one under "
-            f"{listed(SHARED_SCHEDULES)}"
+            f"{listed(shareable())}"
         )
     if most > pipeline.microbatches:
         raise UsageError(

@@ -7,6 +7,7 @@ import statistics
 from paceline.config import Mesh, Pipeline, parse_strategy
 from paceline.errors import UsageError
 from paceline.events.schema import Pass
+from paceline.schedules import EVEN, PassTimes, bubble
 
 _MOST = 10_000
 """Steps that are looked at, the first ones: what is kept must not grow with the run."""
@@ -63,22 +64,6 @@ class Bubbles:
         stages = strategy.stages if isinstance(strategy, Pipeline) else strategy.pipeline
         return bubble(strategy.schedule, stages, self._microbatches, max(1, self._stages // stages), self._means())
 
-    def _means(self) -> tuple[float, float, float]:
-        forward, backward, weights = (total / count if count else 0.0 for total, count in self._seconds.values())
-        return forward, backward, weights
-
-
-def bubble(
-    schedule: str, stages: int, microbatches: int, chunks: int = 1, means: tuple[float, float, float] = (1.0, 1.0, 1.0)
-) -> float:
-    """By a schedule's formula; means: of a forward and a backward pass, and of the gradients of weights."""
-    idle = float(stages - 1)
-    busy = float(microbatches)
-    if schedule == "interleaved":
-        idle /= chunks
-    elif schedule.startswith("zero-bubble"):
-        forward, backward, weights = means
-        whole = (forward + backward + weights) or 1.0
-        left = 0.0 if schedule.endswith("2p") else max(0.0, forward + backward - weights)
-        idle *= left / whole
-    return idle / (busy + idle)
+    def _means(self) -> PassTimes:
+        means = PassTimes(*(total / count if count else 0.0 for total, count in self._seconds.values()))
+        return means if means.whole else EVEN

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 from paceline.graph.costs import Cost
-from paceline.schedules.orders import in_flight, shared
+from paceline.schedules import kept_in_flight
 
 Numbers = NDArray[np.float64]
 
@@ -64,19 +64,6 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True):
     def bounds(self) -> list[int]:
         """Where each stage ends."""
         return [stage.last for stage in self.stages]
-
-
-def kept_in_flight(schedule: str, stages: int, microbatches: int, replicas: Sequence[int] = ()) -> list[int]:
-    """Microbatches whose activations each stage keeps at most; one of its devices, where several share it."""
-    if max(replicas, default=1) > 1:
-        orders = shared(schedule, replicas, microbatches)
-        firsts = [sum(replicas[:stage]) for stage in range(stages)]
-        return [in_flight(orders[first]) for first in firsts]
-    if schedule in ("gpipe", "interleaved"):
-        return [microbatches] * stages
-    if schedule == "zero-bubble-2p":
-        return [min(microbatches, 2 * (stages - stage) - 1) for stage in range(stages)]
-    return [min(microbatches, stages - stage) for stage in range(stages)]
 
 
 class Problem:

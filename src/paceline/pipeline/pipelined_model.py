@@ -30,6 +30,7 @@ from paceline.pipeline.deferred import Deferred
 from paceline.pipeline.runtime import PipelineRuntime, RuntimeContext
 from paceline.pipeline.shared_state import SharedState
 from paceline.pipeline.stage_assignment import StageAssignment
+from paceline.schedules import SCHEDULES
 from paceline.transport import BarrierKind
 
 _SLACK = 0.02
@@ -86,7 +87,7 @@ class PipelinedModel:
 
     def __init__(self, model: torch.nn.Module, spec: Pipeline, workers: PipelineWorkers) -> None:
         self._model, self._spec, self._workers, self._members = model, spec, workers, workers.members
-        self._assignment = StageAssignment.of(spec.by_stage, spec.chunks if spec.schedule == "interleaved" else 1)
+        self._assignment = StageAssignment.of(spec.by_stage, spec.chunks if SCHEDULES[spec.schedule].has_chunks else 1)
         self.runtime: PipelineRuntime | None = None
         """None until the model is first called to be trained."""
         self.samples = 0

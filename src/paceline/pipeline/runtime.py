@@ -29,7 +29,7 @@ from paceline.pipeline.shape_inference import outlined
 from paceline.pipeline.shared_state import SharedState
 from paceline.pipeline.stage_assignment import StageAssignment
 from paceline.pipeline.stage_runner import Stage, StageRunner, laid_out, lifted
-from paceline.schedules.orders import SCHEDULES, Order, StageOperation, shared
+from paceline.schedules import SCHEDULES, Order, StageOperation, shared_orders
 
 _TRACES = 256
 """How many are kept, of the model as it was called in different ways."""
@@ -231,11 +231,11 @@ class PipelineRuntime:
             chunks = len(self._stages)
             schedule = self._place.schedule
             if self._assignment.shared:
-                order = shared(schedule, self._assignment.replicas, microbatches)[self._rank]
-            elif schedule == "interleaved" and microbatches % self._size:
+                order = shared_orders(schedule, self._assignment.replicas, microbatches)[self._rank]
+            elif SCHEDULES[schedule].has_chunks and microbatches % self._size:
                 order = _forwards(microbatches, chunks) + _backwards(microbatches, chunks)
             else:
-                order = SCHEDULES[schedule](self._size, microbatches, chunks)[self._rank]
+                order = SCHEDULES[schedule].orders(self._size, microbatches, chunks)[self._rank]
             self._orders[microbatches] = order
         return self._orders[microbatches]
 

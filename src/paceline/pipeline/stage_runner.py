@@ -23,7 +23,7 @@ from paceline.events import Pass, Recorder, Wait
 from paceline.graph.trace import ModelPart
 from paceline.pipeline.split_backward import backward_of_inputs, separable
 from paceline.pipeline.stage_assignment import StageAssignment
-from paceline.schedules.orders import StageOperation
+from paceline.schedules import StageOperation
 from paceline.tensor_parallel.partial_tensor import whole
 from paceline.transport.mailbox import Mailbox, ReceiveTransfer, SendTransfer
 

@@ -7,7 +7,7 @@ from html import escape
 
 from paceline.graph.model_profile import ModelProfile
 from paceline.graph.partition import Partition
-from paceline.schedules.orders import Evaluated
+from paceline.schedules.timing import ScheduleTiming
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _KINDS = {"F": "#0072B2", "B": "#009E73", "W": "#56B4E9"}
@@ -15,7 +15,7 @@ _WIDTH, _LEFT, _RIGHT, _ROW = 960, 76, 16, 30
 _TOP, _BAR = 130, 46
 
 
-def partition_figure(sheet: ModelProfile, cut: Partition, schedule: Evaluated, title: str) -> str:
+def partition_figure(sheet: ModelProfile, cut: Partition, schedule: ScheduleTiming, title: str) -> str:
     """An SVG."""
     inner = _WIDTH - _LEFT - _RIGHT
     total = sum(cost.seconds for cost in sheet.costs) or 1.0
@@ -101,9 +101,9 @@ def _arcs(sheet: ModelProfile, cut: Partition, place: Sequence[float]) -> list[s
     return shapes
 
 
-def _schedule(schedule: Evaluated, workers: int, top: float) -> list[str]:
+def _schedule(schedule: ScheduleTiming, workers: int, top: float) -> list[str]:
     inner = _WIDTH - _LEFT - _RIGHT
-    whole = max(stretch.end for stretch in schedule.stretches)
+    whole = max(timed.end for timed in schedule.operations)
     shapes = [
         f"<text x='{_LEFT}' y='{top}' class='small'>one step as predicted: {whole * 1e3:.3g} ms, bubble "
         f"{schedule.bubble:.1%}</text>"
@@ -114,11 +114,11 @@ def _schedule(schedule: Evaluated, workers: int, top: float) -> list[str]:
             f"<text x='{_LEFT - 8}' y='{y + 16}' text-anchor='end' class='small'>worker {worker}</text>"
             f"<rect x='{_LEFT}' y='{y}' width='{inner}' height='{_ROW - 6}' fill='#f0f0f0' stroke='#ddd'/>"
         )
-    for stretch in schedule.stretches:
-        x = _LEFT + inner * stretch.start / whole
-        width = inner * (stretch.end - stretch.start) / whole
-        y = top + 10 + stretch.device * _ROW
-        kind = stretch.operation
+    for timed in schedule.operations:
+        x = _LEFT + inner * timed.start / whole
+        width = inner * (timed.end - timed.start) / whole
+        y = top + 10 + timed.device * _ROW
+        kind = timed.operation
         shapes.append(
             f"<rect x='{x:.2f}' y='{y}' width='{max(0.3, width):.2f}' height='{_ROW - 6}' fill='{_KINDS[kind.kind]}' "
             f"stroke='#fff' stroke-width='.6'><title>{kind.kind}{kind.microbatch}</title></rect>"

@@ -1,1 +1,32 @@
-"""Pure: the order of a pipeline's passes, and formulas for its time and memory."""
+"""Pure: the order of a pipeline's passes, and the formulas of its time and memory.
+
+`timing` evaluates a schedule for given times of the passes; it alone needs numpy.
+"""
+
+from paceline.schedules.orders import Order, StageOperation, in_flight
+from paceline.schedules.registry import (
+    EVEN,
+    SCHEDULES,
+    PassTimes,
+    Schedule,
+    bubble,
+    kept_in_flight,
+    shareable,
+    shared_orders,
+    step_seconds,
+)
+
+__all__ = [
+    "EVEN",
+    "SCHEDULES",
+    "Order",
+    "PassTimes",
+    "Schedule",
+    "StageOperation",
+    "bubble",
+    "in_flight",
+    "kept_in_flight",
+    "shareable",
+    "shared_orders",
+    "step_seconds",
+]

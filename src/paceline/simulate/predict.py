@@ -16,8 +16,8 @@ from paceline.errors import UsageError
 from paceline.events import Compute, Update, Wait
 from paceline.policies import POLICIES, make_policy
 from paceline.policies import Groups as GroupsPolicy
-from paceline.schedules import formulas as pipelines
-from paceline.schedules.orders import Evaluated
+from paceline.schedules import SCHEDULES, PassTimes, step_seconds
+from paceline.schedules.timing import ScheduleTiming
 from paceline.simulate import theory
 from paceline.simulate.cluster import SimulatedCluster, narrowest
 from paceline.simulate.distributions import Distribution, Empirical
@@ -182,7 +182,7 @@ class _Question:
         count: int,
         source: np.random.Generator,
         cluster: SimulatedCluster | None = None,
-    ) -> Evaluated:
+    ) -> ScheduleTiming:
         return pipeline_steps(cluster or self.cluster, self.model, split, stages, degree, count, source)
 
     def _alone(self, name: str, split: Pipeline, stages: int, degree: int) -> Result:
@@ -210,12 +210,12 @@ class _Question:
         told.in_flight = list(np.repeat(steps.in_flight, degree).tolist())
         return told
 
-    def _draw(self, trace: SimulatedTrace, steps: Evaluated, degree: int, begin: float, version: int) -> float:
+    def _draw(self, trace: SimulatedTrace, steps: ScheduleTiming, degree: int, begin: float, version: int) -> float:
         """One step of a pipeline, with its bubbles; when it ends."""
         over = begin + float(steps.makespan[0])
         for device in range(self.cluster.workers):
             clock = begin
-            for _, operation, start, end, place in steps.stretches:
+            for _, operation, start, end, place in steps.operations:
                 if place != device // degree:
                     continue
                 if begin + start > clock + 1e-12:
@@ -248,7 +248,7 @@ def _part(cluster: SimulatedCluster, first: int, count: int) -> SimulatedCluster
     )
 
 
-def _apart(told: Result, steps: Sequence[Evaluated], degree: int) -> None:
+def _apart(told: Result, steps: Sequence[ScheduleTiming], degree: int) -> None:
     """From replicas to the workers that each is made of: what they wait for in its pipeline, they wait, too."""
     busy = [np.repeat(one.busy.mean(axis=0) / one.makespan.mean(), degree).tolist() for one in steps]
     each = len(busy[0])
@@ -308,14 +308,9 @@ def _pipeline(split: Pipeline, cluster: SimulatedCluster, model: Model) -> float
         return None
     each = cluster.compute.mean() / (stages * count)
     forward, weights = each * model.forward, each * model.weights
-    backward = each - forward - weights
-    if split.schedule == "interleaved":
-        told = pipelines.interleaved(stages, count, split.chunks, forward, backward + weights)
-    elif split.schedule == "zero-bubble":
-        told = pipelines.zero_bubble_1p(stages, count, forward, backward, weights)
-    elif split.schedule in ("gpipe", "1f1b"):
-        told = pipelines.one_forward_one_backward(stages, count, forward, backward + weights)
-    else:
+    times = PassTimes(forward, each - forward - weights, weights)
+    told = step_seconds(split.schedule, stages, count, times, split.chunks)
+    if told is None or SCHEDULES[split.schedule].joins_steps:
         return None
     return told + cluster.update_seconds
 

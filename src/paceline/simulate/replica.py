@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from paceline.config import Mesh, Pipeline, one_of
+from paceline.config import Mesh, Pipeline
 from paceline.errors import UsageError
-from paceline.schedules.orders import SCHEDULES, Evaluated, evaluate
+from paceline.schedules.timing import ScheduleTiming, evaluate
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.distributions import Draws
 from paceline.topologies import Link, quickest, seconds
@@ -60,12 +60,11 @@ def pipeline_steps(
     degree: int,
     count: int,
     source: np.random.Generator,
-) -> Evaluated:
+) -> ScheduleTiming:
     """So many drawn steps of one replica. A stage that is cut inside is as slow as the slowest of its devices.
 
     Where several devices share the microbatches of a stage, it has as much more of the model.
     """
-    one_of("schedule", split.schedule, SCHEDULES)
     shares = split.by_stage if isinstance(split, Pipeline) and split.shared else (1,) * stages
     devices = sum(shares) * degree
     columns = [(of.draw(source, count) * factor) for of, factor in map(cluster.steps_of, range(devices))]
@@ -84,5 +83,5 @@ def pipeline_steps(
         share * model.weights,
         chunks=split.chunks,
         transfer=transfer if stages > 1 else 0.0,
-        replicas=shares,
+        workers=shares,
     )
