@@ -119,7 +119,7 @@ def test_a_process_that_torchrun_has_started_is_recognised(monkeypatch: pytest.M
     assert engines.detected_engine() is engines.ENGINES["torchrun"]
 
 
-# -- the contract --------------------------------------------------------------------------------------------------------
+# -- the contract ------------------------------------------------------------------------------------------------------
 
 
 class Told:

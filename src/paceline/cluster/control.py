@@ -41,9 +41,7 @@ def ask(folder: Path, workers: int) -> str:
     if not folder.is_dir():
         raise UsageError(f"there is no run at {folder}")
     if not path.exists():
-        raise UsageError(
-            f"{folder} is not a run that `paceline run` has started on this machine and that is still running"
-        )
+        raise UsageError(f"{folder} is not a run that goes on; only one that `paceline run` started here can be scaled")
     try:
         connection = connect(path.read_text(encoding="ascii"), ScaleReply, 0.0)
     except JoinError:

@@ -135,11 +135,18 @@ class ProcessSet:
             return False
         if not data:
             self._selector.unregister(descriptor)
+            self._flush(pipe)
             return False
         *lines, pipe.partial = (pipe.partial + data).split(b"\n")
         for line in lines:
             self._output(pipe.rank, pipe.name, line)
         return True
+
+    def _flush(self, pipe: _Pipe) -> None:
+        """Pass on a last line that has no newline."""
+        if pipe.partial:
+            self._output(pipe.rank, pipe.name, pipe.partial)
+            pipe.partial = b""
 
     def _reap(self, rank: int, descriptor: int) -> ProcessEnd:
         """Collect the output and the exit report of a process that has ended."""
@@ -156,8 +163,7 @@ class ProcessSet:
             if key is not None:
                 while self._pump(key.data, key.fd):
                     pass
-                if key.data.partial:
-                    self._output(rank, key.data.name, key.data.partial)
+                self._flush(key.data)
                 if key.fd in self._selector.get_map():  # a process that it started still holds the other end
                     self._selector.unregister(key.fd)
         _close(process)
