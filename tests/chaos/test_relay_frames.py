@@ -20,8 +20,9 @@ import pytest
 import zmq
 
 from paceline.cluster.servers import start_relay
-from paceline.config import Timeouts
+from paceline.config import OptimizerSpec, ParameterSpec, RunSpec, Timeouts
 from paceline.events import Refused, decode
+from paceline.parameters.worker_table import WorkerTable
 from paceline.relay.messages import (
     Chunk,
     Fetch,
@@ -32,6 +33,7 @@ from paceline.relay.messages import (
     ToCoordinator,
     ToMember,
     TransferEnd,
+    TransferLayout,
 )
 from paceline.server.flags import SharedFlags
 from paceline.server.messages import Hello, Ready, send_parts
@@ -42,7 +44,7 @@ from paceline.transport.zmq_links import CHUNK, FrameHeader
 
 WORKERS = 2
 SIZE = 1 << 16
-TABLE = 4096
+PARAMETERS = 4
 _encode = msgspec.msgpack.encode
 
 
@@ -55,7 +57,7 @@ class Rig:
         sizes = [
             WORKERS * SIZE,
             (WORKERS + 2) * SIZE,
-            WORKERS * (TABLE + 4),
+            WorkerTable.memory_size(WORKERS, PARAMETERS),
             SharedFlags.memory_size(WORKERS),
             64,
             SIZE,
@@ -71,24 +73,29 @@ class Rig:
         self.bound = connection.receive_within(20.0)
         assert isinstance(self.bound, RelayBound)
         self.ports = {"control": self.bound.control, "bulk": self.bound.bulk}
+        spec = RunSpec(
+            machines=((0,), (1,)),
+            capacity=WORKERS,
+            servers=(0,),
+            strategy="async",
+            timeouts=Timeouts(barrier=120.0, join=120.0),
+            folder=str(folder),
+            optimizer=OptimizerSpec("torch.optim.sgd", "SGD", [{}], {}),
+            parameters=(ParameterSpec("weight", (1,), (1,), "float32", 0),) * PARAMETERS,
+        )
         config = RelayConfig(
-            run=self.run,
+            spec=spec,
             machine=0,
             peers=[RelayAddress("127.0.0.1", self.bound.control, self.bound.bulk), RelayAddress("127.0.0.1", 1, 1)],
-            ranks=[[0], [1]],
-            servers=[0],
-            room=WORKERS,
-            timeouts=Timeouts(barrier=120.0, join=120.0),
             coordinator=self.run,
-            folder=str(folder),
-            buffer=SIZE,
-            slot=SIZE,
-            parameters=[(0, SIZE)],
-            gradients=[[(0, SIZE)]],
-            versions=[[(0, SIZE)]],
-            state=[[(0, SIZE)]],
-            table=TABLE,
-            flags=4,
+            layout=TransferLayout(
+                version=SIZE,
+                gradient=SIZE,
+                parameters=[(0, SIZE)],
+                gradients=[[(0, SIZE)]],
+                versions=[[(0, SIZE)]],
+                state=[[(0, SIZE)]],
+            ),
         )
         send_parts(connection, _encode(config))
         assert isinstance(connection.receive_within(20.0), Ready)

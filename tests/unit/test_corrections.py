@@ -12,6 +12,7 @@ from paceline.config import (
     DropAbove,
     DuttaRate,
     RateOverStaleness,
+    RunSpec,
     Timeouts,
     parse_compression,
     parse_correction,
@@ -22,8 +23,9 @@ from paceline.parameters.corrections import Corrections
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout
 from paceline.parameters.versions import Versions
-from paceline.server.messages import AddGradient, ApplyUpdate, GradientRef, RunSpec
-from paceline.server.shard import Shard, Sizes, describe
+from paceline.server.memory import RunMemory
+from paceline.server.messages import AddGradient, ApplyUpdate, GradientRef
+from paceline.server.shard import Shard, describe_optimizer, describe_parameters, memory_sizes
 from paceline.strategies.parameter_server import ShardedOptimizer
 from paceline.transport import Memory
 
@@ -156,30 +158,23 @@ class OneShard:
         optimizer = torch.optim.SGD([parameter], lr=0.1)
         named = [("weight", parameter)]
         self.layout = Layout(named, 1)
-        sizes = Sizes(self.layout, 2, 0, compress)
-        gradients, versions = Memory.create(sizes.gradients), Memory.create(sizes.versions)
-        self.versions = Versions(self.layout, versions, sizes.buffers)
-        self.gradients = Gradients.shared(self.layout, gradients, 0, sizes.sources)
-        plan = RunSpec(
-            workers=2,
+        spec = RunSpec(
+            machines=((0, 1),),
             capacity=2,
-            elastic=False,
-            rest=0,
-            servers=1,
+            servers=(0,),
             strategy="async",
             timeouts=Timeouts(),
-            folder=None,
-            optimizer=("torch.optim.sgd", "SGD"),
-            groups=[{"lr": 0.1}],
-            defaults={"lr": 0.1},
-            parameters=describe(named, optimizer),
-            corrections=list(specs),
+            optimizer=describe_optimizer(optimizer),
+            parameters=describe_parameters(named, optimizer),
+            corrections=specs,
             compress=compress,
-            scale_lr=None,
-            warmup=0,
         )
+        gradients, versions, table, flags, buffers = map(Memory.create, memory_sizes(spec, self.layout))
+        self.versions = Versions(self.layout, versions, spec.versions)
+        self.gradients = Gradients.shared(self.layout, gradients, 0, spec.gradients)
         state = ShardedOptimizer(optimizer, self.layout, self.versions, self.gradients, 0, 1)
-        self.shard = Shard(plan, 0, 0, gradients, versions, Memory.create(state.memory_size()))
+        memory = RunMemory(gradients, versions, table, flags, buffers, Memory.create(state.memory_size()))
+        self.shard = Shard(spec, 0, memory)
 
     def put(self, worker: int, gradient: torch.Tensor) -> None:
         self.gradients.flats[worker][0].copy_(gradient)

@@ -41,6 +41,7 @@ from paceline.config.model_parallel import (
     check_workers,
     workers_of,
 )
+from paceline.config.run_spec import OptimizerSpec, ParameterSpec, RunSpec
 from paceline.config.slowness import Slowness, parse_slowness
 from paceline.config.strategy import STRATEGIES, Strategy, parse_spec, parse_strategy
 from paceline.config.timeouts import Timeouts
@@ -67,10 +68,13 @@ __all__ = [
     "KSync",
     "Launch",
     "Mesh",
+    "OptimizerSpec",
+    "ParameterSpec",
     "Pipeline",
     "Place",
     "Profiling",
     "RateOverStaleness",
+    "RunSpec",
     "Slowness",
     "Ssp",
     "Strategy",

@@ -17,9 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.config import one_of
 from paceline.errors import UsageError
-
-SLOT = 64 * 1024
-"""Bytes that one worker's hyperparameters may take."""
+from paceline.parameters.worker_table import SLOT
 
 
 class Hyperparameters:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
-from paceline.config import Timeouts
+from paceline.config import RunSpec
+
+if TYPE_CHECKING:
+    from paceline.parameters.layout import Layout
 
 
 class RelayAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -35,40 +40,56 @@ Span = tuple[int, int]
 """Where something begins and ends, in bytes."""
 
 
-class RelayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a relay must know of a run."""
+class TransferLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Byte spans of what is sent between machines; computed by a worker, since a relay does not load torch."""
 
-    run: str
-    machine: int
-    peers: list[RelayAddress]
-    ranks: list[list[int]]
-    """By machine, its workers; the first machine is the home of the coordinator."""
-    servers: list[int]
-    """By server, its machine."""
-    room: int
-    """How many workers the run has room for."""
-    timeouts: Timeouts
-    coordinator: str
-    """Its address, on its own machine."""
-    folder: str | None
-    buffer: int
+    version: int
     """Bytes of a version."""
-    slot: int
+    gradient: int
     """Bytes of a worker's gradient, as it is pushed."""
     parameters: list[Span]
-    """Where each parameter's gradient lies in that; none if it is compressed."""
+    """Each parameter's span in a gradient; none if it is compressed."""
     gradients: list[list[Span]]
-    """By server, which parts of a worker's gradient it needs."""
+    """By server, the spans of a gradient that it reads."""
     versions: list[list[Span]]
-    """By server, which parts of a version it writes."""
+    """By server, the spans of a version that it writes."""
     state: list[list[Span]]
-    """By server, which parts of the optimizer's state it writes."""
-    table: int
-    """Bytes of a worker's hyperparameters in the table; flags of used parameters follow after all workers'."""
-    flags: int
-    """How many there are of those."""
-    elastic: bool = False
-    """Whether workers that were lost may come again."""
+    """By server, the spans of the optimizer's state that it writes."""
+
+    @classmethod
+    def of(cls, layout: Layout, compressed: int | None, state: list[list[Span]]) -> TransferLayout:
+        """compressed: bytes of a compressed gradient; None if gradients are not compressed."""
+        parameters: list[Span] = [(0, 0)] * len(layout.slots)
+        shards: list[list[Span]] = [[] for _ in state]
+        at = 0
+        for flat in layout.flats:
+            item = flat.dtype.itemsize
+            for slot in flat.slots:
+                start = at + slot.offset * item
+                parameters[slot.index] = (start, start + slot.count * item)
+            for spans, (start, stop) in zip(shards, flat.shards, strict=True):
+                spans.append((at + start * item, at + stop * item))
+            at += flat.size
+        return cls(
+            version=layout.size,
+            gradient=layout.size if compressed is None else compressed,
+            parameters=parameters if compressed is None else [],
+            gradients=shards if compressed is None else [[(0, compressed)] for _ in state],
+            versions=shards,
+            state=state,
+        )
+
+
+class RelayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One relay's view of a run."""
+
+    spec: RunSpec
+    machine: int
+    peers: list[RelayAddress]
+    """By machine, the address of its relay."""
+    coordinator: str
+    """The coordinator's address, on its own machine."""
+    layout: TransferLayout
 
 
 class _RelayMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):

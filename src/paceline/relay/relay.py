@@ -22,6 +22,7 @@ import zmq
 from paceline import events
 from paceline.errors import JoinError, TeamError
 from paceline.events.forwarding import StreamForwarder
+from paceline.parameters.worker_table import SLOT, WorkerTable
 from paceline.relay.messages import (
     Chunk,
     EventLines,
@@ -42,8 +43,8 @@ from paceline.relay.messages import (
 )
 from paceline.relay.transfer import HOME, TransferManager
 from paceline.server.flags import SharedFlags
+from paceline.server.memory import MEMORIES, RunMemory
 from paceline.server.messages import (
-    MEMORIES,
     BuffersCopied,
     CancelStep,
     EpochOver,
@@ -66,7 +67,6 @@ from paceline.server.messages import (
     ToWorker,
     receive_parts,
 )
-from paceline.transport import Memory
 from paceline.transport.keys import Keys
 from paceline.transport.unix_connection import Closed, Listener, UnixConnection, connect
 from paceline.transport.zmq_links import LINKS, CurveAuth, LinkReceiver, LinkSender, RejectCounter
@@ -143,11 +143,11 @@ class Relay:
         self._clocks: dict[int, tuple[float, float]] = {}
         """By machine: the shortest time that an answer took, and by how much its clock is ahead of this one's then."""
 
-    def open(self, config: RelayConfig, memories: list[Memory], listener: Listener) -> None:
+    def open(self, config: RelayConfig, memory: RunMemory, listener: Listener) -> None:
         """Begin: now it is known who the others are."""
-        self._config, self._memories, self._listener = config, memories, listener
-        self._where = {rank: machine for machine, ranks in enumerate(config.ranks) for rank in ranks}
-        self._where |= {-1 - server: machine for server, machine in enumerate(config.servers)}
+        self._config, self._memory, self._listener = config, memory, listener
+        self._where = {rank: machine for machine, ranks in enumerate(config.spec.machines) for rank in ranks}
+        self._where |= {-1 - server: machine for server, machine in enumerate(config.spec.servers)}
         others = {machine: peer for machine, peer in enumerate(config.peers) if machine != self._me}
         for receiver in self._receivers.values():
             receiver.open(self._run, list(others))
@@ -155,16 +155,14 @@ class Relay:
             link: {machine: self._connect(link, peer) for machine, peer in others.items()} for link in LINKS
         }
         self._control = self._senders["control"]
-        self._transfers = TransferManager(config, memories, self._control, self._senders["bulk"])
-        self._streams = StreamForwarder(config.folder, self._me, config.ranks)
-        self._words = SharedFlags(memories[3], config.room)
+        self._transfers = TransferManager(config, memory, self._control, self._senders["bulk"])
+        self._streams = StreamForwarder(config.spec.folder, self._me, config.spec.machines)
+        self._words = SharedFlags(memory.flags, config.spec.capacity)
         # Until the coordinator has counted, and a beat has brought its number here.
-        self._words.present = sum(map(len, config.ranks))
-        table = memories[2]
-        self._slots = [table.bytes(rank * config.table, config.table) for rank in range(config.room)]
-        after = config.room * config.table
-        self._used = [table.bytes(after + rank * config.flags, config.flags) for rank in range(config.room)]
-        self._patience = config.timeouts.join
+        self._words.present = sum(map(len, config.spec.machines))
+        table = memory.table.bytes(0, memory.table.size)
+        self._table = WorkerTable(table, config.spec.capacity, len(config.spec.parameters))
+        self._patience = config.spec.timeouts.join
         self._next_beat = 0.0
         for receiver in self._receivers.values():
             self._watch(receiver.socket, receiver.read)
@@ -214,7 +212,7 @@ class Relay:
         """until: when somebody must have come."""
         if self._near or self._far or self._early:
             return True
-        if not (self._came and self._config.elastic):
+        if not (self._came and self._config.spec.elastic):
             return not self._came and time.monotonic() < until
         # Somebody may come for those who were lost, as long as there is something to join.
         if self._me != HOME:
@@ -280,12 +278,12 @@ class Relay:
 
     def _look_after(self, machine: int, now: float) -> None:
         """Whether a machine that this one needs still gives signs of life."""
-        needed = machine in self._config.servers or (
+        needed = machine in self._config.spec.servers or (
             any(self._where[who] == machine for who in self._far) if self._me == HOME else machine == HOME
         )
         heard = [self._control[machine].heard]
         heard += [receiver.heard[machine] for receiver in self._receivers.values()]
-        limit = self._config.timeouts.barrier if self._came else self._config.timeouts.join
+        limit = self._config.spec.timeouts.barrier if self._came else self._config.spec.timeouts.join
         silent = now - max(heard)
         if needed and silent > limit:
             self._lose(machine, f"was not heard of for {silent:.1f} s; the timeout is {limit:g} s")
@@ -303,12 +301,14 @@ class Relay:
                 with contextlib.suppress(Closed):
                     self._far[who].send(word)
                 self._rise(who)
-        if machine == HOME or (machine in self._config.servers and self._me != HOME):
+        if machine == HOME or (machine in self._config.spec.servers and self._me != HOME):
             holds = "decides" if machine == HOME else "holds a shard of the parameters"
             for near in list(self._near.values()):
                 if near.who >= 0:
                     with contextlib.suppress(Closed):
-                        near.connection.send(RunFailed("ServerLost", f"{why}; it {holds}", self._config.ranks[machine]))
+                        near.connection.send(
+                            RunFailed("ServerLost", f"{why}; it {holds}", list(self._config.spec.machines[machine]))
+                        )
                 self._part(near)
 
     # -- those of this machine ---------------------------------------------------------------------------------------
@@ -340,7 +340,9 @@ class Relay:
 
     def _may_join(self, who: int) -> bool:
         """Whether this rank is free, as far as is known here: whoever had it before has gone."""
-        return self._config.elastic and 0 <= who < self._config.room and who not in self._far | self._early
+        return (
+            self._config.spec.elastic and 0 <= who < self._config.spec.capacity and who not in self._far | self._early
+        )
 
     def _hear(self, near: _LocalConnection) -> None:
         for _ in range(_READS):
@@ -387,11 +389,11 @@ class Relay:
     def _pass_push(self, near: _LocalConnection, message: PushGradient) -> None:
         table = used = None
         if message.hyperparameters != near.table:
-            slot = self._slots[near.who]
+            slot = self._table.slots[near.who]
             table = bytes(slot[: 8 + int.from_bytes(slot[:8], "little")])
             near.table = message.hyperparameters
         if not message.complete:
-            used = bytes(self._used[near.who])
+            used = bytes(self._table.used[near.who])
         self._tell_coordinator(near.who, message, table=table, used=used)
 
     def _left(self, near: _LocalConnection) -> None:
@@ -418,8 +420,8 @@ class Relay:
         if who < 0:
             message = _to_shard.decode(data)
             # At the start it gets this machine's memory, in place of the coordinator's.
-            memories = [memory.descriptor for memory in self._memories] if isinstance(message, Ready) else []
-            self._try(near, lambda: near.connection.send(message, memories))
+            descriptors = self._memory.descriptors if isinstance(message, Ready) else []
+            self._try(near, lambda: near.connection.send(message, descriptors))
             return
         message = _to_worker.decode(data)
         if isinstance(message, CancelStep):
@@ -450,7 +452,7 @@ class Relay:
             near.answers.popleft()
             plain = message.message if isinstance(message, _Whole) else message
             # One who joins gets this machine's memory.
-            with_it = [memory.descriptor for memory in self._memories] if isinstance(plain, SessionOpened) else []
+            with_it = self._memory.descriptors if isinstance(plain, SessionOpened) else []
             self._try(near, lambda m=plain, d=with_it: near.connection.send(m, d))  # type: ignore[misc]
 
     def _fetch(self, near: _LocalConnection, begin: Callable[[], None]) -> None:
@@ -600,15 +602,15 @@ class Relay:
             raise ValueError("words of another machine's worker")
         if envelope.who >= 0:
             if envelope.table is not None:
-                if len(envelope.table) > self._config.table:
+                if len(envelope.table) > SLOT:
                     raise ValueError("hyperparameters that are too long")
-                self._slots[envelope.who][: len(envelope.table)] = envelope.table
+                self._table.slots[envelope.who][: len(envelope.table)] = envelope.table
             if envelope.used is not None:
-                if len(envelope.used) != self._config.flags:
+                if len(envelope.used) != len(self._config.spec.parameters):
                     raise ValueError("flags of other parameters")
-                self._used[envelope.who][:] = envelope.used
+                self._table.used[envelope.who][:] = envelope.used
         if isinstance(message, Hello):
-            message = msgspec.structs.replace(message, plan=0, host=self._config.peers[machine].address)
+            message = msgspec.structs.replace(message, spec=False, host=self._config.peers[machine].address)
         self._sit(envelope.who, message, [])
 
     def _take_gone(self, machine: int, who: int) -> None:
@@ -662,7 +664,7 @@ def run_relay(address: str, patience: float, say: Callable[[str], None]) -> None
     if text is None:
         raise JoinError(f"the first worker of machine {begin.machine} did not say who the others are")
     config = msgspec.msgpack.decode(text, type=RelayConfig)
-    relay.open(config, [Memory.inherited(descriptor) for descriptor in descriptors], listener)
+    relay.open(config, RunMemory.inherited(descriptors), listener)
     lead.send(Ready())
     with contextlib.suppress(TeamError):
         lead.close()

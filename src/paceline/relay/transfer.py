@@ -19,6 +19,7 @@ from paceline import events
 from paceline.events import Recorder, folder_of
 from paceline.relay.chunks import ChunkMap, GradientUpload, cut
 from paceline.relay.messages import Chunk, Fetch, RelayConfig, Span, TransferDone, TransferEnd
+from paceline.server.memory import RunMemory
 from paceline.transport import Memory
 from paceline.transport.zmq_links import LinkSender
 
@@ -59,26 +60,28 @@ class TransferManager:
     """Of one machine."""
 
     def __init__(
-        self, config: RelayConfig, memories: list[Memory], control: dict[int, LinkSender], bulk: dict[int, LinkSender]
+        self, config: RelayConfig, memory: RunMemory, control: dict[int, LinkSender], bulk: dict[int, LinkSender]
     ) -> None:
-        gradients, versions, _, _, rest, state = memories
         self._config, self._control, self._bulk = config, control, bulk
-        self._gradients, self._versions = gradients.bytes(0, gradients.size), versions.bytes(0, versions.size)
-        self._state, self._rest = state.bytes(0, state.size), rest.bytes(0, rest.size)
-        self._whole_rest = cut([(0, rest.size)])
+        self._gradients, self._versions = _bytes(memory.gradients), _bytes(memory.versions)
+        self._state, self._rest = _bytes(memory.state), _bytes(memory.buffers)
+        self._whole_rest = cut([(0, memory.buffers.size)])
         me = config.machine
-        folder = None if config.folder is None else folder_of(Path(config.folder), me)
+        folder = None if config.spec.folder is None else folder_of(Path(config.spec.folder), me)
         self.recorder = Recorder(folder, f"relay-{me}")
-        machines = sorted(set(config.servers))
+        machines = sorted(set(config.spec.servers))
         self._owners = [machine for machine in machines if machine != me]
         """Other machines that have servers."""
-        grids = {machine: ChunkMap(self._of(config.gradients, machine), config.parameters) for machine in machines}
+        grids = {
+            machine: ChunkMap(self._of(config.layout.gradients, machine), config.layout.parameters)
+            for machine in machines
+        }
         self._mine = grids.get(me, ChunkMap([], []))
         """What of the others' gradients comes here."""
-        self._written = {machine: cut(self._of(config.versions, machine)) for machine in machines}
-        self._kept = {machine: cut(self._of(config.state, machine)) for machine in machines}
+        self._written = {machine: cut(self._of(config.layout.versions, machine)) for machine in machines}
+        self._kept = {machine: cut(self._of(config.layout.state, machine)) for machine in machines}
         self._grids = grids
-        self._pushes = {rank: self._push_of(rank) for rank in config.ranks[me]}
+        self._pushes = {rank: self._push_of(rank) for rank in config.spec.machines[me]}
         self._parcels: dict[int, deque[Iterator[tuple[bytes, Any]]]] = {machine: deque() for machine in bulk}
         """By machine, what else is being sent to it."""
         self._turns = dict.fromkeys(bulk, 0)
@@ -90,7 +93,7 @@ class TransferManager:
         self._shows: dict[int, Done] = {}
 
     def _push_of(self, rank: int) -> _Push:
-        slot = self._config.slot
+        slot = self._config.layout.gradient
         memory = self._gradients[rank * slot : (rank + 1) * slot]
         return _Push({machine: GradientUpload(self._grids[machine], memory) for machine in self._owners})
 
@@ -102,7 +105,7 @@ class TransferManager:
             self._pushes[rank] = self._push_of(rank)
 
     def _of(self, spans: list[list[Span]], machine: int) -> list[Span]:
-        return [span for server, at in enumerate(self._config.servers) if at == machine for span in spans[server]]
+        return [span for server, at in enumerate(self._config.spec.servers) if at == machine for span in spans[server]]
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -192,13 +195,13 @@ class TransferManager:
             self._control[machine].send(_encode(Fetch(fetch.number, fetch.buffer, fetch.version)))
 
     def take_want(self, machine: int, want: Fetch) -> None:
-        me, size = self._config.machine, self._config.buffer
+        me, size = self._config.machine, self._config.layout.version
         if want.buffer == -2:
             spans, memory, what = self._whole_rest, self._rest, "rest"
         elif want.buffer < 0:
             spans, memory, what = self._kept.get(me, []), self._state, "state"
         else:
-            if not 0 <= want.buffer < self._config.room + 2:
+            if not 0 <= want.buffer < self._config.spec.versions:
                 raise ValueError("there is no such buffer")
             spans, what = self._written.get(me, []), "version"
             memory = self._versions[want.buffer * size : (want.buffer + 1) * size]
@@ -208,7 +211,7 @@ class TransferManager:
 
     def load(self, rank: int, buffer: int, done: Done) -> None:
         """A worker has written other parameters and another state: let those who own them have them."""
-        size = self._config.buffer
+        size = self._config.layout.version
         version = self._versions[buffer * size : (buffer + 1) * size]
         if not self._owners:
             done()
@@ -226,11 +229,11 @@ class TransferManager:
         place, me, config = chunk.place, self._config.machine, self._config
         if chunk.what == "gradient":
             # One who joins may be on another machine than whoever had its rank before.
-            known = range(config.room) if config.elastic else config.ranks[machine]
+            known = range(config.spec.capacity) if config.spec.elastic else config.spec.machines[machine]
             if chunk.number not in known:
                 raise ValueError("a gradient of another machine's worker")
             _request(self._mine.places.get(place), place, payload)
-            start = chunk.number * config.slot + place
+            start = chunk.number * config.layout.gradient + place
             self._gradients[start : start + len(payload)] = payload
             return
         if chunk.what == "shown":
@@ -251,9 +254,9 @@ class TransferManager:
             raise ValueError("a chunk of nothing known")
         _request(dict(spans.get(owner, [])).get(place), place, payload)
         if chunk.what in ("version", "loaded"):
-            if not 0 <= buffer < config.room + 2:
+            if not 0 <= buffer < config.spec.versions:
                 raise ValueError("there is no such buffer")
-            start = buffer * config.buffer + place
+            start = buffer * config.layout.version + place
             self._versions[start : start + len(payload)] = payload
         else:
             self._state[place : place + len(payload)] = payload
@@ -346,6 +349,10 @@ def _chunk(
     for start, stop in spans:
         yield _encode(Chunk(what, number, start, turn, buffer)), memory[start:stop]
     yield _encode(TransferEnd(what, number, turn)), None
+
+
+def _bytes(memory: Memory) -> memoryview:
+    return memory.bytes(0, memory.size)
 
 
 def _request(stop: int | None, place: int, payload: Any) -> None:

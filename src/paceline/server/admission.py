@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.cluster.servers import Dismiss
+from paceline.config import RunSpec
 from paceline.errors import Mismatch, TeamTimeout
+from paceline.server.memory import RunMemory
 from paceline.server.messages import (
     BeginEpoch,
     BuffersCopied,
@@ -18,13 +20,11 @@ from paceline.server.messages import (
     PushGradient,
     RequestLease,
     RunFailed,
-    RunSpec,
     SessionOpened,
     StepCancelled,
     send_parts,
 )
 from paceline.server.sessions import Session, Sessions, SessionState
-from paceline.transport import Memory
 from paceline.transport.unix_connection import Closed, Listener, UnixConnection
 
 _PATIENCE = 5.0
@@ -38,16 +38,9 @@ _CALLS = (PushGradient, StepCancelled, RequestLease, BeginEpoch)
 class Admission:
     """Hears strangers, and lets them in once they have been shown what they need."""
 
-    def __init__(
-        self, listener: Listener, plan: RunSpec, text: bytes, memories: list[Memory], sessions: Sessions
-    ) -> None:
-        self._listener, self._plan, self._text, self._memories, self._sessions = (
-            listener,
-            plan,
-            text,
-            memories,
-            sessions,
-        )
+    def __init__(self, listener: Listener, spec: RunSpec, text: bytes, memory: RunMemory, sessions: Sessions) -> None:
+        self._listener, self._spec, self._text, self._memory = listener, spec, text, memory
+        self._sessions = sessions
         self._strangers: dict[int, UnixConnection[Any]] = {}
         self._arriving: list[Session] = []
         """Who has said hello, and waits until somebody shows what its model has besides parameters."""
@@ -93,7 +86,7 @@ class Admission:
             connection.close()
 
     def _greet(self, session: Session) -> None:
-        rank, capacity = session.rank, self._plan.capacity
+        rank, capacity = session.rank, self._spec.capacity
         if not 0 <= rank < capacity:
             self._refuse(session, f"rank {rank} cannot join: this run has room for ranks 0 to {capacity - 1}")
         elif rank in self._sessions or any(other.rank == rank for other in self._arriving):
@@ -101,7 +94,7 @@ class Admission:
         else:
             self._arriving.append(session)
             waiting = next((other for other in self._sessions.values() if other.state in _WAITING), None)
-            if waiting is not None or not self._plan.rest or not self._sessions:
+            if waiting is not None or not self._spec.buffers or not self._sessions:
                 self._admit(waiting)
 
     def _refuse(self, session: Session, why: str) -> None:
@@ -120,7 +113,7 @@ class Admission:
             self._admit(None)
 
     def _admit(self, shows: Session | None) -> None:
-        if shows is not None and self._plan.rest and not self._show(shows):
+        if shows is not None and self._spec.buffers and not self._show(shows):
             return
         for session in self._arriving:
             self.session(session)
@@ -129,7 +122,7 @@ class Admission:
     def _show(self, session: Session) -> bool:
         self._sessions.tell(session, CopyBuffers())
         try:
-            answer = session.connection.receive_within(self._plan.timeouts.barrier)
+            answer = session.connection.receive_within(self._spec.timeouts.barrier)
         except Closed:
             return False  # its end will be heard, and another one asked
         if answer is None:
@@ -142,6 +135,5 @@ class Admission:
         """Give a newcomer the plan and all memory."""
         session.connection.patience_to_send(_PATIENCE)
         with contextlib.suppress(Closed):  # its end will be heard
-            descriptors = [memory.descriptor for memory in self._memories]
-            session.connection.send(SessionOpened(session.version, session.buffer), descriptors)
+            session.connection.send(SessionOpened(session.version, session.buffer), self._memory.descriptors)
             send_parts(session.connection, self._text)

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from paceline import errors
-from paceline.config import Timeouts
+from paceline.config import RunSpec, Timeouts
 from paceline.errors import JoinError, ServerLost, TeamError, TeamTimeout
 from paceline.server.flags import SharedFlags
+from paceline.server.memory import MEMORIES, RunMemory
 from paceline.server.messages import (
-    MEMORIES,
     BuffersCopied,
     CopyBuffers,
     EnterBarrier,
@@ -76,8 +76,8 @@ class ServerClient:
         """Whether this worker shall leave."""
         return self._words.dismissed(self._rank)
 
-    def ask_in(self) -> tuple[SessionOpened, bytes, list[int]]:
-        """Join a run that goes on: its newest version, its plan, and its memory."""
+    def join(self) -> tuple[SessionOpened, RunSpec, RunMemory]:
+        """Joins a run that has begun."""
         late = JoinError(f"rank {self._rank} was not let in within {self._timeouts.join:g} s", [self._rank])
         try:
             self._connection.patience(self._timeouts.join)
@@ -91,11 +91,19 @@ class ServerClient:
             raise late from None
         if not isinstance(answer, SessionOpened) or text is None:
             raise late
-        return answer, text, descriptors
+        return answer, msgspec.msgpack.decode(text, type=RunSpec), RunMemory.inherited(descriptors)
 
-    def introduce(self, plan: int, descriptors: list[int]) -> UnixConnection[Any]:
-        self._connection.send(Hello(self._rank, os.getpid(), plan), descriptors)
-        return self._connection
+    def open(self) -> None:
+        """Opens this worker's session."""
+        self._connection.send(Hello(self._rank, os.getpid()))
+
+    def open_run(self, spec: RunSpec, memory: RunMemory, pids: list[int]) -> None:
+        """Opens the lead's session, and tells the server what to train.
+
+        pids: the processes of the lead's machine, by rank.
+        """
+        self._connection.send(Hello(self._rank, os.getpid(), True, pids), memory.descriptors)
+        send_parts(self._connection, msgspec.msgpack.encode(spec))
 
     def wait_until_ready(self, look: Callable[[], None] = lambda: None) -> None:
         """look: called now and then; may raise what makes it vain to wait."""

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline import events
-from paceline.config import parse_strategy
+from paceline.config import RunSpec, parse_strategy
 from paceline.errors import Mismatch, ServerLost, TeamError, TeamTimeout, WorkerLost
 from paceline.events import Recorder, ReplicaRecorder
 from paceline.parameters.hyperparameters import Hyperparameters
+from paceline.parameters.worker_table import WorkerTable
 from paceline.policies import Arrival, Decision, Groups, Order, Policy, make_policy
 from paceline.server.admission import Admission
 from paceline.server.barrier import ServerBarrier
 from paceline.server.flags import SharedFlags
 from paceline.server.leases import LeaseService
+from paceline.server.memory import RunMemory
 from paceline.server.messages import (
     BeginEpoch,
     CancelStep,
@@ -36,7 +38,6 @@ from paceline.server.messages import (
     PushGradient,
     RequestLease,
     RunFailed,
-    RunSpec,
     StepCancelled,
     Thaw,
 )
@@ -45,7 +46,6 @@ from paceline.server.sessions import Session, Sessions, SessionState
 from paceline.server.shard_set import ShardSet
 from paceline.server.tuner import Tuner
 from paceline.server.updates import Pushed, Updates
-from paceline.transport import Memory
 from paceline.transport.unix_connection import Closed, Listener
 
 _TICK = 0.5
@@ -59,31 +59,31 @@ class Coordinator:
 
     def __init__(
         self,
-        plan: RunSpec,
+        spec: RunSpec,
         sessions: dict[int, Session],
         shards: ShardSet,
-        hyperparameters: Hyperparameters,
-        used: list[memoryview],
-        words: SharedFlags,
+        memory: RunMemory,
         say: Callable[[str], None],
     ) -> None:
-        self._plan, self._shards = plan, shards
-        self._hyperparameters, self._used, self._words, self._say = hyperparameters, used, words, say
-        self._policy: Policy = make_policy(parse_strategy(plan.strategy), range(plan.workers))
-        folder = None if plan.folder is None else Path(plan.folder)
-        self._recorder = Recorder(folder, -1) if plan.replica == 1 else ReplicaRecorder(folder, -1, plan.replica)
-        self._sessions = Sessions(sessions, plan.capacity, plan.replica)
-        self._updates = Updates(plan, self._sessions, shards, self._recorder, self._policy.k)
+        self._spec, self._shards, self._memory, self._say = spec, shards, memory, say
+        table = WorkerTable(memory.table.bytes(0, memory.table.size), spec.capacity, len(spec.parameters))
+        self._hyperparameters, self._used = Hyperparameters(None, table.slots), table.used
+        self._flags = SharedFlags(memory.flags, spec.capacity)
+        self._policy: Policy = make_policy(parse_strategy(spec.strategy), range(spec.workers))
+        folder = None if spec.folder is None else Path(spec.folder)
+        self._recorder = Recorder(folder, -1) if spec.replica == 1 else ReplicaRecorder(folder, -1, spec.replica)
+        self._sessions = Sessions(sessions, spec.capacity, spec.replica)
+        self._updates = Updates(spec, self._sessions, shards, self._recorder, self._policy.k)
         self._samples = LeaseService(
-            self._sessions, self._policy, self._updates, self._recorder, plan.timeouts.barrier, self._execute
+            self._sessions, self._policy, self._updates, self._recorder, spec.timeouts.barrier, self._execute
         )
-        self._barriers = ServerBarrier(self._sessions, plan.timeouts.barrier)
+        self._barriers = ServerBarrier(self._sessions, spec.timeouts.barrier)
         self._admission: Admission | None = None
         self._began_with: list[dict[str, Any]] | None = None
         """The newest hyperparameters of one who was here from the start."""
         self._until: float | None = None
         """When to give up waiting for somebody to join, if all workers were lost."""
-        self._tuner = Tuner(self._policy, parse_strategy(plan.strategy))
+        self._tuner = Tuner(self._policy, parse_strategy(spec.strategy))
         self._tickets = 0
         self._loss: float | None = None
         self._by_descriptor = {session.connection.descriptor: session for session in sessions.values()}
@@ -110,13 +110,13 @@ class Coordinator:
             MachineLost: self._unreachable,
         }
 
-    def let_in(self, listener: Listener, text: bytes, memories: list[Memory]) -> None:
-        """From here on, others may join.
+    def admit_from(self, listener: Listener, text: bytes) -> None:
+        """Admits workers that connect from now on.
 
-        text: the plan, as it is handed to them, with these memories.
+        text: the run's spec, encoded.
         """
-        self._admission = Admission(listener, self._plan, text, memories, self._sessions)
-        self._admission.session, self._admission.dismiss = self._session, self._words.dismiss
+        self._admission = Admission(listener, self._spec, text, self._memory, self._sessions)
+        self._admission.session, self._admission.dismiss = self._session, self._flags.dismiss
         self._admission.open(self._epoll)
 
     def run(self) -> None:
@@ -169,7 +169,7 @@ class Coordinator:
         now = time.monotonic()
         self._next_look = now + _TICK
         self._recorder.flush()
-        limits = self._plan.timeouts
+        limits = self._spec.timeouts
         for session in self._sessions.values():
             if session.state is SessionState.COMPUTING:
                 continue
@@ -318,8 +318,8 @@ class Coordinator:
         if session.host:
             self._sessions.tell(session, CancelStep(self._policy.version))
             return
-        self._words.floors.stamp(session.rank, time.perf_counter())
-        self._words.floors.write(session.rank, self._policy.version & 0xFFFFFFFF)
+        self._flags.floors.stamp(session.rank, time.perf_counter())
+        self._flags.floors.write(session.rank, self._policy.version & 0xFFFFFFFF)
 
     def _go(self, session: Session, *, renew: bool, by: int = -1) -> None:
         """Let a worker go on that has pushed or was cancelled."""
@@ -346,7 +346,7 @@ class Coordinator:
         pool = self._sessions.pool
         self._sessions.tell(session, Frozen(pool.version, pool.newest))
         try:
-            answer = session.connection.receive_within(self._plan.timeouts.barrier)
+            answer = session.connection.receive_within(self._spec.timeouts.barrier)
         except Closed:
             self._lost(session)
             return
@@ -377,7 +377,7 @@ class Coordinator:
         self._say(f"rank {rank} has joined; there are {len(self._sessions)} workers now")
 
     def _note_who_is_here(self) -> None:
-        self._words.present = len(self._sessions)
+        self._flags.present = len(self._sessions)
         self._recorder.add(events.Roster(-1, time.perf_counter(), sorted(self._sessions), self._policy.version))
 
     def _bye(self, session: Session, _: LeaveTeam) -> None:
@@ -392,15 +392,15 @@ class Coordinator:
         state = session.state
         self._recorder.add(events.Lost(session.rank, time.perf_counter()))
         leases = self._remove(session, "lost")
-        if not (self._policy.spare or self._plan.elastic):
+        if not (self._policy.spare or self._spec.elastic):
             if self._sessions:
                 raise WorkerLost(
-                    f"{who} {how}; under {self._plan.strategy} every update needs all workers",
+                    f"{who} {how}; under {self._spec.strategy} every update needs all workers",
                     self._sessions.processes([session.rank]),
                 )
             return
         if not self._sessions:
-            self._until = time.monotonic() + self._plan.timeouts.join if self._plan.elastic else None
+            self._until = time.monotonic() + self._spec.timeouts.join if self._spec.elastic else None
             if self._admission is not None:
                 self._admission.settle()
             return
@@ -415,10 +415,10 @@ class Coordinator:
         del self._by_descriptor[session.connection.descriptor]
         session.connection.close()
         del self._sessions[rank]
-        self._words.stay(rank)
+        self._flags.stay(rank)
         self._note_who_is_here()
         leases = self._samples.leave(rank, why)
-        elastic = self._plan.elastic
+        elastic = self._spec.elastic
         if elastic or (self._sessions and (why == "abandoned" or self._policy.spare)):
             self._execute(self._policy.leave(rank), rank)
             self._samples.settle()
@@ -437,7 +437,7 @@ class Coordinator:
         for session in self._sessions.values():
             self._sessions.tell(session, word)
         # They raise it, and leave; whoever computes finds it when it next looks.
-        until = time.monotonic() + self._plan.timeouts.stop + 2.0
+        until = time.monotonic() + self._spec.timeouts.stop + 2.0
         while self._sessions and time.monotonic() < until:
             for descriptor, _ in self._epoll.poll(0.1):
                 session = self._by_descriptor[descriptor]

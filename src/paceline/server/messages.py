@@ -7,16 +7,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline.cluster.servers import Dismiss
-from paceline.config import Timeouts
 from paceline.data.ledger import Lease
 
 if TYPE_CHECKING:
     from paceline.transport.unix_connection import UnixConnection
-
-
-MEMORIES = 6
-"""Descriptors that travel with the plan: of gradients, versions, the table, words, the rest of the model, and the
-optimizer's state."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -26,58 +20,19 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
 # -- at the start ----------------------------------------------------------------------------------------------------
 
 
-class Parameter(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    shape: list[int]
-    stride: list[int]
-    dtype: str
-    group: int
-
-
-class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a server must know of a run."""
-
-    workers: int
-    """With how many it begins."""
-    capacity: int
-    """For how many there is room."""
-    elastic: bool
-    """Whether it goes on when a worker is lost, whatever the policy."""
-    rest: int
-    """Bytes of what a model has besides trained parameters."""
-    servers: int
-    strategy: str
-    timeouts: Timeouts
-    folder: str | None
-    optimizer: tuple[str, str]
-    """Module and name of its class."""
-    groups: list[dict[str, Any]]
-    """Its hyperparameters, by parameter group."""
-    defaults: dict[str, Any]
-    """What it was made with."""
-    parameters: list[Parameter]
-    corrections: list[str]
-    compress: str
-    scale_lr: str | None
-    warmup: int
-    pids: list[int] = []
-    """Of the workers on the first server's machine, by rank; 0 for the others."""
-    striped: bool = False
-    """Whether every server has a part of every large parameter."""
-    replica: int = 1
-    """Processes that are one worker to the server; the first of each speaks for all."""
-
-
 class Hello(_Message, frozen=True, gc=False):
-    """A worker has come; of the lead's, `plan` is how many messages with parts of the plan follow."""
+    """Opens a worker's session."""
 
     rank: int
     pid: int
-    plan: int = 0
+    spec: bool = False
+    """True if the `RunSpec` follows in parts; the lead sends it, with the run's memory."""
+    pids: list[int] = []
+    """From the lead: the workers' processes on the coordinator's machine, by rank; 0 for the others."""
     host: str = ""
-    """The address of its machine, if that is not the coordinator's."""
+    """The address of the worker's machine, if that is not the coordinator's."""
     joins: bool = False
-    """The run goes on already."""
+    """True if the worker joins a run that has begun."""
 
 
 class SessionOpened(_Message, frozen=True, gc=False):

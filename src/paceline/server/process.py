@@ -1,4 +1,4 @@
-"""What runs in a server: a process of its own, or a thread of a worker."""
+"""A server, in a process of its own or in a thread of a worker."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from typing import Any
 
 import msgspec
 
-from paceline.config import Groups, parse_strategy
+from paceline.config import RunSpec
 from paceline.errors import JoinError, TeamError
-from paceline.parameters.hyperparameters import SLOT, Hyperparameters
 from paceline.server.coordinator import Coordinator
-from paceline.server.flags import SharedFlags
+from paceline.server.memory import MEMORIES, RunMemory
 from paceline.server.messages import (
-    MEMORIES,
     AddGradient,
     ApplyUpdate,
     FromWorker,
@@ -27,7 +25,6 @@ from paceline.server.messages import (
     Ready,
     ReloadState,
     RunFailed,
-    RunSpec,
     ShardAnswer,
     ShardHello,
     ToShard,
@@ -37,66 +34,54 @@ from paceline.server.messages import (
 from paceline.server.sessions import Session
 from paceline.server.shard import Shard
 from paceline.server.shard_set import ShardSet
-from paceline.transport import Memory
 from paceline.transport.unix_connection import Closed, Listener, UnixConnection, connect, deserted
 
 _LOOK = 0.5
-"""Seconds between looks at whether those live who have not come yet."""
-
-
-def group_count(plan_strategy: str, workers: int) -> int:
-    """How many groups there are, each with a buffer of its own for its mean gradient."""
-    strategy = parse_strategy(plan_strategy)
-    return workers // strategy.size if isinstance(strategy, Groups) else 0
-
-
-def table_size(workers: int, parameters: int) -> int:
-    """Of the memory in which workers leave hyperparameters, and which parameters have gradients."""
-    return workers * (SLOT + parameters)
+"""Seconds between checks whether the processes that have not connected are alive."""
 
 
 def serve(address: str, index: int, patience: float, say: Callable[[str], None]) -> None:
-    """Be a server until the run is over."""
+    """Runs a server until the run is over."""
     if index == 0:
         _serve_first(Listener(address), patience, say)
     else:
         _serve_further(connect(address, ToShard, patience), index, patience)
 
 
-def _shard(plan: RunSpec, index: int, memories: list[Memory]) -> Shard:
-    gradients, versions, _, _, _, state = memories
-    groups = group_count(plan.strategy, plan.workers)
-    return Shard(plan, index, groups, gradients, versions, state)
-
-
 class _PendingJoins:
-    """Who has come, until all have."""
+    """Connections of the workers and servers that have arrived, until all have."""
 
     def __init__(self) -> None:
         self.sessions: dict[int, Session] = {}
-        self.others: dict[int, UnixConnection[Any]] = {}
-        self.plan: RunSpec | None = None
+        self.shards: dict[int, UnixConnection[Any]] = {}
+        """Connections to the other servers, by number."""
+        self.spec: RunSpec | None = None
         self.text = b""
+        """The spec, encoded."""
         self.descriptors: list[int] = []
+        self._pids: list[int] = []
 
     @property
     def complete(self) -> bool:
-        plan = self.plan
-        return plan is not None and len(self.sessions) == plan.workers and len(self.others) == plan.servers - 1
+        spec = self.spec
+        return spec is not None and len(self.sessions) == spec.workers and len(self.shards) == len(spec.servers) - 1
 
-    def welcome(self, connection: UnixConnection[Any], patience: float) -> None:
+    def add(self, connection: UnixConnection[Any], patience: float) -> None:
         hello, received = connection.receive_with_descriptors(MEMORIES)
         if isinstance(hello, ShardHello):
-            self.others[hello.index] = connection
+            self.shards[hello.index] = connection
         elif isinstance(hello, Hello):
             self.sessions[hello.rank] = Session(hello.rank, hello.pid, connection, host=hello.host)
-            if hello.plan:
+            if hello.spec:
                 self.text, self.descriptors = receive_parts(connection, patience) or b"", received
-                self.plan = msgspec.msgpack.decode(self.text, type=RunSpec)
+                self.spec, self._pids = msgspec.msgpack.decode(self.text, type=RunSpec), hello.pids
 
-    def session_the_dead(self) -> None:
-        """Who died before it came has a session with nobody at it, where its end is heard as any other's."""
-        for rank, pid in enumerate(self.plan.pids if self.plan is not None else ()):
+    def add_dead_workers(self) -> None:
+        """Give each worker that died before it connected a session with a closed connection.
+
+        The coordinator then handles its end like that of any other worker.
+        """
+        for rank, pid in enumerate(self._pids):
             if pid and rank not in self.sessions and not _lives(pid):
                 self.sessions[rank] = Session(rank, pid, deserted(FromWorker))
 
@@ -120,10 +105,10 @@ def _gather(listener: Listener, patience: float) -> _PendingJoins:
     while not pending.complete:
         connection = listener.accept(FromWorker, max(0.0, min(_LOOK, until - time.monotonic())))
         if connection is not None:
-            with contextlib.suppress(Closed):  # whoever it was is gone
-                pending.welcome(connection, patience)
+            with contextlib.suppress(Closed):
+                pending.add(connection, patience)
             continue
-        pending.session_the_dead()
+        pending.add_dead_workers()
         if time.monotonic() >= until:
             raise JoinError(f"not all workers and servers came together within {patience:g} s")
     return pending
@@ -131,16 +116,15 @@ def _gather(listener: Listener, patience: float) -> _PendingJoins:
 
 def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]) -> None:
     pending = _gather(listener, patience)
-    sessions, others, plan = pending.sessions, pending.others, pending.plan
-    assert plan is not None
-    for index in sorted(others):
-        others[index].send(Ready(), pending.descriptors)
-        send_parts(others[index], pending.text)
-    memories = [Memory.inherited(descriptor) for descriptor in pending.descriptors]
+    sessions, others, spec = pending.sessions, dict(sorted(pending.shards.items())), pending.spec
+    assert spec is not None
+    for connection in others.values():
+        connection.send(Ready(), pending.descriptors)
+        send_parts(connection, pending.text)
+    memory = RunMemory.inherited(pending.descriptors)
     try:
-        own = _shard(plan, 0, memories)
-        shards = ShardSet(own, dict(sorted(others.items())), plan.timeouts.barrier)
-        for index, connection in sorted(others.items()):
+        shards = ShardSet(Shard(spec, 0, memory), others, spec.timeouts.barrier)
+        for index, connection in others.items():
             answer = connection.receive_within(patience)
             if not isinstance(answer, ShardAnswer):
                 raise JoinError(f"server {index} could not start: {getattr(answer, 'message', 'no answer')}")
@@ -151,38 +135,30 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
                     RunFailed("JoinError", f"the server could not start: {type(error).__name__}: {error}", [])
                 )
         raise
-    table = memories[2]
-    parameters = len(plan.parameters)
-    slots = [table.bytes(rank * SLOT, SLOT) for rank in range(plan.capacity)]
-    start = plan.capacity * SLOT
-    used = [table.bytes(start + rank * parameters, parameters) for rank in range(plan.capacity)]
-    words = SharedFlags(memories[3], plan.capacity)
-    coordinator = Coordinator(plan, sessions, shards, Hyperparameters(None, slots), used, words, say)
-    coordinator.let_in(listener, pending.text, memories)
+    coordinator = Coordinator(spec, sessions, shards, memory, say)
+    coordinator.admit_from(listener, pending.text)
     for session in sessions.values():
-        with contextlib.suppress(Closed):  # its end will be heard
+        with contextlib.suppress(Closed):  # the coordinator notices that
             session.connection.send(Ready())
     try:
         coordinator.run()
     finally:
         shards.close()
-        for memory in memories:
-            memory.close_descriptor()
+        memory.close_descriptors()
 
 
 def _serve_further(connection: UnixConnection[Any], index: int, patience: float) -> None:
     try:
         connection.send(ShardHello(index, os.getpid()))
         _, descriptors = connection.receive_with_descriptors(MEMORIES)
-        plan = msgspec.msgpack.decode(receive_parts(connection, patience) or b"", type=RunSpec)
-        memories = [Memory.inherited(descriptor) for descriptor in descriptors]
+        spec = msgspec.msgpack.decode(receive_parts(connection, patience) or b"", type=RunSpec)
+        memory = RunMemory.inherited(descriptors)
         try:
-            shard = _shard(plan, index, memories)
-            for memory in memories:
-                memory.close_descriptor()
+            shard = Shard(spec, index, memory)
+            memory.close_descriptors()
             connection.send(ShardAnswer())
             while True:
-                connection.send(ShardAnswer(_do(shard, connection.receive())))
+                connection.send(ShardAnswer(_handle(shard, connection.receive())))
         except (Closed, TeamError):
             raise
         except Exception as error:
@@ -194,7 +170,7 @@ def _serve_further(connection: UnixConnection[Any], index: int, patience: float)
         connection.close()
 
 
-def _do(shard: Shard, message: Any) -> float:
+def _handle(shard: Shard, message: Any) -> float:
     match message:
         case ApplyUpdate():
             return shard.apply(message)
@@ -208,7 +184,7 @@ def _do(shard: Shard, message: Any) -> float:
 
 
 def serve_in_thread(address: str, index: int, patience: float, say: Callable[[str], None]) -> threading.Thread:
-    """Be a server beside a worker, in its process."""
+    """Runs a server in a thread of a worker."""
 
     def run() -> None:
         try:

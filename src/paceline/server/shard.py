@@ -8,103 +8,116 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from paceline.config import parse_compression, parse_correction
+from paceline.config import OptimizerSpec, ParameterSpec, RunSpec, parse_compression, parse_correction
 from paceline.parameters.compression import Codec, codec_class
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.gradients import Gradients
+from paceline.parameters.hyperparameters import plain
 from paceline.parameters.layout import Layout
 from paceline.parameters.reduction import CHUNK, Weights, together, weighted_sum
 from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.parameters.whole import WholeOptimizer, like
-from paceline.server.messages import AddGradient, ApplyUpdate, GradientRef, MeasureDistance, Parameter, RunSpec
-from paceline.transport import Memory
+from paceline.parameters.worker_table import WorkerTable
+from paceline.server.flags import SharedFlags
+from paceline.server.memory import RunMemory
+from paceline.server.messages import AddGradient, ApplyUpdate, GradientRef, MeasureDistance
 
 
-def describe(named: list[tuple[str, torch.nn.Parameter]], optimizer: Optimizer) -> list[Parameter]:
-    """What a server must know of the parameters."""
+def describe_parameters(named: list[tuple[str, torch.nn.Parameter]], optimizer: Optimizer) -> tuple[ParameterSpec, ...]:
+    """The parameters as a `RunSpec` describes them."""
     group_of = {
         id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
     }
-    return [
-        Parameter(
+    return tuple(
+        ParameterSpec(
             name,
-            list(parameter.shape),
-            list(parameter.stride()),
+            tuple(parameter.shape),
+            parameter.stride(),
             str(parameter.dtype).removeprefix("torch."),
             group_of[id(parameter)],
         )
         for name, parameter in named
-    ]
+    )
 
 
-def rebuild(plan: RunSpec) -> tuple[list[tuple[str, torch.nn.Parameter]], Optimizer]:
+def describe_optimizer(optimizer: Optimizer) -> OptimizerSpec:
+    """The optimizer as a `RunSpec` describes it."""
+    kind = type(optimizer)
+    groups = [plain(group) for group in optimizer.param_groups]
+    return OptimizerSpec(kind.__module__, kind.__qualname__, groups, plain(optimizer.defaults))
+
+
+def rebuild(spec: RunSpec) -> tuple[list[tuple[str, torch.nn.Parameter]], Optimizer]:
     """Parameters without values, and an optimizer on them, as the workers have them."""
     named: list[tuple[str, torch.nn.Parameter]] = []
-    members: list[list[torch.nn.Parameter]] = [[] for _ in plan.groups]
-    for known in plan.parameters:
+    optimizer = spec.optimizer
+    members: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.groups]
+    for known in spec.parameters:
         empty = torch.empty_strided(known.shape, known.stride, dtype=getattr(torch, known.dtype), device="meta")
         parameter = torch.nn.Parameter(empty, requires_grad=empty.is_floating_point() or empty.is_complex())
         named.append((known.name, parameter))
         members[known.group].append(parameter)
-    module, name = plan.optimizer
-    kind = getattr(importlib.import_module(module), name)
-    groups = [{**_tuples(group), "params": inside} for group, inside in zip(plan.groups, members, strict=True)]
-    return named, like(kind, groups, _tuples(plan.defaults))
+    kind = getattr(importlib.import_module(optimizer.module), optimizer.name)
+    groups = [{**_tuples(group), "params": inside} for group, inside in zip(optimizer.groups, members, strict=True)]
+    return named, like(kind, groups, _tuples(optimizer.defaults))
 
 
 def _tuples(group: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
 
 
-class Sizes:
-    """How much shared memory a run needs, and where in it things are."""
+def memory_sizes(spec: RunSpec, layout: Layout) -> list[int]:
+    """Bytes of each memory of a run, in the order of `RunMemory`, but for the optimizer's state."""
+    codec = codec_class(parse_compression(spec.compress))
+    return [
+        Gradients.memory_size(layout, spec.gradients) if codec is None else codec.memory_size(layout, spec.capacity),
+        Versions.memory_size(layout, spec.versions),
+        WorkerTable.memory_size(spec.capacity, len(spec.parameters)),
+        SharedFlags.memory_size(spec.capacity),
+        spec.buffers,
+    ]
 
-    def __init__(self, layout: Layout, workers: int, groups: int, compress: str) -> None:
-        self.buffers = workers + 2
-        """One for each worker, one for the newest version, one for the next."""
-        self.sources = workers + groups
-        kind = codec_class(parse_compression(compress))
-        self.gradients = Gradients.memory_size(layout, self.sources)
-        if kind is not None:
-            self.gradients = kind.memory_size(layout, workers)
-        self.versions = Versions.memory_size(layout, self.buffers)
+
+def make_layout(
+    spec: RunSpec, named: list[tuple[str, torch.nn.Parameter]], optimizer: Optimizer
+) -> tuple[Layout, type[ShardedOptimizer] | type[WholeOptimizer]]:
+    """The layout of a run's parameters over its servers, and the kind of optimizer that updates one server's shard."""
+    whole = type(optimizer) not in ELEMENTWISE
+    layout = Layout(named, len(spec.servers), whole=whole, striped=spec.striped)
+    return layout, WholeOptimizer if whole else ShardedOptimizer
 
 
 class Shard:
-    """What one server does to its part of every version."""
+    """The part of every version that one server updates."""
 
-    def __init__(
-        self, plan: RunSpec, index: int, groups: int, gradients: Memory, versions: Memory, state: Memory
-    ) -> None:
-        named, optimizer = rebuild(plan)
-        whole = type(optimizer) not in ELEMENTWISE
-        self._layout = layout = Layout(named, plan.servers, whole=whole, striped=plan.striped)
-        sizes = Sizes(layout, plan.capacity, groups, plan.compress)
+    def __init__(self, spec: RunSpec, index: int, memory: RunMemory) -> None:
+        named, optimizer = rebuild(spec)
+        layout, kind = make_layout(spec, named, optimizer)
+        self._layout = layout
         self.size = layout.size
         """Bytes of all parameters."""
-        self._versions = Versions(layout, versions, sizes.buffers)
-        kind = codec_class(parse_compression(plan.compress))
+        self._versions = Versions(layout, memory.versions, spec.versions)
+        codec = codec_class(parse_compression(spec.compress))
         self._codec: Codec | None = None
         sources: list[list[torch.Tensor]] = []
-        if kind is None:
-            sources = Gradients.shared(layout, gradients, 0, sizes.sources).flats
+        if codec is None:
+            sources = Gradients.shared(layout, memory.gradients, 0, spec.gradients).flats
         else:
-            self._codec = kind(layout, gradients, plan.capacity)
+            self._codec = codec(layout, memory.gradients, spec.capacity)
         # Memory is taken when it is first written, so only this shard's part of it ever is.
         self._sum = [torch.empty(flat.count, dtype=flat.dtype) for flat in layout.flats]
         """What has been summed before an update, as one more source after all others."""
-        self.collected = len(sources) if sources else sizes.sources
+        self.collected = len(sources) if sources else spec.gradients
         self._holds = False
-        corrections = Corrections(parse_correction(spec) for spec in plan.corrections)
+        corrections = Corrections(map(parse_correction, spec.corrections))
         self._compensate = corrections.compensator([(flat.count, flat.dtype) for flat in layout.flats])
         self._bases: dict[int, tuple[int, float]] = {}
         """By source, the buffer with the version that it was computed on, and what undoes the scale of its loss."""
         self._newest = 0
         everything = Gradients(layout, [*sources, self._sum] if sources else [self._sum], 0)
-        kind_of_optimizer = WholeOptimizer if whole else ShardedOptimizer
-        self._optimizer = kind_of_optimizer(optimizer, layout, self._versions, everything, index, plan.servers)
-        self._optimizer.place(state)
+        self._optimizer = kind(optimizer, layout, self._versions, everything, index, len(spec.servers))
+        self._optimizer.place(memory.state)
         self._optimizer.adopt_state()
         if self._codec is not None or self._compensate is not None:
             self._optimizer.mix = self._mix

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from paceline import events
-from paceline.config import parse_correction
+from paceline.config import RunSpec, parse_correction
 from paceline.errors import Mismatch, TeamTimeout
 from paceline.events import Recorder
 from paceline.parameters.corrections import Corrections
@@ -23,7 +23,6 @@ from paceline.server.messages import (
     MeasureDistance,
     PushGradient,
     ReduceShare,
-    RunSpec,
     ShareReduced,
 )
 from paceline.server.sessions import Sessions
@@ -62,10 +61,10 @@ class Pushed:
 class Updates:
     """Gradients in, versions out; what the policy wants is done here."""
 
-    def __init__(self, plan: RunSpec, sessions: Sessions, shards: ShardSet, recorder: Recorder, k: int) -> None:
-        self._plan, self._sessions, self._shards, self._recorder = plan, sessions, shards, recorder
-        self._corrections = Corrections(parse_correction(spec) for spec in plan.corrections)
-        self._scaling = RateScaling(plan.scale_lr, k, plan.warmup)
+    def __init__(self, spec: RunSpec, sessions: Sessions, shards: ShardSet, recorder: Recorder, k: int) -> None:
+        self._spec, self._sessions, self._shards, self._recorder = spec, sessions, shards, recorder
+        self._corrections = Corrections(map(parse_correction, spec.corrections))
+        self._scaling = RateScaling(spec.scale_lr, k, spec.warmup)
         self.bound = self._corrections.bound()
         """The staleness above which a gradient is dropped."""
         self.seconds = 0.0
@@ -81,7 +80,7 @@ class Updates:
 
     def hold(self, pushed: Pushed, staleness: int) -> None:
         """A gradient has come."""
-        if self._plan.corrections:
+        if self._spec.corrections:
             pushed.rate = self._rate_of(pushed, staleness)
         self.held[pushed.ticket] = pushed
 
@@ -119,7 +118,7 @@ class Updates:
         if len(pushes) > 1:
             pushes.sort(key=lambda pushed: pushed.rank)
         total = sum([pushed.mass for pushed in pushes]) or 1.0
-        rate = total / sum(pushed.samples for pushed in pushes) if self._plan.corrections else 1.0
+        rate = total / sum(pushed.samples for pushed in pushes) if self._spec.corrections else 1.0
         groups = self._hyperparameters(pushes[0].groups, rate, version)
         pool = self._sessions.pool
         old, new = pool.newest, pool.take()
@@ -141,7 +140,7 @@ class Updates:
             place = pushed.place
             if place == self._shards.collected:
                 sources[place] = GradientRef(place, 1.0 / total)
-            elif place >= self._plan.capacity:  # a group's mean
+            elif place >= self._spec.capacity:  # a group's mean
                 mass = sum(other.mass for other in pushes if other.place == place)
                 sources[place] = GradientRef(place, mass / total)
             else:
@@ -172,7 +171,7 @@ class Updates:
         """Let the members of a group make the mean of their gradients, each a part of it."""
         pushes = [self.held[ticket] for ticket in tickets if ticket in self.held]
         sessions = [self._sessions[pushed.rank] for pushed in pushes if pushed.rank in self._sessions]
-        plain = self._plan.compress in ("none", "fp32") and not self._corrections.compensates
+        plain = not self._spec.compressed and not self._corrections.compensates
         plain = plain and not any(session.host for session in self._sessions.values())  # they share no memory
         if not plain or len(sessions) < len(pushes) or any(pushed.used is not None for pushed in pushes):
             return  # the update takes them one by one
@@ -183,7 +182,7 @@ class Updates:
         whole = True
         for session in sessions:
             try:
-                answer = session.connection.receive_within(self._plan.timeouts.barrier)
+                answer = session.connection.receive_within(self._spec.timeouts.barrier)
             except Closed:
                 whole = False  # its death will be heard; the others' sums are not used
                 continue
@@ -192,4 +191,4 @@ class Updates:
             if not isinstance(answer, ShareReduced):
                 raise Mismatch(f"rank {session.rank} sent a {type(answer).__name__} instead of a sum", [session.rank])
         for pushed in pushes if whole else ():
-            pushed.place = self._plan.capacity + group
+            pushed.place = self._spec.capacity + group

@@ -16,24 +16,23 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import torch
 from torch.optim import Optimizer
 
-from paceline.config import Mesh, parse_servers, parse_strategy, place_servers
+from paceline.config import Mesh, RunSpec, parse_servers, parse_strategy, place_servers
 from paceline.data.ledger import Lease
 from paceline.errors import TeamError, UsageError
 from paceline.events import Brought, Pull, Wait
-from paceline.parameters.hyperparameters import SLOT, Hyperparameters, RateScaling, plain
-from paceline.parameters.layout import Layout
+from paceline.parameters.hyperparameters import Hyperparameters, RateScaling
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
+from paceline.parameters.worker_table import SLOT, WorkerTable
 from paceline.policies import make_policy
 from paceline.server.client import ServerClient
 from paceline.server.flags import SharedFlags
-from paceline.server.messages import Freeze, Proceed, PushGradient, RunSpec, Thaw, send_parts
-from paceline.server.process import group_count, table_size
-from paceline.server.shard import Sizes, describe
+from paceline.server.memory import RunMemory
+from paceline.server.messages import Freeze, Proceed, PushGradient, Thaw
+from paceline.server.shard import describe_optimizer, describe_parameters, make_layout, memory_sizes
 from paceline.strategies.base import Options, TrainerContext
 from paceline.strategies.leasing import Leases
 from paceline.strategies.mesh import either, refuse
@@ -87,7 +86,7 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._split = SplitModel(model, optimizer, options, context, coord, lambda: self.version)
         self._stopwatch = self._split.stopwatch
         self._together = self._split.barrier
-        self._prepare(options, context, str(sync), policy.spare)
+        self._prepare(options, context, policy.spare)
         if policy.spare:
             context.members.barrier.spare = True
         self._leases = _ReplicaLeases(self._client, self._stopwatch, self._gradients, self.size, self._follow)
@@ -115,29 +114,27 @@ class MeshServerTrainer(ParameterServerTrainer):
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
-    def _prepare(self, options: Options, context: TrainerContext, strategy: str, spare: bool) -> None:
-        members, parts, launch = self._members, self._split.parts, self._launch
-        self._servers = parse_servers(launch.servers or options.servers)
-        count = len(place_servers(str(self._servers), [list(range(self.size))]))
-        self._machine_of_server = [0] * count
-        self._room = self.size
-        self._layout = layout = Layout(parts.named, count)
-        sizes = Sizes(layout, self.size, group_count(strategy, self.size), "none")
-        gradients = members.share(sizes.gradients, keep=True)
-        versions = members.share(sizes.versions, keep=True)
-        table = members.share(table_size(self.size, len(layout.slots)), keep=True)
-        words, rest = members.share(SharedFlags.memory_size(self.size), keep=True), members.share(0, keep=True)
-        self._versions = Versions(layout, versions, sizes.buffers)
-        self._gradients = PartGradients.of(layout, gradients, self._rank, sizes.sources, parts.own)
+    def _prepare(self, options: Options, context: TrainerContext, spare: bool) -> None:
+        members, parts = self._members, self._split.parts
+        self._servers = parse_servers(self._launch.servers or options.servers)
+        self._spec = spec = self._describe_run(parts.named, options, context)
+        self._layout, _ = make_layout(spec, parts.named, parts.shadow)
+        layout = self._layout
+        gradients, versions, table, flags, buffers = (
+            members.share(size, keep=True) for size in memory_sizes(spec, layout)
+        )
+        self._versions = Versions(layout, versions, spec.versions)
+        self._gradients = PartGradients.of(layout, gradients, self._rank, spec.gradients, parts.own)
         self._feedback, self._bytes = None, layout.size
-        slots = [table.bytes(replica * SLOT, SLOT) for replica in range(self.size)]
+        workers = WorkerTable(table.bytes(0, table.size), spec.capacity, len(layout.slots))
+        slots = workers.slots
         if self._coord.place:
             slots = [memoryview(bytearray(SLOT))] * self.size  # the first worker's values count
         self._hyperparameters = Hyperparameters(self._optimizer, slots, self._rank)
-        self._used = table.bytes(self.size * SLOT + self._rank * len(layout.slots), len(layout.slots))
+        self._used = workers.used[self._rank]
         self._shards = [
-            ShardedOptimizer(parts.shadow, layout, self._versions, self._gradients, index, count)
-            for index in range(count)
+            ShardedOptimizer(parts.shadow, layout, self._versions, self._gradients, index, len(spec.servers))
+            for index in range(len(spec.servers))
         ]
         state = members.share(self._shards[0].memory_size(), keep=True)
         for shard in self._shards:
@@ -146,7 +143,27 @@ class MeshServerTrainer(ParameterServerTrainer):
             parts.fill(self._versions.views(0))
             parts.import_state(self._import)
         self._optimizer.state.clear()
-        self._connect(options, context, strategy, spare, [gradients, versions, table, words, rest, state])
+        self._open(RunMemory(gradients, versions, table, flags, buffers, state), spare, context)
+
+    def _describe_run(
+        self, named: list[tuple[str, torch.nn.Parameter]], options: Options, context: TrainerContext
+    ) -> RunSpec:
+        assert isinstance(context.strategy, Mesh)
+        replicas = tuple(range(self.size))
+        return RunSpec(
+            machines=(replicas,),
+            capacity=self.size,
+            servers=tuple(place_servers(str(self._servers), [list(replicas)])),
+            strategy=str(parse_strategy(context.strategy.sync)),
+            timeouts=self._timeouts,
+            folder=str(context.folder) if context.recorder.on else None,
+            optimizer=describe_optimizer(self._optimizer),
+            parameters=describe_parameters(named, self._split.parts.shadow),
+            corrections=tuple(self._launch.corrections or options.corrections),
+            scale_lr=options.scale_lr,
+            warmup=options.warmup,
+            replica=self._coord.shape.replica,
+        )
 
     def _import(self, shadow: Optimizer) -> None:
         state = dict(shadow.state)
@@ -154,53 +171,24 @@ class MeshServerTrainer(ParameterServerTrainer):
             shadow.state.update(state)
             shard.import_state(shadow)
 
-    def _connect(
-        self,
-        options: Options,
-        context: TrainerContext,
-        strategy: str,
-        spare: bool,
-        memories: list[Any],
-    ) -> None:
-        members, optimizer, launch = self._members, self._optimizer, self._launch
+    def _open(self, memory: RunMemory, spare: bool, context: TrainerContext) -> None:
+        members = self._members
         address = members.gather(new_address().encode(), BarrierKind.ALLOCATE)[0].decode()
         self._thread, self._processes = None, []
-        if not self._coord.place:
-            self._start(address, spare, context.say)
         client = None
         if not self._coord.place:
+            self._start(address, spare, context.say)
             client = ServerClient(address, self._rank, self._timeouts)
-            client.watch(SharedFlags(memories[3], self.size))
+            client.watch(SharedFlags(memory.flags, self.size))
             client.reduce = self._sum_part
         self._client: Any = ReplicaClient(client, self._together, self._timeouts)
         if client is not None and self._worker == 0:
-            plan = RunSpec(
-                workers=self.size,
-                capacity=self.size,
-                elastic=False,
-                rest=0,
-                servers=len(self._shards),
-                strategy=strategy,
-                timeouts=self._timeouts,
-                folder=str(context.folder) if context.recorder.on else None,
-                optimizer=(type(optimizer).__module__, type(optimizer).__qualname__),
-                groups=[plain(group) for group in optimizer.param_groups],
-                defaults=plain(optimizer.defaults),
-                parameters=describe(self._split.parts.named, self._split.parts.shadow),
-                corrections=launch.corrections or list(options.corrections),
-                compress="none",
-                scale_lr=options.scale_lr,
-                warmup=options.warmup,
-                replica=self._coord.shape.replica,
-            )
-            connection = client.introduce(1, [memory.descriptor for memory in memories])
-            send_parts(connection, msgspec.msgpack.encode(plan))
+            client.open_run(self._spec, memory, [])
         elif client is not None:
-            client.introduce(0, [])
+            client.open()
         self._client.wait_until_ready()
         members.barrier.wait(BarrierKind.ALLOCATE)
-        for memory in memories:
-            memory.close_descriptor()
+        memory.close_descriptors()
         self._versions.pull(0)
 
     # -- the user's loop ---------------------------------------------------------------------------------------------

@@ -16,45 +16,42 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.cluster.process import is_stopped
 from paceline.cluster.servers import StartServers, start_servers
-from paceline.config import capacity, parse_compression, parse_correction, parse_servers, place_servers
+from paceline.config import RunSpec, capacity, parse_compression, parse_correction, parse_servers, place_servers
 from paceline.data.leased_loader import LeasedLoader
 from paceline.errors import Mismatch, ServerLost, TeamError, UsageError
 from paceline.events import Pull, Reduce, Wait
 from paceline.parameters.compression import Feedback, codec_class
 from paceline.parameters.gradients import Gradients
-from paceline.parameters.hyperparameters import SLOT, Hyperparameters, RateScaling, plain
-from paceline.parameters.layout import Layout
+from paceline.parameters.hyperparameters import Hyperparameters, RateScaling
 from paceline.parameters.model_buffers import ModelBuffers
 from paceline.parameters.reduction import CHUNK, weighted_sum
-from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.step_snapshot import StepSnapshot
 from paceline.parameters.versions import Versions
-from paceline.parameters.whole import WholeOptimizer
+from paceline.parameters.worker_table import WorkerTable
 from paceline.policies import make_policy
-from paceline.relay.launch import TransferLayout, open_relay
+from paceline.relay.launch import open_relay
+from paceline.relay.messages import TransferLayout
 from paceline.server.client import ServerClient
 from paceline.server.flags import SharedFlags
+from paceline.server.memory import RunMemory
 from paceline.server.messages import (
     Freeze,
     GradientReady,
     LeaseGranted,
     Proceed,
     PushGradient,
-    RunSpec,
     Thaw,
-    send_parts,
 )
 from paceline.server.messages import ReduceShare as ReduceOrder
 from paceline.server.messages import StepCancelled as CancelledStep
-from paceline.server.process import group_count, serve_in_thread, table_size
-from paceline.server.shard import Sizes, describe
+from paceline.server.process import serve_in_thread
+from paceline.server.shard import describe_optimizer, describe_parameters, make_layout, memory_sizes
 from paceline.strategies.base import Options, Trainer, TrainerContext
 from paceline.strategies.cancellation import CancelHooks, StepCancelledError, release_scaler
 from paceline.strategies.leasing import Leases
@@ -120,7 +117,7 @@ class ParameterServerTrainer(Trainer):
             self._snapshot = StepSnapshot(model)
             self._boundaries = CancelHooks(model, self._look)
             self._stopwatch.sleep = self._sleep
-        away = set(self._machine_of_server) != {context.members.machine}
+        away = set(self._spec.servers) != {context.members.machine}
         early = self._spread and self._feedback is None and away
         self._gradients.attach(which=self._made if early else None)
         self._patch, self._clamp = (
@@ -155,82 +152,65 @@ class ParameterServerTrainer(Trainer):
     def _set_up(self, named: list[tuple[str, torch.nn.Parameter]], options: Options, context: TrainerContext) -> None:
         members = self._members
         self._servers = parse_servers(self._launch.servers or options.servers)
-        joins = self._joins is not None
-        self._machine_of_server = [0] if joins else place_servers(str(self._servers), members.machines)
-        plan = self._plan(named, options, context, len(self._machine_of_server))
+        spec = self._describe_run(named, options, context)
         if self._joins is not None:
-            self._join(plan, self._joins)
+            self._join(spec, self._joins)
             return
         if self._spread:
             members.mirror([parameter.data for _, parameter in named])
-        memories = self._lay_out(plan, functools.partial(members.share, keep=True))
-        self._fill(memories)
+        memory = self._lay_out(spec, functools.partial(members.share, keep=True))
+        self._fill(memory)
 
         coordinator = members.gather(new_address().encode(), BarrierKind.ALLOCATE)[0].decode()
         if self._spread:
-            self._relay_addresses = self._open_relay(coordinator, memories, context)
+            compressed = None if self._feedback is None else self._bytes
+            layout = TransferLayout.of(self._layout, compressed, [shard.owned() for shard in self._shards])
+            self._relay_addresses, self._relay = open_relay(
+                members, spec, layout, memory, coordinator, self._launch.key
+            )
         address = self._relay_addresses[members.machine] if self._spread else coordinator
-        spare = plan.elastic or make_policy(context.strategy, range(self.size)).spare
+        spare = spec.elastic or make_policy(context.strategy, range(self.size)).spare
         self._start(coordinator if members.machine == 0 else address, spare, context.say)
-        self._sit_down(ServerClient(address, self._rank, self._timeouts), memories)
+        self._connect(ServerClient(address, self._rank, self._timeouts), memory)
         if self._rank == 0:
-            connection = self._client.introduce(1, [memory.descriptor for memory in memories])
-            send_parts(connection, msgspec.msgpack.encode(plan))
+            self._client.open_run(spec, memory, self._pids())
         else:
-            self._client.introduce(0, [])
+            self._client.open()
         self._client.wait_until_ready(self._look_for_lead)
-        for memory in memories:
-            memory.close_descriptor()
+        memory.close_descriptors()
         self._versions.pull(0)
 
     def _look_for_lead(self) -> None:
-        """Without the lead, which brings the plan, no server begins."""
+        """Without the lead, which sends the spec, no server begins."""
         members = self._members
         if members.machine == 0 and self._rank != 0 and (how := members.local.barrier.gone(0)) is not None:
             raise ServerLost(f"rank 0 {how} before it had told the server what to train", [0])
-
-    def _open_relay(self, coordinator: str, memories: list[Memory], context: TrainerContext) -> list[str]:
-        """By machine, the address at which its workers talk to the server, wherever that is."""
-        transfer_layout = TransferLayout(
-            self._layout, self._bytes, self._feedback is not None, [s.owned() for s in self._shards]
-        )
-        folder = context.folder if context.recorder.on else None
-        servers, key = self._machine_of_server, self._launch.key
-        elastic = self._launch.elastic
-        relay_addresses, self._relay = open_relay(
-            self._members, coordinator, key, servers, transfer_layout, memories, folder, self._timeouts, elastic=elastic
-        )
-        return relay_addresses
 
     def _made(self, parameter: int) -> None:
         """While the backward pass goes on, what it has made can travel."""
         if not self._accumulating:
             self._client.tell(GradientReady([parameter]))
 
-    def _plan(
-        self, named: list[tuple[str, torch.nn.Parameter]], options: Options, context: TrainerContext, count: int
+    def _describe_run(
+        self, named: list[tuple[str, torch.nn.Parameter]], options: Options, context: TrainerContext
     ) -> RunSpec:
-        self._named, optimizer, launch = named, self._optimizer, self._launch
-        compress = launch.compress or options.compress
+        launch, machines = self._launch, self._members.machines
+        self._named = named
         return RunSpec(
-            workers=self.size,
+            machines=tuple(map(tuple, machines)),
             capacity=capacity(self.size),
-            elastic=launch.elastic,
-            rest=self._rest.size,
-            servers=count,
+            servers=(0,) if self._joins is not None else tuple(place_servers(str(self._servers), machines)),
             strategy=str(context.strategy),
             timeouts=self._timeouts,
             folder=str(context.folder) if context.recorder.on else None,
-            optimizer=(type(optimizer).__module__, type(optimizer).__qualname__),
-            groups=[plain(group) for group in optimizer.param_groups],
-            defaults=plain(optimizer.defaults),
-            parameters=describe(named, optimizer),
-            corrections=launch.corrections or list(options.corrections),
-            compress=compress,
+            elastic=launch.elastic,
+            optimizer=describe_optimizer(self._optimizer),
+            parameters=describe_parameters(named, self._optimizer),
+            buffers=self._rest.size,
+            corrections=tuple(launch.corrections or options.corrections),
+            compress=launch.compress or options.compress,
             scale_lr=options.scale_lr,
             warmup=options.warmup,
-            pids=self._pids(),
-            striped=self._spread and count > 1 and codec_class(parse_compression(compress)) is None,
         )
 
     def _pids(self) -> list[int]:
@@ -240,87 +220,80 @@ class ParameterServerTrainer(Trainer):
         return pids
 
     def _join(self, own: RunSpec, address: str) -> None:
-        """Take part in a run that goes on: its plan counts, and its memory comes from the server."""
+        """Take part in a run that goes on: its spec counts, and its memory comes from the server."""
         client = ServerClient(address, self._rank, self._timeouts, late=True)
-        seated, text, descriptors = client.ask_in()
-        plan = msgspec.msgpack.decode(text, type=RunSpec)
-        if (plan.parameters, plan.optimizer, plan.rest) != (own.parameters, own.optimizer, own.rest):
+        session, spec, memory = client.join()
+        if spec.model != own.model:
             raise Mismatch(
                 f"rank {self._rank} cannot join: its model or optimizer is not the one that the run trains",
                 [self._rank],
             )
-        self.size = plan.workers
-        memories = [Memory.inherited(descriptor) for descriptor in descriptors]
-        coming = iter(memories)
-        self._lay_out(plan, lambda _size: next(coming))
+        self.size = spec.workers
+        coming = iter(memory)
+        self._lay_out(spec, lambda _size: next(coming))
         self._optimizer.state.clear()
-        self._rest.read(memories[4])
-        self._sit_down(client, memories)
-        for memory in memories:
-            memory.close_descriptor()
-        self._versions.pull(seated.buffer)
-        self._at, self._buffer = seated.version, seated.buffer
+        self._rest.read(memory.buffers)
+        self._connect(client, memory)
+        memory.close_descriptors()
+        self._versions.pull(session.buffer)
+        self._at, self._buffer = session.version, session.buffer
 
-    def _lay_out(self, plan: RunSpec, share: Callable[[int], Memory]) -> list[Memory]:
+    def _lay_out(self, spec: RunSpec, share: Callable[[int], Memory]) -> RunMemory:
         """Find everything's place in shared memory; `share` gives a memory of some size, always in the same order."""
-        room, optimizer = plan.capacity, self._optimizer
-        whole = type(optimizer) not in ELEMENTWISE
-        self._layout = layout = Layout(self._named, plan.servers, whole=whole, striped=plan.striped)
-        sizes = Sizes(layout, room, group_count(plan.strategy, plan.workers), plan.compress)
-        gradients, versions = share(sizes.gradients), share(sizes.versions)
-        table = share(table_size(room, len(layout.slots)))
-        words, rest = share(SharedFlags.memory_size(room)), share(plan.rest)
-        self._room = room
-        self._versions = Versions(layout, versions, sizes.buffers)
-        self._take_gradients(gradients, sizes.sources, plan.compress)
-        slots = [table.bytes(rank * SLOT, SLOT) for rank in range(room)]
-        self._hyperparameters = Hyperparameters(optimizer, slots, self._rank)
-        start = room * SLOT + self._rank * len(layout.slots)
-        self._used = table.bytes(start, len(layout.slots))
-        kind = WholeOptimizer if whole else ShardedOptimizer
+        self._spec, optimizer = spec, self._optimizer
+        self._layout, kind = make_layout(spec, self._named, optimizer)
+        layout = self._layout
+        gradients, versions, table, flags, buffers = map(share, memory_sizes(spec, layout))
+        self._versions = Versions(layout, versions, spec.versions)
+        self._take_gradients(gradients)
+        workers = WorkerTable(table.bytes(0, table.size), spec.capacity, len(layout.slots))
+        self._hyperparameters, self._used = (
+            Hyperparameters(optimizer, workers.slots, self._rank),
+            workers.used[self._rank],
+        )
         # The state of the optimizer lives there, too: the servers work on it, any worker can read it.
         self._shards = [
-            kind(optimizer, layout, self._versions, self._gradients, index, plan.servers)
-            for index in range(plan.servers)
+            kind(optimizer, layout, self._versions, self._gradients, index, len(spec.servers))
+            for index in range(len(spec.servers))
         ]
         state = share(self._shards[0].memory_size())
         for shard in self._shards:
             shard.place(state)
-        return [gradients, versions, table, words, rest, state]
+        return RunMemory(gradients, versions, table, flags, buffers, state)
 
-    def _sit_down(self, client: ServerClient, memories: list[Memory]) -> None:
+    def _connect(self, client: ServerClient, memory: RunMemory) -> None:
         self._client = client
-        client.watch(SharedFlags(memories[3], self._room))
+        client.watch(SharedFlags(memory.flags, self._spec.capacity))
         client.reduce = self._sum_part
-        client.copy = functools.partial(self._rest.write, memories[4])
+        client.copy = functools.partial(self._rest.write, memory.buffers)
 
-    def _take_gradients(self, memory: Memory, sources: int, compress: str) -> None:
+    def _take_gradients(self, memory: Memory) -> None:
         """Where this worker's gradients lie: where the server reads them, or to be compressed first."""
         layout = self._layout
         self._feedback: Feedback | None = None
         self._bytes = layout.size
+        compress = self._spec.compress
         kind = codec_class(parse_compression(compress))
         if kind is None:
-            self._gradients = Gradients.shared(layout, memory, self._rank, sources)
+            self._gradients = Gradients.shared(layout, memory, self._rank, self._spec.gradients)
             return
         for flat in layout.flats:
             if flat.dtype not in (torch.float32, torch.float64):
                 raise UsageError(f"compress is '{compress}', which needs parameters of float32; some are {flat.dtype}")
-        codec = kind(layout, memory, self._room)
+        codec = kind(layout, memory, self._spec.capacity)
         self._gradients = Gradients.private(layout, torch.device("cpu"))
         self._feedback = Feedback(codec, self._rank, self._gradients.own)
         self._bytes = codec.bytes
 
-    def _fill(self, memories: list[Memory]) -> None:
+    def _fill(self, memory: RunMemory) -> None:
         """Write what the training begins with into shared memory: version 0, the optimizer's state, and the rest."""
-        *_, rest, state = memories
         if self._members.local.rank == 0:
             self._versions.fill(0)
-            self._rest.write(rest)
+            self._rest.write(memory.buffers)
         if self._rank == 0:
             self._import_state()
         if self._spread:
-            self._mirror_state(state)
+            self._mirror_state(memory.state)
         self._optimizer.state.clear()
 
     def _mirror_state(self, state: Memory) -> None:
@@ -352,11 +325,12 @@ class ParameterServerTrainer(Trainer):
                 f"the optimizer {kind.__name__} is defined in the script itself, where a server process cannot find "
                 "it; move it to a module, or hold the parameters in the lead with --servers lead"
             )
-        count = self._machine_of_server.count(machine)
-        if self._members.local.rank == 0 and count:
+        servers = self._spec.servers_on(machine)
+        if self._members.local.rank == 0 and servers:
             paths = [path for path in sys.path if path]
-            first = self._machine_of_server.index(machine)
-            start = StartServers(count, address, patience, paths, spare, first, list(self._relay_addresses))
+            start = StartServers(
+                len(servers), address, patience, paths, spare, servers.start, list(self._relay_addresses)
+            )
             self._processes = start_servers(self._launch, start)
 
     def _import_state(self) -> None:
@@ -507,7 +481,7 @@ class ParameterServerTrainer(Trainer):
         weights = list(zip(order.ranks, order.weights, strict=True))
         read = 0
         for number, flat in enumerate(self._layout.flats):
-            target = self._gradients.flats[self._room + order.group][number]
+            target = self._gradients.flats[self._spec.capacity + order.group][number]
             first, last = flat.count * place // members, flat.count * (place + 1) // members
             step = max(1, CHUNK // flat.dtype.itemsize)
             for begin in range(first, last, step):

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
-from paceline.parameters.hyperparameters import SLOT, Hyperparameters
+from paceline.parameters.hyperparameters import Hyperparameters
+from paceline.parameters.worker_table import WorkerTable
 
 _NOTE = struct.Struct("=ddqqqdq")  # weight, factor, skip, number of the hyperparameters, all used, seconds, samples
 
@@ -47,15 +48,13 @@ class StepTable:
         self._everything = bytes([1]) * parameters
         self._spread = len(members.machines) > 1
         """What is long goes with the notes, for those on other machines; else it lies in shared memory."""
-        size = self._size * (SLOT + parameters)
-        table = memoryview(bytearray(size)) if self._spread else members.share(size).bytes(0, size)
-        slots = [table[rank * SLOT : (rank + 1) * SLOT] for rank in range(self._size)]
-        self._slots = slots
-        self._hyperparameters = Hyperparameters(optimizer, slots, self._rank)
+        size = WorkerTable.memory_size(self._size, parameters)
+        memory = memoryview(bytearray(size)) if self._spread else members.share(size).bytes(0, size)
+        table = WorkerTable(memory, self._size, parameters)
+        self._slots, self._used = table.slots, table.used
+        self._hyperparameters = Hyperparameters(optimizer, self._slots, self._rank)
         self._sent = 0
         """The number of the hyperparameters that the others have."""
-        start = self._size * SLOT
-        self._used = [table[start + rank * parameters : start + (rank + 1) * parameters] for rank in range(self._size)]
 
     def bring(self, weight: float, factor: float, skip: bool, used: bytes, pace: tuple[float, int]) -> int:
         """Write this worker's note for the barrier that is about to be held; returns its length.
