@@ -22,11 +22,11 @@ from paceline.errors import UsageError
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout
+from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.server.memory import RunMemory
 from paceline.server.messages import AddGradient, ApplyUpdate, GradientRef
 from paceline.server.shard import Shard, describe_optimizer, describe_parameters, memory_sizes
-from paceline.strategies.parameter_server import ShardedOptimizer
 from paceline.transport import Memory
 
 
