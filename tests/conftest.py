@@ -1,7 +1,14 @@
 """Every session of tests runs under a guard."""
 
+import gc
+import sys
+
 import pytest
 from helpers import guard, load
+from helpers.huge_pages import use_huge_pages
+
+gc.set_threshold(50_000)
+_module: object = None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -11,5 +18,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Function) -> None:
+    global _module
     load.begin_test()
+    if item.module is not _module:
+        _module = item.module
+        if "torch" in sys.modules:  # the collector need not look through it time and again, and forks need not copy it
+            gc.collect()
+            gc.freeze()
+        if "helpers.loaded" in sys.modules or "helpers.forks" in sys.modules:  # its tests may fork
+            use_huge_pages()
