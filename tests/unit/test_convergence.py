@@ -110,7 +110,7 @@ def test_the_band_holds_the_curve() -> None:
     middle = model.loss(updates, 2.0, 1.0)
     assert (low <= middle + 1e-9).all()
     assert (middle <= high + 1e-9).all()
-    assert "gradients in an update are worth" in model.words
+    assert "gradients in an update are worth" in model.description
 
 
 def test_without_losses_there_is_nothing_to_learn() -> None:

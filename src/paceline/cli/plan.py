@@ -23,7 +23,7 @@ from paceline.errors import UsageError
 from paceline.planner.choose import Choice, rank, simplest
 from paceline.planner.profile import profile
 from paceline.schedules import SCHEDULES
-from paceline.simulate.calibrate import Calibration, calibrate, calibration_sheet
+from paceline.simulate.calibrate import Calibration, calibrate, calibration_summary
 from paceline.simulate.convergence import Convergence, fit_runs, observed
 from paceline.simulate.replica import Model
 
@@ -281,7 +281,7 @@ def _print_json(
         "servers": best.servers,
         "balance": best.balance,
         "run": line,
-        "learned": msgspec.to_builtins(calibration_sheet(known), str_keys=True),
+        "learned": msgspec.to_builtins(calibration_summary(known), str_keys=True),
         "cuts": msgspec.to_builtins(cuts, str_keys=True),
         "choices": msgspec.to_builtins(choices),
     }
@@ -298,9 +298,9 @@ def _print(
 ) -> None:
     console = Console()
     console.width = max(console.width, 140)
-    console.print(known.words, highlight=False)
+    console.print(known.description, highlight=False)
     if convergence is not None:
-        console.print(convergence.words, highlight=False)
+        console.print(convergence.description, highlight=False)
     what = "samples per second" if target is None else f"seconds to a loss of {target:.4g}"
     table = Table(title=f"by {what}", box=None)
     table.add_column("strategy", no_wrap=True)

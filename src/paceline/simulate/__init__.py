@@ -1,1 +1,1 @@
-"""Predicts what a run will do: closed forms where there are some, a simulation of the same policies where not."""
+"""Predicts runs: by closed forms where there are some, else by a simulation of the same policies."""

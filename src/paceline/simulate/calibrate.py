@@ -1,5 +1,4 @@
-"""Learns from the events of a real run what a simulation needs: how long steps are, how uneven the workers, how long
-messages and updates take."""
+"""Calibrates a simulation from the events of a real run: lengths of steps, unevenness of workers, messages, updates."""
 
 from __future__ import annotations
 
@@ -16,50 +15,51 @@ from paceline.errors import UsageError
 from paceline.events.reader import read_run
 from paceline.simulate.cluster import Cores, SimulatedCluster
 from paceline.simulate.fitting import fit_steps
-from paceline.simulate.recorded import RecordedSteps, Recording, uncrowd
+from paceline.simulate.recorded import RecordedSteps, Recording, remove_contention
 from paceline.topologies import Link
 
 _FEW = 8
-"""Steps of a worker that are too few to say anything."""
+"""Steps of a worker below which it is left out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What a run says about the cluster that it ran on."""
+    """The cluster of a recorded run, as a simulation needs it, and facts about the run."""
 
     cluster: SimulatedCluster
     strategy: str
     updates: int
     seconds_per_update: float
-    """As measured."""
+    """Measured."""
     losses: list[tuple[float, float]]
-    """Version and loss, as the script reported it."""
+    """Version and loss, as reported by the script."""
     uneven: dict[int, float]
-    """Workers that are persistently slower or faster than the others, and how many times."""
+    """Persistently slower or faster workers, by rank, with the factor on their steps."""
     jitter: float
     """The standard deviation of a worker's steps, as a share of their mean."""
     gradients: float = 1.0
-    """In an update, on average."""
+    """Mean gradients per update."""
     staleness: float = 0.0
-    """Of a gradient, on average."""
+    """Mean staleness of a gradient, in updates."""
     forward: float | None = None
-    """The forward pass's share of computing, where it is known."""
+    """The forward pass's share of computing; None if unknown."""
 
     @property
-    def words(self) -> str:
-        """What was learned, in a sentence."""
+    def description(self) -> str:
+        """One sentence for people."""
         cluster = self.cluster
         uneven = ", ".join(f"worker {rank} × {factor:g}" for rank, factor in self.uneven.items())
         return (
             f"learned from {self.updates} updates of {cluster.workers} workers under {self.strategy}: a step takes "
-            f"{cluster.compute.mean():.3g} s (jitter {self.jitter:.0%}); persistently uneven: {uneven or 'nobody'}; "
+            f"{cluster.compute.mean():.3g} s (jitter {self.jitter:.0%}); persistently uneven: {uneven or 'none'}; "
             f"a message {cluster.link.latency:.2g} s, an update {cluster.update_seconds:.2g} s"
         )
 
     def for_workers(self, count: int | None) -> SimulatedCluster:
-        """The same kind of cluster with so many workers.
+        """The same kind of cluster with `count` workers.
 
-        Those beyond the recorded ones are like most of them; where there is no such most, like the recorded in turn.
+        Workers beyond the recorded ones are typical ones; if at least half of the recorded are uneven, copies of the
+        recorded in turn.
         """
         cluster = self.cluster
         if count is None or count == cluster.workers:
@@ -82,7 +82,7 @@ class Calibration:
 
 
 def calibrate(path: Path) -> Calibration:
-    """From a run's folder, or its events file."""
+    """Calibrates from a run's folder or its events file."""
     seen = Recording()
     for block in read_run(path):
         seen.take(block)
@@ -94,7 +94,7 @@ def calibrate(path: Path) -> Calibration:
     count = seen.count
     cores = _cores(path, count)
     if cores is not None:
-        cores = uncrowd(workers, cores)
+        cores = remove_contention(workers, cores)
     typical, factors, own, jitter = fit_steps(workers, count)
     latencies = {rank: steps.latency for rank, steps in workers.items()} if seen.served else {}
     usual = float(np.median(list(latencies.values()))) if latencies else 0.0
@@ -133,7 +133,7 @@ def calibrate(path: Path) -> Calibration:
 
 
 def cluster_of(lengths: Sequence[Sequence[float]], update_seconds: float) -> SimulatedCluster:
-    """Of workers whose steps took so long each, messages included."""
+    """A cluster whose workers take steps of these lengths in seconds, messages included."""
     workers = {rank: RecordedSteps(lengths=list(steps)) for rank, steps in enumerate(lengths)}
     typical, factors, own, _ = fit_steps(workers, len(workers))
     return SimulatedCluster(
@@ -146,7 +146,7 @@ def cluster_of(lengths: Sequence[Sequence[float]], update_seconds: float) -> Sim
 
 
 def _cores(path: Path, count: int) -> Cores | None:
-    """How many there were, if that is known; and whose steps were of drawn length, however crowded it was."""
+    """The cores of the recorded machine if known, with the workers whose steps had drawn lengths (`--slow`)."""
     try:
         known = msgspec.json.decode((path / "config.json").read_bytes()) if path.is_dir() else {}
         slow = parse_slowness(known.get("slow") or [], count)
@@ -157,8 +157,8 @@ def _cores(path: Path, count: int) -> Cores | None:
     return Cores(cores, fixed=tuple(rank in drawn for rank in range(count))) if cores > 0 else None
 
 
-class CalibrationSheet(msgspec.Struct, kw_only=True):
-    """A calibration in words and numbers, as `--json` shows it."""
+class CalibrationSummary(msgspec.Struct, kw_only=True):
+    """A calibration as `--json` prints it."""
 
     workers: int
     seconds_per_step: float
@@ -170,9 +170,9 @@ class CalibrationSheet(msgspec.Struct, kw_only=True):
     measured_seconds_per_update: float
 
 
-def calibration_sheet(known: Calibration) -> CalibrationSheet:
+def calibration_summary(known: Calibration) -> CalibrationSummary:
     cluster = known.cluster
-    return CalibrationSheet(
+    return CalibrationSummary(
         workers=cluster.workers,
         seconds_per_step=cluster.compute.mean(),
         jitter=known.jitter,

@@ -1,4 +1,4 @@
-"""What a simulated run runs on: workers, their steps, links, servers, and what goes wrong."""
+"""A simulated cluster: workers, their steps, links, servers, slow spells and failures."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.simulate.distributions import Distribution, Exponential
 from paceline.topologies import Link
 
 _MOST = 1_000_000
-"""Workers that can be simulated."""
+"""The most workers that can be simulated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Spells:
-    """Transient slowness: now and then a worker is slow for a while."""
+    """Transient slowness: each worker is slow at random intervals."""
 
     factor: float
-    """Its steps then take so many times as long."""
+    """Factor on the length of steps during a spell."""
     every: float
     """Mean seconds from one spell to the next."""
     lasting: float
@@ -31,39 +31,39 @@ class Spells:
     def __post_init__(self) -> None:
         if not (1 <= self.factor < math.inf and 0 < self.every < math.inf and 0 < self.lasting < math.inf):
             raise UsageError(
-                f"spells of slowness are {self.factor:g},{self.every:g},{self.lasting:g}; it must be a factor of at "
-                "least 1, mean seconds between them, and mean seconds that they last, both above 0"
+                f"spells of slowness are {self.factor:g},{self.every:g},{self.lasting:g}; they must be a factor of at "
+                "least 1, mean seconds between spells, and mean seconds that they last, both above 0"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Failures:
-    """Workers die, and come back."""
+    """Workers die and restart."""
 
     every: float
     """Mean seconds until a worker dies."""
     restart: float
-    """Seconds until it is back."""
+    """Seconds from its death until it is back."""
 
     def __post_init__(self) -> None:
         if not (0 < self.every < math.inf and 0 <= self.restart < math.inf):
             raise UsageError(
-                f"failures are {self.every:g},{self.restart:g}; it must be mean seconds until a worker dies, above 0, "
-                "and seconds until it is back, 0 or more"
+                f"failures are {self.every:g},{self.restart:g}; they must be mean seconds until a worker dies, above "
+                "0, and seconds until it is back, 0 or more"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Cores:
-    """Of a machine, that its workers share: when more of them compute than there are, all take longer."""
+    """The cores of a machine, shared by its workers: if more workers compute than there are cores, all slow down."""
 
     count: int
     active: tuple[float, ...] = ()
-    """The share of each worker's step in which it keeps a core busy; all of it if empty."""
+    """The share of each worker's step in which it occupies a core; 1 if empty."""
     slept: tuple[float, ...] = ()
-    """The share, at its end, that is slept on purpose, and is the longer the longer the rest was; none if empty."""
+    """The share at the end of each step that is slept on purpose (`--slow`), in proportion to the rest; 0 if empty."""
     fixed: tuple[bool, ...] = ()
-    """Workers whose steps last as long as drawn, however crowded it is."""
+    """True for workers whose steps last as long as drawn, regardless of contention."""
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -72,7 +72,7 @@ class Cores:
             raise UsageError("a share of a step must be from 0 to 1")
 
     def of(self, ranks: Iterable[int | None]) -> Cores:
-        """For workers that are like these; like most of them, where it is not said whom."""
+        """The cores for workers that are copies of these ranks; None is a typical worker."""
         like = list(ranks)
         usual = float(np.median(self.active)) if self.active else 1.0
         return Cores(
@@ -85,41 +85,41 @@ class Cores:
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedCluster:
-    """Times are in seconds, sizes in bytes."""
+    """The cluster that a run is simulated on. Times are in seconds, sizes in bytes."""
 
     workers: int = 4
     compute: Distribution = dataclasses.field(default_factory=lambda: Exponential(1.0, 1.0))
-    """How long a minibatch takes."""
+    """Seconds of computing per minibatch."""
     factors: tuple[float, ...] = ()
-    """Persistent slowness: how many times as long each worker's steps take; all alike if empty."""
+    """Persistent slowness: a factor on each worker's steps; 1 if empty."""
     own: tuple[Distribution | None, ...] = ()
-    """Workers whose steps are of another kind; their factors do not count."""
+    """Distributions of workers whose steps differ in kind; their factors are ignored."""
     cores: Cores | None = None
-    """Of each machine; None if there are always enough."""
+    """The cores of each machine; None if there are always enough."""
     spells: Spells | None = None
     failures: Failures | None = None
     batch: int = 1
     """Samples in a minibatch."""
     size: float = 0.0
-    """Of a gradient, and of the parameters."""
+    """Bytes of a gradient, and of the parameters."""
     compress: str = "none"
-    """What a pushed gradient is written as."""
+    """The compression of pushed gradients."""
     link: Link = dataclasses.field(default_factory=Link)
-    """Of every worker's machine."""
+    """The link of every worker's machine."""
     links: tuple[tuple[int, Link], ...] = ()
-    """Workers whose machine has another one."""
+    """Workers whose machine has a different link, by rank."""
     per_machine: int = 1
-    """Workers that share a machine, and its link."""
+    """Workers that share a machine and its link."""
     servers: str = "1"
-    """Where the parameters are: so many machines of their own, `lead` or `all`."""
+    """The placement of the parameters: a number of separate machines, `lead` or `all`."""
     server_link: Link | None = None
-    """Of a server's machine; a worker's if not given."""
+    """The link of a server's machine; None: as a worker's."""
     push_seconds: float = 0.0
-    """Of a server, for taking in a gradient."""
+    """Seconds in which a server receives and adds a gradient."""
     update_seconds: float = 0.0
-    """Of a server, for an update."""
+    """Seconds of an update on a server."""
     overlap: float = 0.0
-    """The share of a step, at its end, in which its gradient is sent already."""
+    """The share at the end of a step during which its gradient is already sent."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= _MOST:
@@ -136,7 +136,7 @@ class SimulatedCluster:
             ("marks", cores.fixed),
         ):
             if each and len(each) != self.workers:
-                raise UsageError(f"there are {len(each)} {name} for {self.workers} workers; it must be one each")
+                raise UsageError(f"there are {len(each)} {name} for {self.workers} workers; there must be one each")
         if any(not 0 < factor < math.inf for factor in self.factors):
             raise UsageError("a worker's factor must be above 0")
         for name, value in (
@@ -157,46 +157,47 @@ class SimulatedCluster:
         parse_compression(self.compress)
 
     def steps_of(self, rank: int) -> tuple[Distribution, float]:
-        """How long a worker's steps are: drawn from here, times a factor."""
+        """The distribution of a worker's steps, and the factor on its draws."""
         if self.own and (one := self.own[rank]) is not None:
             return one, 1.0
         return self.compute, self.factors[rank] if self.factors else 1.0
 
     @property
     def machines(self) -> int:
+        """Machines with workers."""
         return -(-self.workers // self.per_machine)
 
     @property
     def pushed(self) -> float:
-        """Bytes of a gradient on its way."""
+        """Bytes of a pushed gradient, after compression."""
         return self.size * compressed_share(self.compress)
 
     @property
     def plain(self) -> bool:
-        """Whether nothing takes time but the steps, which are all alike and never end early."""
-        return self.alike and not (self.push_seconds or self.update_seconds or self.wired)
+        """True if nothing takes time but the steps, which are all alike and never end early."""
+        return self.alike and not (self.push_seconds or self.update_seconds or self.has_messages)
 
     @property
     def alike(self) -> bool:
-        """Whether all workers are, and nothing goes wrong or is short."""
-        return not (self.factors or self.own or self.spells or self.failures or self.crowded)
+        """True if all workers are alike, without spells, failures and shared cores."""
+        return not (self.factors or self.own or self.spells or self.failures or self.shares_cores)
 
     @property
-    def crowded(self) -> bool:
-        """Whether workers may have to share cores."""
+    def shares_cores(self) -> bool:
+        """True if workers may have to share cores."""
         cores = self.cores
         if cores is None or cores.count >= min(self.per_machine, self.workers):
             return False
         return not (cores.fixed and all(cores.fixed))
 
     @property
-    def wired(self) -> bool:
-        """Whether messages take time, or bytes are of interest."""
+    def has_messages(self) -> bool:
+        """True if messages take time, or have a size to count."""
         links = [self.link, self.server_link or self.link, *(link for _, link in self.links)]
         return self.size > 0 or any(link.latency > 0 for link in links)
 
     def machine_links(self) -> list[Link]:
-        """Of each machine; that of its slowest worker, where they differ."""
+        """The link of each machine; if its workers' links differ, the worst latency and bandwidth of them."""
         found = [self.link] * self.machines
         if self.per_machine == 1:
             for rank, link in self.links:
@@ -209,19 +210,19 @@ class SimulatedCluster:
         ]
 
     def narrowest(self) -> Link:
-        """What the slowest of all links allows."""
+        """A link with the worst latency and bandwidth of all."""
         return narrowest(self.machine_links())
 
 
 def narrowest(links: Iterable[Link]) -> Link:
-    """What the slowest of these allows."""
+    """A link with the worst latency and the worst bandwidth of these."""
     every = list(links)
     return Link(max(link.latency for link in every), min(link.bandwidth for link in every))
 
 
 def compressed_share(spec: str) -> float:
-    """What is left of a gradient of float32."""
+    """Size of a compressed gradient, as a share of its float32 size."""
     form = parse_compression(spec)
     if form.form == "topk":
-        return 2 * form.share  # a value and its place each
+        return 2 * form.share  # a value and an index each
     return {"none": 1.0, "fp32": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.25}[form.form]

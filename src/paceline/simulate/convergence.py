@@ -1,12 +1,12 @@
-"""How fast the loss falls, by updates, gradients per update and staleness: learned from short runs.
+"""The fall of the loss with updates, gradients per update and staleness, fitted to short runs.
 
 After n updates of K gradients each, on average tau updates old, the loss is taken to be
 
     floor + noise / K + height * (1 + x / scale) ** -power,    x = n * K ** gain / (1 + penalty * tau)
 
 More gradients in an update make its direction better (gain; 0 would be no use, 1 as good as that many updates) and
-leave less noise at the end; stale ones are worth less (penalty). What short runs do not tell stays near what is usual,
-and is uncertain accordingly.
+leave less noise at the end; stale ones are worth less (penalty). Parameters that short runs
+do not determine stay near the prior, and are as uncertain as it is.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from paceline.simulate.result import Result
 Numbers = NDArray[np.float64]
 
 _POINTS = 40
-"""Means of the loss that a run gives, at most."""
+"""The most means of the loss that are taken from a run."""
 _SAMPLES = 400
-"""Of what the parameters may be."""
-_USUAL = {"power": (0.0, 0.4), "gain": (-0.7, 1.0), "penalty": (math.log(0.05), 1.2), "noise": (math.log(0.02), 1.0)}
-"""Mean and spread before anything is known: logarithms, but of the gain, which is as logarithm of its odds."""
+"""Samples of the parameters' posterior."""
+_PRIOR = {"power": (0.0, 0.4), "gain": (-0.7, 1.0), "penalty": (math.log(0.05), 1.2), "noise": (math.log(0.02), 1.0)}
+"""Prior mean and spread, of logarithms; of the gain, of its log odds."""
 
 
-class Reached(msgspec.Struct, frozen=True):
-    """When a loss is reached: what is likely, and what lies in 95 of 100 cases; None is never."""
+class TimeToLoss(msgspec.Struct, frozen=True):
+    """The time at which a loss is reached: the best estimate and the 95 % interval. None is never."""
 
     seconds: float | None
     low: float | None
@@ -45,47 +45,48 @@ class Reached(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class ObservedRun:
-    """The losses of one run."""
+    """The losses of one run, with standard errors."""
 
     versions: Numbers
     losses: Numbers
     errors: Numbers
     gradients: float
-    """Per update."""
+    """Mean gradients per update."""
     staleness: float
 
 
 class Convergence:
-    """What may be true of a model's training, as samples."""
+    """A fitted convergence model: the best parameters, and samples of their posterior."""
 
     def __init__(self, best: Numbers, samples: Numbers, unit: float) -> None:
         self._best, self._samples, self._unit = best, samples, unit
 
     def loss(self, updates: Numbers, gradients: float, staleness: float) -> Numbers:
-        """After so many updates, at best guess."""
+        """The loss after these numbers of updates, by the best parameters."""
         return _loss(self._best, updates, gradients, staleness, self._unit)
 
     def band(self, updates: Numbers, gradients: float, staleness: float) -> tuple[Numbers, Numbers]:
-        """Between which the loss lies in 95 of 100 cases."""
+        """The 95 % interval of the loss after these numbers of updates."""
         every = np.stack([_loss(one, updates, gradients, staleness, self._unit) for one in self._samples])
         low, high = np.quantile(every, [0.025, 0.975], axis=0)
         return low, high
 
     def updates_to(self, goal: float, gradients: float, staleness: float) -> tuple[float, Numbers]:
-        """How many updates until this loss: at best guess, and of every sample. Infinite where it is never reached."""
+        """Updates until this loss, by the best parameters and by each sample; infinite if it is never reached."""
         best = _updates(self._best, goal, gradients, staleness, self._unit)
         return best, np.array([_updates(one, goal, gradients, staleness, self._unit) for one in self._samples])
 
-    def reach(self, goal: float, told: Result) -> Reached:
-        """When a simulated run gets there."""
-        gradients = told.minibatches_per_second * told.seconds / max(1, told.updates)
-        best, every = self.updates_to(goal, gradients, told.staleness.mean)
-        each = told.seconds_per_update
+    def reach(self, goal: float, result: Result) -> TimeToLoss:
+        """The time at which a simulated run reaches a loss."""
+        gradients = result.minibatches_per_second * result.seconds / max(1, result.updates)
+        best, every = self.updates_to(goal, gradients, result.staleness.mean)
+        each = result.seconds_per_update
         low, high = np.quantile(every, [0.025, 0.975], method="nearest")
-        return Reached(_finite(best * each), _finite(float(low) * each), _finite(float(high) * each), _finite(best))
+        return TimeToLoss(_finite(best * each), _finite(float(low) * each), _finite(float(high) * each), _finite(best))
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
+        """One sentence for people."""
         gain, penalty = _unpack(self._best, self._unit)[4:6]
         return f"K gradients in an update are worth K^{gain:.2f} updates; each update of staleness costs {penalty:.0%}"
 
@@ -129,12 +130,12 @@ def _updates(theta: Numbers, goal: float, gradients: float, staleness: float, un
 
 
 def observed(run: Calibration) -> ObservedRun | None:
-    """The losses that a run reported, as means of neighbouring ones, with how uncertain they are."""
+    """The losses that a run reported, averaged over neighbours, with standard errors; None if there are too few."""
     if len(run.losses) < 8:
         return None
     versions, losses = (np.array(column) for column in zip(*run.losses, strict=True))
     count = min(_POINTS, max(4, len(losses) // 4))
-    # Finer at the beginning, where the loss falls fast.
+    # Finer at the start, where the loss falls fast.
     edges = np.unique((np.linspace(0, 1, count + 1) ** 1.5 * len(losses)).round().astype(int))
     parts = [slice(first, last) for first, last in itertools.pairwise(edges) if last > first]
     noise = float(np.median(np.abs(np.diff(losses)))) / 0.954 or 1e-3 * float(losses.std() + 1e-9)
@@ -148,38 +149,39 @@ def observed(run: Calibration) -> ObservedRun | None:
 
 
 def fit_runs(runs: Sequence[Calibration]) -> Convergence:
+    """Fits the runs that reported a loss."""
     known = [found for run in runs if (found := observed(run)) is not None]
     if not known:
         raise UsageError(
-            "the runs tell nothing about the loss; report it in the script with team.report(loss=…), at least 8 times"
+            "the runs have no losses; report them in the script with team.report(loss=…), at least 8 times"
         )
     return fit(known)
 
 
 def fit(runs: Sequence[ObservedRun]) -> Convergence:
-    """The most likely parameters, and samples of what else they may be."""
+    """Fits the parameters by least squares, and samples them from the covariance of the fit."""
     from scipy.optimize import least_squares
 
     unit = float(max(run.losses.max() for run in runs)) or 1.0
     lowest = max(1e-6, float(min(run.losses.min() for run in runs)) / unit)
     reach = float(np.median([run.versions[-1] for run in runs])) + 1.0
-    # Models are never quite right: what is left over is at least a hundredth of the loss.
+    # No model is exact: residuals are at least a hundredth of the loss.
     errors = [np.hypot(run.errors, 0.01 * run.losses) for run in runs]
-    usual = np.array([math.log(0.3 * lowest), 0.0, math.log(reach / 4), *(mean for mean, _ in _USUAL.values())])
-    spread = np.array([1.5, 0.5, 2.0, *(spread for _, spread in _USUAL.values())])
+    prior = np.array([math.log(0.3 * lowest), 0.0, math.log(reach / 4), *(mean for mean, _ in _PRIOR.values())])
+    spread = np.array([1.5, 0.5, 2.0, *(spread for _, spread in _PRIOR.values())])
 
     def residuals(theta: Numbers) -> Numbers:
         parts = [
             (_loss(theta, run.versions, run.gradients, run.staleness, unit) - run.losses) / error
             for run, error in zip(runs, errors, strict=True)
         ]
-        return np.concatenate([*parts, (theta - usual) / spread])
+        return np.concatenate([*parts, (theta - prior) / spread])
 
-    found = least_squares(residuals, usual, method="trf", bounds=(usual - 8 * spread, usual + 8 * spread))
+    found = least_squares(residuals, prior, method="trf", bounds=(prior - 8 * spread, prior + 8 * spread))
     covariance = np.linalg.inv(found.jac.T @ found.jac)
-    # Neighbouring means err together, so the fit is trusted as if there were fewer of them.
+    # Errors of neighbouring means are correlated, so the covariance is widened by the misfit.
     count = sum(len(run.losses) for run in runs)
     misfit = max(1.0, float(2 * found.cost) / count)
     source = np.random.default_rng(0)
     samples = source.multivariate_normal(found.x, covariance * misfit, _SAMPLES)
-    return Convergence(found.x, np.clip(samples, usual - 6 * spread, usual + 6 * spread), unit)
+    return Convergence(found.x, np.clip(samples, prior - 6 * spread, prior + 6 * spread), unit)

@@ -1,4 +1,4 @@
-"""How long a step takes: distributions that can be named, drawn from, and fitted."""
+"""Distributions of the length of a step, parsed from a spec and drawn from."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ Draws = NDArray[np.float64]
 
 
 class Distribution(ABC):
-    """Seconds, drawn independently."""
+    """A distribution of seconds; draws are independent."""
 
     @property
     def constant(self) -> bool:
+        """True if all draws are equal."""
         return False
 
     @abstractmethod
-    def mean(self) -> float: ...
+    def mean(self) -> float:
+        """Seconds."""
 
     @abstractmethod
-    def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws: ...
+    def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws:
+        """An array of draws."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant(Distribution):
+    """Always the same length."""
+
     seconds: float
 
     @property
@@ -67,7 +72,7 @@ class Exponential(Distribution):
 
 @dataclasses.dataclass(frozen=True)
 class Pareto(Distribution):
-    """At least `least`; the smaller the shape, the heavier the tail."""
+    """A Pareto distribution from `least` seconds on; a smaller shape has a heavier tail."""
 
     least: float
     shape: float
@@ -84,6 +89,8 @@ class Pareto(Distribution):
 
 @dataclasses.dataclass(frozen=True)
 class Gamma(Distribution):
+    """A gamma distribution."""
+
     shape: float
     scale: float
 
@@ -99,7 +106,7 @@ class Gamma(Distribution):
 
 @dataclasses.dataclass(frozen=True)
 class Lognormal(Distribution):
-    """exp of a normal distribution; `median` seconds, `spread` of the logarithm."""
+    """A lognormal distribution: `median` in seconds, `spread` the standard deviation of the logarithm."""
 
     median: float
     spread: float
@@ -116,7 +123,7 @@ class Lognormal(Distribution):
 
 @dataclasses.dataclass(frozen=True)
 class Empirical(Distribution):
-    """What was measured, in any order."""
+    """Measured lengths, drawn with replacement."""
 
     seconds: tuple[float, ...]
 
@@ -138,9 +145,9 @@ class Empirical(Distribution):
 
 _NUMBER = r"(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)"
 LONGEST = 1e12
-"""Seconds, of anything: sums of longer ones are no numbers any more."""
+"""The most seconds of anything: sums of longer ones overflow."""
 _WILDEST = 0.1
-"""The least shape of a Pareto distribution: draws still are numbers that can be added."""
+"""The least shape of a Pareto distribution whose draws can be added without overflow."""
 _FORMS = "SECONDS, exp(MEAN), SHIFT+exp(MEAN), pareto(LEAST,SHAPE), gamma(SHAPE,SCALE), lognormal(MEDIAN,SPREAD)"
 
 

@@ -1,5 +1,4 @@
-"""The event loop: workers that compute for drawn times, links and servers that take theirs, and the very policy that a
-server would ask."""
+"""The event loop of a simulation: workers, links and servers in virtual time, and a server's own policy object."""
 
 from __future__ import annotations
 
@@ -13,25 +12,26 @@ import numpy as np
 from paceline.errors import UsageError
 from paceline.policies import Arrival, Decision, Groups, Order, Policy
 from paceline.simulate.cluster import SimulatedCluster
-from paceline.simulate.crowd import Crowd
+from paceline.simulate.core_sharing import SharedCores
 from paceline.simulate.distributions import Distribution
-from paceline.simulate.network import Nothing, Served, SimulatedNetwork
+from paceline.simulate.network import FreeNetwork, ServerNetwork, SimulatedNetwork
 from paceline.simulate.result import Result, TimeShares, result
 from paceline.simulate.trace import SimulatedTrace
 
 _AHEAD = 4096
-"""Draws that are made at once, at most: one at a time would take longer than the rest of the loop."""
+"""The most draws that are made at once: one at a time would take longer than the rest of the loop."""
 _FIRST = 16
-"""Draws that are made at first: many workers may make few steps."""
+"""Draws that are made at first: with many workers, each may make few steps."""
 _PATIENCE = 1000
-"""Gradients per worker without an update, after which none is expected any more."""
-_SENT, _ARRIVED, _STARTS, _THROUGH, _DIED, _BACK = range(6)
+"""Gradients per worker without an update, after which the run counts as starved."""
+_SENT, _ARRIVED, _STARTS, _FINISHED, _DIED, _BACK = range(6)
+"""Kinds of events."""
 _COMPUTING, _SENDING, _HERE, _AWAY = range(4)
-"""What a worker does; `here` is its gradient, at the server."""
+"""States of a worker; `_HERE`: its gradient is at the server."""
 
 
 def _stream(of: Distribution, factor: float, source: np.random.Generator, most: int) -> Callable[[], float]:
-    """One draw after the other, each times a factor."""
+    """A function that returns one draw after the other, each times a factor."""
     draws: list[float] = []
     size = _FIRST
 
@@ -46,7 +46,7 @@ def _stream(of: Distribution, factor: float, source: np.random.Generator, most: 
 
 
 class EventLoop:
-    """One run of one policy on one cluster."""
+    """Simulates one run of one policy on one cluster."""
 
     def __init__(
         self,
@@ -59,35 +59,36 @@ class EventLoop:
         trace: SimulatedTrace | None = None,
         loss: Callable[[int, int], float] | None = None,
     ) -> None:
-        """network: another one than the cluster's servers'; inside: seconds that each worker's group takes to agree;
-        loss: after so many updates, with so many gradients each, for a policy that follows it."""
+        """`network` replaces that of the cluster's servers. `inside` is the seconds of an all-reduce in each worker's
+        group. `loss` gives the loss by updates and gradients per update, for a policy that adapts to it.
+        """
         self._policy, self._cluster, self._inside, self._trace = policy, cluster, inside or {}, trace
         count = cluster.workers
         source = np.random.default_rng(seed)
         most = max(_FIRST, min(_AHEAD, 4_000_000 // count))
         self._draw = [_stream(*cluster.steps_of(rank), own, most) for rank, own in enumerate(source.spawn(count))]
-        self._luck = source.spawn(1)[0]
-        """For what goes wrong."""
-        self._network = network or (Served(cluster) if cluster.wired else Nothing())
+        self._faults = source.spawn(1)[0]
+        """The random numbers of spells and failures."""
+        self._network = network or (ServerNetwork(cluster) if cluster.has_messages else FreeNetwork())
         self._loss = loss
-        self._crowd = Crowd(cluster) if cluster.crowded else None
+        self._cores = SharedCores(cluster) if cluster.shares_cores else None
         self._grouped = isinstance(policy, Groups)
-        self._direct = isinstance(self._network, Nothing)
+        self._direct = isinstance(self._network, FreeNetwork)
         self._version = [0] * count
         self._step = [0] * count
-        """Counts a worker's steps, so that the end of one that was cancelled is known for what it is."""
+        """The number of each worker's step, by which the end of a cancelled step is recognized."""
         self._does = [_COMPUTING] * count
         self._began, self._ends = [0.0] * count, [0.0] * count
-        """Of the step that is under way."""
+        """Start and end of the current step."""
         self._alone = [0.0] * count
-        """How long it would take on a core of its own."""
+        """Seconds of the current step without contention for cores."""
         self._since = [0.0] * count
-        """When its gradient came to the server."""
+        """The time at which each worker's gradient arrived at the server."""
         self._shares = [TimeShares() for _ in range(count)]
         self._slow_until = [0.0] * count
         self._next_spell = [math.inf] * count
         if cluster.spells is not None:
-            self._next_spell = self._luck.exponential(cluster.spells.every, count).tolist()
+            self._next_spell = self._faults.exponential(cluster.spells.every, count).tolist()
         self._heap: list[tuple[float, int, int, int]] = []
         self._server_free = 0.0
         self.cancelled = self.dropped = self.used = self._tickets = self._without = self._failures = 0
@@ -97,6 +98,7 @@ class EventLoop:
         self.now = 0.0
 
     def run(self, updates: int, strategy: str) -> Result:
+        """Runs until `updates` updates have been made, or no more can be."""
         if self._cluster.failures is not None:
             for rank in range(self._cluster.workers):
                 self._await_death(rank)
@@ -112,14 +114,14 @@ class EventLoop:
             self.now, kind, rank, step = heapq.heappop(heap)
             if kind <= _ARRIVED:
                 if step != steps[rank]:
-                    continue  # it was cancelled, or is gone
+                    continue  # the step was cancelled, or the worker has left
                 if direct or kind == _ARRIVED:
                     self._arrive(rank)
                 else:
                     self._does[rank] = _SENDING
                     arrival = self._network.push(rank, self.now, self._ends[rank])
                     heapq.heappush(heap, (arrival, _ARRIVED, rank, step))
-            elif kind <= _THROUGH:
+            elif kind <= _FINISHED:
                 self._share_cores(kind, rank, step)
             elif kind == _DIED:
                 self._die(rank)
@@ -139,23 +141,23 @@ class EventLoop:
         push = Arrival(self._tickets, rank, version)
         if self._trace is not None:
             alone = self._alone[rank]
-            self._trace.computed(rank, began, end, version, self._crowd.needs(rank, alone) if self._crowd else alone)
+            self._trace.computed(rank, began, end, version, self._cores.needs(rank, alone) if self._cores else alone)
             self._trace.arrived(push, now, staleness)
         cluster = self._cluster
         moment = max(now, self._server_free) + cluster.push_seconds
         decision = self._policy.arrive(push)
         if self._grouped:
-            # A group pushes as one worker, once its members have agreed.
+            # A group pushes as one worker, after its all-reduce.
             self.ages[staleness] += len(decision.together)
         elif push not in decision.drop:
             self.ages[staleness] += 1
-        # A group agrees among itself; the server is free for others meanwhile.
+        # The server is free for others during a group's all-reduce.
         agreeing = self._inside[decision.together[0].worker] if len(decision.together) > 1 else 0.0
         self._execute(decision, moment + agreeing, rank)
         self._server_free -= agreeing
 
     def _execute(self, decision: Decision, moment: float, by: int) -> None:
-        """Do what the policy has decided, once the server is free for it."""
+        """Carries out a decision of the policy at `moment`, when the server is free."""
         self.dropped += len(decision.drop)
         if decision.use:
             if self._trace is not None:
@@ -183,12 +185,12 @@ class EventLoop:
         for (rank, _), version, start in zip(gone, versions, starts, strict=True):
             self._shares[rank].communicating += start - moment
             if self._trace is not None and self._does[rank] == _HERE:
-                self._trace.let_go(rank, self._ends[rank], start, version, by)
+                self._trace.released(rank, self._ends[rank], start, version, by)
             self._version[rank] = version
             self._begin(rank, start)
 
     def _goes(self, rank: int, order: Order, moment: float) -> bool:
-        """Whether a worker begins its next step with this order."""
+        """True if a worker begins its next step with this order."""
         if order is Order.WAIT:
             return False
         if self._does[rank] == _HERE:
@@ -200,7 +202,7 @@ class EventLoop:
             if self._trace is not None:
                 self._trace.cancelled(rank, self._began[rank], moment, self._version[rank])
             return True
-        return False  # it computes, or its gradient is on its way; nothing changes for it
+        return False  # it computes or sends, and goes on
 
     def _begin(self, rank: int, start: float) -> None:
         self._step[rank] += 1
@@ -209,15 +211,15 @@ class EventLoop:
         if self._cluster.spells is not None:
             seconds *= self._spell(rank, start)
         self._began[rank], self._alone[rank] = start, seconds
-        if self._crowd is None:
+        if self._cores is None:
             self._end(rank, start, seconds)
         else:
             self._ends[rank] = math.inf
-            self._uncrowd(rank)
+            self._release_core(rank)
             heapq.heappush(self._heap, (start, _STARTS, rank, self._step[rank]))
 
     def _end(self, rank: int, start: float, seconds: float) -> None:
-        """A step lasts so long, as is known by now."""
+        """Schedules the end of a step, of which the length is known now."""
         self._ends[rank] = end = start + seconds
         sent = max(self.now, end - self._cluster.overlap * seconds)
         heapq.heappush(self._heap, (sent, _SENT, rank, self._step[rank]))
@@ -225,61 +227,61 @@ class EventLoop:
     # -- cores that are shared ---------------------------------------------------------------------------------------
 
     def _share_cores(self, kind: int, which: int, number: int) -> None:
-        """A worker starts to compute, or the first on a machine is through: for the others it changes when they are."""
-        crowd = self._crowd
-        assert crowd is not None
+        """Handles a worker that starts or finishes computing, which moves the ends of the others on its machine."""
+        cores = self._cores
+        assert cores is not None
         if kind == _STARTS:
             if number == self._step[which]:
-                self._expect(crowd.enter(which, self.now, self._alone[which]))
+                self._expect(cores.enter(which, self.now, self._alone[which]))
             return
-        rank = crowd.through(which, number, self.now)
+        rank = cores.finish(which, number, self.now)
         if rank is not None:
             start = self._began[rank]
-            self._end(rank, start, crowd.length(rank, self._alone[rank], self.now - start))
+            self._end(rank, start, cores.length(rank, self._alone[rank], self.now - start))
             self._expect(which)
 
-    def _uncrowd(self, rank: int) -> None:
-        """A worker computes no longer, if it did."""
-        if self._crowd is not None and (machine := self._crowd.leave(rank, self.now)) is not None:
+    def _release_core(self, rank: int) -> None:
+        """Takes a worker off its core, if it had one."""
+        if self._cores is not None and (machine := self._cores.leave(rank, self.now)) is not None:
             self._expect(machine)
 
     def _expect(self, machine: int) -> None:
-        assert self._crowd is not None
-        if (expected := self._crowd.next(machine)) is not None:
-            heapq.heappush(self._heap, (expected[0], _THROUGH, machine, expected[1]))
+        assert self._cores is not None
+        if (expected := self._cores.next(machine)) is not None:
+            heapq.heappush(self._heap, (expected[0], _FINISHED, machine, expected[1]))
 
-    # -- what goes wrong ---------------------------------------------------------------------------------------------
+    # -- spells and failures -----------------------------------------------------------------------------------------
 
     def _spell(self, rank: int, now: float) -> float:
-        """What a step that begins now is multiplied with."""
+        """The factor on a step that begins now."""
         spells = self._cluster.spells
         assert spells is not None
         while self._next_spell[rank] <= now:
             begun = self._next_spell[rank]
-            self._slow_until[rank] = begun + self._luck.exponential(spells.lasting)
-            self._next_spell[rank] = self._slow_until[rank] + self._luck.exponential(spells.every)
+            self._slow_until[rank] = begun + self._faults.exponential(spells.lasting)
+            self._next_spell[rank] = self._slow_until[rank] + self._faults.exponential(spells.every)
         return spells.factor if now < self._slow_until[rank] else 1.0
 
     def _await_death(self, rank: int) -> None:
         assert self._cluster.failures is not None
-        when = self.now + self._luck.exponential(self._cluster.failures.every)
+        when = self.now + self._faults.exponential(self._cluster.failures.every)
         heapq.heappush(self._heap, (when, _DIED, rank, 0))
 
     def _die(self, rank: int) -> None:
-        """What it computes is lost; what it has pushed still counts."""
+        """Stops a worker: the gradient it computes is lost, those it has pushed are kept."""
         assert self._cluster.failures is not None
         self._failures += 1
         restart = self.now + self._cluster.failures.restart
         if self._policy.spare and len(self._policy.workers) > 1:
             self._step[rank] += 1
-            self._uncrowd(rank)
+            self._release_core(rank)
             if self._does[rank] == _HERE:
                 self._shares[rank].waiting += self.now - self._since[rank]
             self._does[rank] = _AWAY
             decision = self._policy.leave(rank)
             self._execute(decision, max(self.now, self._server_free), rank)
         elif self._does[rank] != _HERE:
-            # All need it: they wait until it is back, and has computed its gradient anew.
+            # The policy needs all workers: they wait until it is back and has recomputed its gradient.
             self._begin(rank, restart)
         heapq.heappush(self._heap, (restart, _BACK, rank, 0))
 
@@ -289,19 +291,19 @@ class EventLoop:
             try:
                 decision = self._policy.join(rank)
             except UsageError:
-                return  # this policy takes nobody in
+                return  # this policy admits no worker
             self._does[rank], self._since[rank] = _HERE, self.now
             self._execute(decision, max(self.now, self._server_free), rank)
 
     def _stuck(self) -> str:
-        """Why there are no more updates."""
+        """The reason why there are no more updates."""
         updates = len(self.moments)
         if not self._heap:
             waiting = sum(does == _HERE for does in self._does)
-            return f"deadlock: after {updates} updates {waiting} workers wait, and nothing is left that could end it"
-        return f"starvation: {self._without} gradients have come since update {updates}, and none is used"
+            return f"deadlock: after {updates} updates {waiting} workers wait, and no event is left to release them"
+        return f"starvation: {self._without} gradients have arrived since update {updates}, and none is used"
 
-    # -- what came of it ---------------------------------------------------------------------------------------------
+    # -- the result -------------------------------------------------------------------------------------------------
 
     def _result(self, strategy: str, verdict: str | None) -> Result:
         end = max(self.now, self.moments[-1] if self.moments else 0.0)

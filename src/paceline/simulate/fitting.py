@@ -1,4 +1,4 @@
-"""How long steps are, from those that were recorded: what most are like, and whose differ."""
+"""Fits the lengths of recorded steps: a common distribution, factors of uneven workers, and workers of another kind."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from paceline.simulate.distributions import Distribution, Draws, Empirical
 from paceline.simulate.recorded import RecordedSteps
 
 _UNEVEN = 0.02
-"""A worker's mean that differs by less from the others' is not called uneven."""
+"""The least relative difference of a worker's mean from the others' that counts as uneven."""
 _SURE = 3.0
-"""Standard errors that a difference must have."""
+"""The least difference that counts, in standard errors."""
 _POINTS = 2000
-"""Values that an empirical distribution has at most."""
+"""The most values of an empirical distribution."""
 
 
 def fit_steps(
     workers: Mapping[int, RecordedSteps], count: int
 ) -> tuple[Distribution, list[float], list[Distribution | None], float]:
-    """What most steps are like; how many times as long each worker's are; and who is of a kind of its own."""
+    """The common distribution, each worker's factor, distributions of workers that differ in kind, and the jitter."""
     draws = {rank: survival(steps.lengths, steps.left) for rank, steps in workers.items() if steps.lengths}
     means = {rank: float(of.mean()) for rank, of in draws.items()}
     typical = float(np.median(list(means.values())))
-    # By how much a worker's mean can be off: by as much as steps vary, over the root of how many there are.
+    # The standard error of each worker's mean.
     errors = {rank: float(of.std()) / math.sqrt(len(workers[rank].lengths)) for rank, of in draws.items()}
     factors = [1.0] * count
     for rank, mean in means.items():
@@ -55,10 +55,10 @@ def fit_steps(
 
 
 def survival(lengths: Sequence[float], left: Sequence[float]) -> Draws:
-    """As if no step had been cancelled: the weight of those that were goes to longer ones (Kaplan and Meier).
+    """The lengths as if no step had been cancelled (the Kaplan-Meier estimate).
 
-    What is cancelled is known to be longer than when it was left; if that is longer than any step that was ended, the
-    rest is taken to be of that length.
+    lengths: of completed steps; left: of cancelled ones, each at least that long. Its weight goes to longer steps; if
+    there is none, to its own length.
     """
     ended = np.sort(lengths)
     if not len(left):
@@ -71,14 +71,14 @@ def survival(lengths: Sequence[float], left: Sequence[float]) -> Draws:
     alive = np.cumprod(1 - kind / at_risk)
     mass = -np.diff(alive, prepend=1.0)
     mass[-1] += alive[-1]
-    # As so many equally likely values.
+    # As equally likely values.
     count = min(_POINTS, max(200, len(moments)))
     places = (np.arange(count) + 0.5) / count
     return np.asarray(moments[np.minimum(np.searchsorted(np.cumsum(mass), places), len(moments) - 1)], float)
 
 
 def _thinned(values: Draws, count: int) -> Draws:
-    """The same distribution in fewer values, of the same mean."""
+    """The same distribution with fewer values and the same mean."""
     if len(values) <= count:
         return values
     fewer = np.quantile(values, (np.arange(count) + 0.5) / count)
@@ -86,8 +86,7 @@ def _thinned(values: Draws, count: int) -> Draws:
 
 
 def _differs(one: Draws, other: Draws) -> bool:
-    """Whether two samples are of different distributions, by the test of Kolmogorov and Smirnov at one in a thousand;
-    and by more than a little."""
+    """True if two samples differ by the Kolmogorov-Smirnov test at 0.1 %, and by a notable amount."""
     one, other = np.sort(one), np.sort(other)
     both = np.concatenate([one, other])
     distance = np.abs(

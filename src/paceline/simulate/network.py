@@ -1,4 +1,4 @@
-"""The way of gradients and versions between machines: every port serves one message after the other."""
+"""Networks of a simulation: every port transfers one message after the other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.simulate.cluster import SimulatedCluster
 
 
 class Port:
-    """One direction of a machine's link. What comes while it is busy queues."""
+    """One direction of a machine's link; messages queue while it is busy."""
 
     __slots__ = ("bandwidth", "bytes", "free")
 
@@ -21,33 +21,33 @@ class Port:
         self.bytes = 0.0
 
     def take(self, now: float, size: float) -> float:
-        """When a message of so many bytes is through."""
+        """Queues a message of `size` bytes; returns the time at which it has passed."""
         self.bytes += size
         self.free = max(self.free, now) + size / self.bandwidth
         return self.free
 
 
 class SimulatedNetwork(ABC):
-    """How long it takes until a gradient is there, and until a worker has its next version."""
+    """The times at which gradients arrive at the server and versions at the workers."""
 
     @abstractmethod
     def push(self, rank: int, now: float, ready: float) -> float:
-        """A worker sends from now, and has all of its gradient when it is ready: when it has arrived."""
+        """The arrival time of a gradient that a worker begins to send `now` and has computed by `ready`."""
 
     @abstractmethod
     def pull(self, ranks: Sequence[int], now: float, new: Sequence[bool]) -> list[float]:
-        """Workers are let go, with another version if it is a new one: when each has it.
+        """The times at which workers that are released `now` have their version; `new` ones are sent.
 
-        What is sent at once shares the ports on its way, so all have it when the last one does.
+        Versions that are sent at once share the ports, so all arrive with the last one.
         """
 
     def traffic(self) -> dict[str, list[float]]:
-        """Bytes through every port."""
+        """Bytes through every port, by direction."""
         return {}
 
 
-class Nothing(SimulatedNetwork):
-    """Messages cost nothing."""
+class FreeNetwork(SimulatedNetwork):
+    """Messages take no time."""
 
     def push(self, rank: int, now: float, ready: float) -> float:
         return ready
@@ -56,11 +56,11 @@ class Nothing(SimulatedNetwork):
         return [now] * len(ranks)
 
 
-class Served(SimulatedNetwork):
-    """A parameter server, in equal shards, on machines of its own or on the workers'.
+class ServerNetwork(SimulatedNetwork):
+    """A parameter server in equal shards, on separate machines or on the workers'.
 
-    A message is through once all ports on its way are, each at its own pace: the shards of one message go through the
-    servers' ports side by side, and so do the two ends of a link.
+    A message has arrived when it has passed all ports on its path, each at its own bandwidth: the shards of a message
+    pass the servers' ports in parallel, and so do the two ends of a link.
     """
 
     def __init__(self, cluster: SimulatedCluster) -> None:
@@ -73,28 +73,28 @@ class Served(SimulatedNetwork):
         self._apart = isinstance(where, int)
         self._pushed, self._size = cluster.pushed, cluster.size
         if isinstance(where, int):
-            # Shards are equal, so ports of equal width are busy alike: as one that is so much wider.
+            # Shards are equal, so the servers' ports are busy alike: they act as one port of their total bandwidth.
             self._server_in, self._server_out = Port(where * own.bandwidth), Port(where * own.bandwidth)
-            self._home, far = -1, 1.0
+            self._server_machine, far = -1, 1.0
         elif where == "lead":
             own = links[0]
             self._server_in, self._server_out = self._in[0], self._out[0]
-            self._home, far = 0, 1.0
+            self._server_machine, far = 0, 1.0
         else:
-            # Every machine has a shard; the slowest one's port is the one that counts.
+            # Every machine has a shard; the slowest port is the bottleneck.
             own = cluster.narrowest()
             wide = len(links) * own.bandwidth
             self._server_in, self._server_out = Port(wide), Port(wide)
-            self._home, far = -1, 1.0 - 1.0 / len(links)
+            self._server_machine, far = -1, 1.0 - 1.0 / len(links)
         self._far = far
-        """Of a message, the share that leaves its machine."""
-        # Everything goes over both links, as one message.
+        """The share of a message that leaves its machine."""
+        # A message passes both links, and pays the larger latency once.
         slow = dict(cluster.links)
         self._latency = [max(slow.get(rank, cluster.link).latency, own.latency) for rank in range(cluster.workers)]
 
     def push(self, rank: int, now: float, ready: float) -> float:
         machine = self._machine[rank]
-        if machine == self._home:
+        if machine == self._server_machine:
             return ready
         size = self._pushed * self._far
         through = max(self._out[machine].take(now, size), self._server_in.take(now, size))
@@ -102,35 +102,35 @@ class Served(SimulatedNetwork):
 
     def pull(self, ranks: Sequence[int], now: float, new: Sequence[bool]) -> list[float]:
         size = self._size * self._far
-        if len(ranks) == 1:  # as it mostly is; the rest would say the same, but take longer
+        if len(ranks) == 1:  # the common case, without the general code's overhead
             machine = self._machine[ranks[0]]
-            if machine == self._home:
+            if machine == self._server_machine:
                 return [now]
             if new[0]:
                 now = max(self._in[machine].take(now, size), self._server_out.take(now, size))
             return [now + self._latency[ranks[0]]]
-        sent = [fresh and self._machine[rank] != self._home for rank, fresh in zip(ranks, new, strict=True)]
+        sent = [fresh and self._machine[rank] != self._server_machine for rank, fresh in zip(ranks, new, strict=True)]
         through = self._server_out.take(now, size * sum(sent)) if any(sent) else now
         into = Counter(self._machine[rank] for rank, some in zip(ranks, sent, strict=True) if some)
         here = {machine: self._in[machine].take(now, size * count) for machine, count in into.items()}
         ends = []
         for rank, some in zip(ranks, sent, strict=True):
             machine = self._machine[rank]
-            if machine == self._home:
+            if machine == self._server_machine:
                 ends.append(now)
             else:
                 ends.append((max(here[machine], through) if some else now) + self._latency[rank])
         return ends
 
     def traffic(self) -> dict[str, list[float]]:
-        told = {"out": [port.bytes for port in self._out], "in": [port.bytes for port in self._in]}
+        found = {"out": [port.bytes for port in self._out], "in": [port.bytes for port in self._in]}
         if self._apart:
-            told |= {"server_in": [self._server_in.bytes], "server_out": [self._server_out.bytes]}
-        return told
+            found |= {"server_in": [self._server_in.bytes], "server_out": [self._server_out.bytes]}
+        return found
 
 
-class Collective(SimulatedNetwork):
-    """An all-reduce: from when the last worker has something to send, so many seconds."""
+class CollectiveNetwork(SimulatedNetwork):
+    """An all-reduce of a fixed time, from when the last worker has something to send."""
 
     def __init__(self, workers: int, seconds: float, size: float) -> None:
         self._workers, self._seconds, self._size = workers, seconds, size

@@ -23,7 +23,7 @@ from paceline.simulate.cluster import SimulatedCluster, narrowest
 from paceline.simulate.distributions import Distribution, Empirical
 from paceline.simulate.engine import EventLoop
 from paceline.simulate.fast import simulate_collective, simulate_fast
-from paceline.simulate.network import Collective
+from paceline.simulate.network import CollectiveNetwork
 from paceline.simulate.replica import (
     Model,
     all_reduce_seconds,
@@ -116,7 +116,7 @@ class _Question:
         if cluster.alike and not cluster.overlap and self.trace is None:
             return simulate_collective(str(strategy), alone, self.updates, self.seed, seconds)
         policy = make_policy(config.Sync(), range(cluster.workers))
-        network = Collective(cluster.workers, seconds, cluster.pushed)
+        network = CollectiveNetwork(cluster.workers, seconds, cluster.pushed)
         engine = EventLoop(policy, alone, self.seed, network=network, trace=self.trace)
         return engine.run(self.updates, str(strategy))
 

@@ -1,4 +1,4 @@
-"""What the events of a run say of each worker: its steps, and how long its messages took."""
+"""The steps of each worker and the times of its messages, from the events of a run."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from numpy.typing import NDArray
 
 from paceline import events
 from paceline.simulate.cluster import Cores
-from paceline.simulate.crowd import Shortage
+from paceline.simulate.core_sharing import CoreShortage
 
 Moments = NDArray[np.float64]
 Span = tuple[float, float]
 
 _NOTABLE = 0.05
-"""The share of a step that is spent elsewhere, from which on it is looked at how it varies."""
+"""The share of a step spent off the cores from which on its variation between steps is kept."""
 
 
 @dataclasses.dataclass
 class RecordedSteps:
-    """Of one worker."""
+    """The steps of one worker. Times in seconds."""
 
     lengths: list[float] = dataclasses.field(default_factory=list)
-    """Of steps that were ended: loading, computing, and what the script does besides."""
+    """Lengths of completed steps: loading, computing, and the script's own work between them."""
     busy: list[Span] = dataclasses.field(default_factory=list)
-    """When in each of them it loaded and computed: without what was slept on purpose."""
+    """Start and end of loading and computing in each of them, without sleep on purpose (`--slow`)."""
     core: list[float] = dataclasses.field(default_factory=list)
-    """How long it kept a core busy in each of them."""
+    """Core seconds of each of them."""
     left: list[float] = dataclasses.field(default_factory=list)
-    """Of steps that were cancelled, when they were: they would have been longer."""
+    """Lengths of cancelled steps until they were cancelled."""
     begun: list[float] = dataclasses.field(default_factory=list)
-    """When each of those began."""
+    """The start of each of those."""
     up: list[float] = dataclasses.field(default_factory=list)
-    """From when a gradient was ready until the server had it."""
+    """Seconds from a gradient's end of computing to its arrival at the server."""
     down: list[float] = dataclasses.field(default_factory=list)
-    """From when the server let the worker go until it went."""
+    """Seconds from the server's reply to the worker's next step."""
     forward: float = 0.0
     computing: float = 0.0
     samples: int = 0
@@ -46,35 +46,35 @@ class RecordedSteps:
 
     @property
     def latency(self) -> float:
-        """One way, as a mean: a slow link is slow now and then, too."""
+        """Mean seconds of a message one way; a mean, since a slow link may be slow only at times."""
         return (_trimmed(self.up) + _trimmed(self.down)) / 2 if self.up else 0.0
 
     def phases(self) -> Moments:
-        """When it loaded and computed, cancelled steps included: those compute first, and sleep last."""
+        """Start and end of loading and computing, cancelled steps included; a step computes first and sleeps last."""
         ended = np.array(self.busy).reshape(-1, 2)
         begun = np.array(self.begun)
         usual = float(np.median(ended[:, 1] - ended[:, 0])) if len(ended) else math.inf
         return np.concatenate([ended, np.stack([begun, begun + np.minimum(usual, self.left)], axis=1)])
 
 
-def uncrowd(workers: Mapping[int, RecordedSteps], cores: Cores) -> Cores:
-    """Take out of the steps what they took longer because workers shared cores; and what they need of a core.
+def remove_contention(workers: Mapping[int, RecordedSteps], cores: Cores) -> Cores:
+    """Removes from the steps the time that they waited for a shared core; returns the cores with each worker's shares.
 
-    A step that took longer than it kept a core busy either had to wait for a core, or did something else, such as to
-    wait for a disk. It is taken to have waited for a core while cores were short.
+    A step that took longer than its core seconds either waited for a core or for something else, such as a disk. While
+    cores were short, it counts as having waited for a core.
     """
     count = len(cores.fixed)
     active, slept = [1.0] * count, [0.0] * count
     known = {rank: _Share(steps) for rank, steps in workers.items() if steps.busy}
     shares = np.concatenate([np.full(len(one.phases), one.share) for one in known.values()])
-    shortage = Shortage(np.concatenate([one.phases for one in known.values()]), shares, cores.count)
+    shortage = CoreShortage(np.concatenate([one.phases for one in known.values()]), shares, cores.count)
     for rank, one in known.items():
         active[rank], slept[rank] = one.apply(workers[rank], shortage, fixed=cores.fixed[rank])
     return Cores(cores.count, tuple(active), tuple(slept), cores.fixed)
 
 
 class _Share:
-    """What one worker's steps need of a core, and of anything else."""
+    """The share of a core, and of other waiting, in one worker's steps."""
 
     def __init__(self, steps: RecordedSteps) -> None:
         self.phases = steps.phases()
@@ -82,15 +82,15 @@ class _Share:
         self._took = np.maximum(self._end - self._start, 1e-9)
         self._core = np.minimum(steps.core, self._took)
         if not self._core.any():
-            self._core = self._took  # it is not known; then all of it
+            self._core = self._took  # not recorded: assume all of it
 
     @property
     def share(self) -> float:
-        """Of the time in which it loads and computes, how much it keeps a core busy."""
+        """Core seconds per second of loading and computing."""
         return float(self._core.sum() / self._took.sum())
 
-    def apply(self, steps: RecordedSteps, shortage: Shortage, *, fixed: bool) -> tuple[float, float]:
-        """Make the steps as long as they would have been; the share that needs a core, and that is slept on purpose."""
+    def apply(self, steps: RecordedSteps, shortage: CoreShortage, *, fixed: bool) -> tuple[float, float]:
+        """Rescales the steps to their lengths without contention; returns the shares on a core and slept on purpose."""
         lengths = np.array(steps.lengths)
         if fixed:
             return min(1.0, float(self._core.sum() / lengths.sum())), 0.0
@@ -101,7 +101,7 @@ class _Share:
             elsewhere = np.maximum(0.0, beyond)
             elsewhere *= usual / float(elsewhere.mean())
         alone = self._core + elsewhere
-        # With what is slept, and what the script does between steps.
+        # Including sleep, and the script's own work between steps.
         whole = float(lengths.sum() / self._took.sum())
         steps.lengths = (alone * whole).tolist()
         steps.left = (np.array(steps.left) * float(alone.sum() / self._took.sum())).tolist()
@@ -109,13 +109,13 @@ class _Share:
 
 
 class Recording:
-    """What has been read so far."""
+    """Collects the events of a run."""
 
     def __init__(self) -> None:
         self._by_rank: defaultdict[int, list[events.Event]] = defaultdict(list)
         self._pushes: defaultdict[int, list[float]] = defaultdict(list)
         self.updates: dict[int, Span] = {}
-        """When each version was made: beginning and end."""
+        """Start and end of the update that made each version."""
         self._metrics: list[events.Metric] = []
         self.strategy = ""
         self.size = 0
@@ -125,14 +125,16 @@ class Recording:
 
     @property
     def served(self) -> bool:
-        """Whether gradients went to a server."""
+        """True if gradients went to a server."""
         return bool(self._pushes)
 
     @property
     def count(self) -> int:
+        """Workers of the run."""
         return max(self._by_rank) + 1 if self._by_rank else 0
 
     def take(self, block: Sequence[events.Event]) -> None:
+        """Adds events."""
         for event in block:
             match event:
                 case events.Compute() | events.Load() | events.Wait() | events.Pull() | events.Cancel():
@@ -155,6 +157,7 @@ class Recording:
                     self.strategy = event.strategy
 
     def workers(self) -> dict[int, RecordedSteps]:
+        """The steps of each worker, by rank."""
         return {rank: self._steps(rank) for rank in sorted(self._by_rank)}
 
     def _steps(self, rank: int) -> RecordedSteps:
@@ -189,9 +192,9 @@ class Recording:
                     if arrived is None:
                         continue
                     found.up.append(arrived - ready)
-                    # With which update it was let go: the last one before.
-                    let_go = max(arrived, self._last_update(end)) if isinstance(event, events.Wait) else arrived
-                    found.down.append(max(0.0, end - let_go))
+                    # The update that released it: the last one before.
+                    released = max(arrived, self._last_update(end)) if isinstance(event, events.Wait) else arrived
+                    found.down.append(max(0.0, end - released))
                 case events.Update():
                     free = _end(event)
         usual = max(0.0, float(np.median(gaps))) if gaps else 0.0
@@ -205,7 +208,7 @@ class Recording:
         return float(self._ends[index]) if index >= 0 else -math.inf
 
     def exchange(self) -> float:
-        """What an all-reduce and its update take, of workers that wait for nobody any more."""
+        """Median seconds of an all-reduce and its update, without waiting."""
         spent = [
             sum(event.seconds for event in found if isinstance(event, events.Reduce | events.Update))
             / max(1, sum(isinstance(event, events.Update) for event in found))
@@ -214,6 +217,7 @@ class Recording:
         return float(np.median(spent)) if spent else 0.0
 
     def losses(self) -> list[tuple[float, float]]:
+        """Version and reported loss."""
         for name in ("loss", "train_loss", "training_loss"):
             values = [
                 (float(metric.version), value)
@@ -230,6 +234,6 @@ def _end(event: events.Event) -> float:
 
 
 def _trimmed(values: Sequence[float]) -> float:
-    """The mean without the largest hundredth, which is of stretches in which something else happened."""
+    """The mean without the largest hundredth, which are outliers."""
     ordered = np.sort(values)
     return float(ordered[: max(1, math.ceil(0.99 * len(ordered)))].mean())

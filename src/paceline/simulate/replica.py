@@ -1,4 +1,4 @@
-"""A model that is split over several devices: how long one step of it takes."""
+"""The time of a step of a model that is split over several devices."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from paceline.topologies import Link, quickest, seconds
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What is known of a model that is to be split."""
+    """The facts of a model that decide the time of a split."""
 
     forward: float = 1 / 3
     """The forward pass's share of a step."""
     weights: float = 1 / 3
-    """The share of the gradients of weights."""
+    """The share of a step that computes the gradients of the weights."""
     layers: int = 1
-    """Blocks that a tensor split has to agree on: twice forward and twice backward each."""
+    """Blocks with two all-reduces forward and two backward each under a tensor split."""
     activations: float = 0.0
     """Bytes of a minibatch's activations between two layers."""
     stages: Mapping[int, tuple[float, ...]] = dataclasses.field(default_factory=dict)
-    """How long each stage takes, over their mean, by how many there are; equally long where this says nothing."""
+    """The time of each stage over their mean, by number of stages; equal for numbers not given."""
 
     def __post_init__(self) -> None:
         if not (self.forward > 0 and self.weights >= 0 and self.forward + self.weights <= 1):
@@ -47,7 +47,7 @@ def all_reduce_seconds(topology: str, ranks: int, size: float, link: Link) -> fl
 
 
 def tensor_seconds(cluster: SimulatedCluster, model: Model, degree: int) -> float:
-    """What the parts of every layer need to agree, in one step."""
+    """Seconds of a tensor split's all-reduces in one step."""
     each = all_reduce_seconds("auto", degree, model.activations, cluster.narrowest())
     return 4 * model.layers * each
 
@@ -61,9 +61,9 @@ def pipeline_steps(
     count: int,
     source: np.random.Generator,
 ) -> ScheduleTiming:
-    """So many drawn steps of one replica. A stage that is cut inside is as slow as the slowest of its devices.
+    """`count` drawn steps of one replica. A tensor-parallel stage is as slow as the slowest of its devices.
 
-    Where several devices share the microbatches of a stage, it has as much more of the model.
+    A stage whose microbatches n devices share holds n times as much of the model.
     """
     shares = split.by_stage if isinstance(split, Pipeline) and split.shared else (1,) * stages
     devices = sum(shares) * degree

@@ -1,4 +1,4 @@
-"""What a simulation answers."""
+"""The result of a simulation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.events.summary import Staleness
 from paceline.simulate.cluster import SimulatedCluster
 
 _BATCHES = 20
-"""Neighbouring updates depend on each other; means of so many long stretches hardly do."""
+"""Batch means for the standard error: neighbouring updates are correlated, means of long batches hardly are."""
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """Where the true value lies, in 95 of 100 simulations."""
+    """A 95 % confidence interval."""
 
     low: float
     high: float
@@ -26,7 +26,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(slots=True)
 class TimeShares:
-    """What a worker does with its time, in seconds."""
+    """A worker's time by activity, in seconds."""
 
     computing: float = 0.0
     communicating: float = 0.0
@@ -35,7 +35,7 @@ class TimeShares:
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """The names are stable: scripts rely on them."""
+    """The result of a simulated run. The names are stable: scripts rely on them."""
 
     strategy: str
     workers: int
@@ -45,29 +45,30 @@ class Result(msgspec.Struct, kw_only=True):
     """Mean seconds between updates, from the first to the last."""
     seconds_per_update_interval: Interval
     standard_error: float
-    """Of `seconds_per_update`."""
+    """The standard error of `seconds_per_update`."""
     minibatches_per_second: float
-    """That were used."""
+    """Used minibatches per second."""
     samples_per_second: float
     staleness: Staleness
     cancelled: int = 0
     dropped: int = 0
     failures: int = 0
     waiting: list[float] = []
-    """Per worker, the share of its time that it waits: its bubbles."""
+    """The share of its time that each worker waits: its bubbles."""
     communicating: list[float] = []
+    """The share of its time that each worker sends and receives."""
     computing: list[float] = []
-    """The same for computing what is used or at least pushed."""
+    """The share of its time in which each worker computes gradients that it pushes."""
     traffic: dict[str, list[float]] = {}
     """Bytes through every port: `out` and `in` of each machine, `server_in` and `server_out` of all servers."""
     verdict: str | None = None
-    """Why it ended early, if it did."""
+    """The reason for an early end, if it ended early."""
     starved: list[int] = []
-    """Workers of whom no gradient was used."""
+    """Workers none of whose gradients was used."""
     bubble: float | None = None
-    """Of a pipeline: the idle share of its devices' time."""
+    """The idle share of a pipeline's device time."""
     in_flight: list[int] = []
-    """Of a pipeline: microbatches whose activations each device keeps at most."""
+    """The most microbatches whose activations each device of a pipeline keeps."""
     predicted: bool = True
 
 
@@ -87,7 +88,7 @@ def result(
     verdict: str | None = None,
     starved: list[int] | None = None,
 ) -> Result:
-    """Of updates that were made at these moments."""
+    """The result of a run whose updates were made at these moments."""
     updates, seconds = len(moments), float(moments[-1]) if len(moments) else 0.0
     mean = float(moments[-1] - moments[0]) / (updates - 1) if updates > 1 else seconds if updates else math.nan
     error = _standard_error(moments)
@@ -122,7 +123,7 @@ def result(
 
 
 def _standard_error(moments: NDArray[np.float64]) -> float:
-    """Of the mean time between updates, by the means of some long stretches."""
+    """The standard error of the mean time between updates, by batch means."""
     each = len(moments) // _BATCHES
     if each < 2:
         return math.nan if len(moments) < 2 else float(np.diff(moments, prepend=0.0).std() / math.sqrt(len(moments)))

@@ -1,7 +1,7 @@
-"""Closed forms: seconds per update and staleness under each policy, if messages and updates cost nothing.
+"""Closed forms: seconds per update and staleness under each policy, if messages and updates take no time.
 
-P workers; the compute time of a minibatch is drawn anew for every worker and minibatch. Where there is no closed form a
-function answers None, and a simulation must.
+P workers; the compute time of each minibatch is drawn independently. A function returns None where there is no closed
+form.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from paceline.simulate.distributions import Distribution, Exponential, Pareto
 
 
 def harmonic(n: int) -> float:
+    """The n-th harmonic number."""
     return math.fsum(1 / i for i in range(1, n + 1))
 
 
@@ -40,11 +41,12 @@ def order_statistic(of: Distribution, workers: int, k: int) -> float | None:
 
 
 def k_sync(of: Distribution, workers: int, k: int) -> float | None:
+    """Seconds per update: the K-th of P workers."""
     return order_statistic(of, workers, k)
 
 
 def k_batch_sync(of: Distribution, workers: int, k: int) -> float | None:
-    """Memoryless steps only: whoever is cancelled loses nothing."""
+    """Seconds per update; for memoryless steps, where a cancelled worker loses nothing, and for simple cases."""
     _check(workers, k)
     if isinstance(of, Exponential) and not of.shift:
         return k * of.scale / workers
@@ -54,7 +56,7 @@ def k_batch_sync(of: Distribution, workers: int, k: int) -> float | None:
 
 
 def k_async(of: Distribution, workers: int, k: int) -> float | None:
-    """With memoryless steps those who go on are no further than those who begin: as K-sync."""
+    """Seconds per update; with memoryless steps, where a worker in mid-step is no closer to its end, as K-sync."""
     _check(workers, k)
     if isinstance(of, Exponential) and not of.shift:
         return order_statistic(of, workers, k)
@@ -64,32 +66,35 @@ def k_async(of: Distribution, workers: int, k: int) -> float | None:
 
 
 def k_batch_async(of: Distribution, workers: int, k: int) -> float:
-    """Nobody ever waits."""
+    """Seconds per update; no worker ever waits."""
     if k < 1:
         raise UsageError(f"k is {k}; it must be at least 1")
     return k * of.mean() / workers
 
 
 def groups(of: Distribution, size: int, count: int) -> float | None:
-    """Sync inside each of so many groups of this size, async between them."""
+    """Seconds per update of `count` groups of `size`, sync inside and async between them."""
     slowest = order_statistic(of, size, size)
     return None if slowest is None else slowest / count
 
 
 def staleness_k_async(workers: int, k: int) -> float:
+    """Mean staleness, in updates."""
     return workers / k - 1
 
 
 def staleness_k_batch_async(workers: int, k: int) -> float:
+    """Mean staleness, in updates."""
     return (workers - 1) / k
 
 
 def staleness_groups(count: int) -> float:
+    """Mean staleness, in updates, of groups that are asynchronous between each other."""
     return count - 1.0
 
 
 def sync_over_async(of: Distribution, workers: int) -> float | None:
-    """How many times as long as under async an update takes under sync."""
+    """Seconds per update under sync over those under async."""
     slowest = order_statistic(of, workers, workers)
     return None if slowest is None else workers * slowest / of.mean()
 
@@ -97,7 +102,7 @@ def sync_over_async(of: Distribution, workers: int) -> float | None:
 def error_k_sync(
     *, rate: float, smooth: float, convex: float, variance: float, batch: int, k: int, start: float, updates: int
 ) -> float:
-    """Dutta's bound on the error after so many updates, of which each is a mean of K gradients."""
+    """Dutta's bound on the error after `updates` updates, each the mean of K gradients."""
     floor = rate * smooth * variance / (2 * convex * k * batch)
     return floor + (1 - rate * convex) ** updates * (start - floor)
 
@@ -115,7 +120,7 @@ def error_k_async(
     gamma: float,
     fresh: float,
 ) -> float:
-    """As `error_k_sync`; gamma: how much stale gradients differ, fresh: the least share of gradients that are not."""
+    """As `error_k_sync`; gamma: the difference of stale gradients, fresh: the least share of fresh ones."""
     slowed = convex * (1 - gamma + fresh / 2)
     return error_k_sync(
         rate=rate, smooth=smooth, convex=slowed, variance=variance, batch=batch, k=k, start=start, updates=updates

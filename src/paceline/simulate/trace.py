@@ -1,4 +1,4 @@
-"""A simulated run as events of the same kind as a real one's, so that the same report draws it."""
+"""Records a simulated run as the events of a real one, for the same reports."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class SimulatedTrace:
         if now > began:
             self.events.append(events.Cancel(rank, began, now - began, version, []))
 
-    def let_go(self, rank: int, since: float, start: float, version: int, by: int) -> None:
-        """A worker has pushed, and begins its next step."""
+    def released(self, rank: int, since: float, start: float, version: int, by: int) -> None:
+        """Records the release of a worker that has pushed."""
         if start > since:
             seconds = start - since
             self.events.append(
@@ -65,7 +65,7 @@ class SimulatedTrace:
         self.events += [events.Leave(rank, end) for rank in range(len(does))]
 
     def write(self, folder: Path, more: dict[str, object]) -> None:
-        """A folder as a run leaves it, marked as predicted."""
+        """Writes a run's folder, marked as predicted."""
         folder.mkdir(parents=True, exist_ok=True)
         encoder = msgspec.json.Encoder()
         ordered = sorted((self._settled(event) for event in self.events), key=lambda event: event.start)
@@ -74,7 +74,7 @@ class SimulatedTrace:
         (folder / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
 
     def _settled(self, event: Event) -> Event:
-        """A push whose fate is known by now."""
+        """A push with its final outcome."""
         if isinstance(event, events.Push):
             return msgspec.structs.replace(event, outcome="used" if event.ticket in self._used else "dropped")
         return event

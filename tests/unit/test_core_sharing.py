@@ -55,7 +55,7 @@ def test_a_drawn_length_holds_however_crowded_it_is() -> None:
     # The first needs a core for a tenth of a second only: 0.2 s at half the pace, then three share two cores.
     drawn = four(Cores(2, (0.1, 1.0, 1.0, 1.0), fixed=(True, False, False, False)))
     assert seconds("sync", drawn) == pytest.approx(0.2 + 0.9 * 3 / 2)
-    assert not four(Cores(2, fixed=(True,) * 4)).crowded
+    assert not four(Cores(2, fixed=(True,) * 4)).shares_cores
 
 
 def test_a_cancelled_step_leaves_its_core() -> None:

@@ -1,4 +1,4 @@
-"""Workers of one machine that share its cores: when more compute than there are cores, all take longer."""
+"""Workers of one machine that share its cores: if more compute than there are cores, all slow down."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from paceline.simulate.cluster import SimulatedCluster
 Moments = NDArray[np.float64]
 
 _IDLE, _FULL = 0.5, 0.8
-"""The share of all cores that is busy when none is short, and when they are: it is never quite all of them."""
+"""The busy share of all cores up to which there is no shortage, and from which on there is a full one."""
 
 
-class Crowd:
-    """Who keeps a core busy. Cores are shared equally, as an operating system does it.
+class SharedCores:
+    """The workers that compute on each machine. Cores are shared equally, as by an operating system.
 
-    Every machine has a clock that runs slower the more of its workers compute: a step that needs so much of a core is
-    over when the clock has moved by as much, whoever comes and goes meanwhile.
+    Every machine has a virtual clock that runs slower the more of its workers compute: a step that needs s seconds of a
+    core ends when the clock has advanced by s, whichever workers start and stop meanwhile.
     """
 
     def __init__(self, cluster: SimulatedCluster) -> None:
@@ -30,29 +30,29 @@ class Crowd:
         self._slept = cores.slept or (0.0,) * count
         self._fixed = cores.fixed or (False,) * count
         self._needs = [0.0] * count
-        """Of a core, in a step of drawn length: the same in each."""
+        """Core seconds of each step of drawn length."""
         for rank, fixed in enumerate(self._fixed):
             of, factor = cluster.steps_of(rank)
             self._needs[rank] = self._active[rank] * of.mean() * factor if fixed else 0.0
         self._over: list[dict[int, float]] = [{} for _ in range(cluster.machines)]
-        """Who computes on each machine, and what its clock shows when that is over."""
+        """By machine, the workers that compute, each with the clock's value at its end."""
         self._clock = [0.0] * cluster.machines
         self._since = [0.0] * cluster.machines
         self._changes = [0] * cluster.machines
 
     def enter(self, rank: int, now: float, seconds: float) -> int:
-        """A worker begins a step that would take so long alone; on which machine."""
+        """Starts a worker's step that takes `seconds` without contention; returns its machine."""
         machine = self._machine[rank]
         self._advance(machine, now)
         self._over[machine][rank] = self._clock[machine] + self.needs(rank, seconds)
         return machine
 
     def needs(self, rank: int, seconds: float) -> float:
-        """Of a core, in a step that would take so long alone."""
+        """Core seconds of a step that takes `seconds` without contention."""
         return self._needs[rank] if self._fixed[rank] else seconds * self._active[rank]
 
     def leave(self, rank: int, now: float) -> int | None:
-        """It computes no longer; on which machine, if it did at all."""
+        """Ends a worker's computing; returns its machine, or None if it did not compute."""
         machine = self._machine[rank]
         if rank not in self._over[machine]:
             return None
@@ -61,15 +61,15 @@ class Crowd:
         return machine
 
     def next(self, machine: int) -> tuple[float, int] | None:
-        """When the first one there is through, if nothing changes; and the number of changes by which that is known."""
+        """The time at which the machine's first worker is done if nothing changes, and the count of changes so far."""
         over = self._over[machine]
         if not over:
             return None
         left = min(over.values()) - self._clock[machine]
         return self._since[machine] + max(0.0, left) / self._pace(machine), self._changes[machine]
 
-    def through(self, machine: int, changes: int, now: float) -> int | None:
-        """Who that was; nobody, if anything has changed since."""
+    def finish(self, machine: int, changes: int, now: float) -> int | None:
+        """Ends the first worker's computing and returns its rank; None if anything has changed since `next`."""
         if changes != self._changes[machine]:
             return None
         over = self._over[machine]
@@ -78,7 +78,7 @@ class Crowd:
         return rank
 
     def length(self, rank: int, seconds: float, busy: float) -> float:
-        """Of a step that would take so long alone, and kept a core for so long."""
+        """Seconds of a step that takes `seconds` without contention and occupied a core for `busy` seconds."""
         if self._fixed[rank]:
             return max(busy, seconds)
         slept = self._slept[rank]
@@ -94,11 +94,10 @@ class Crowd:
         self._changes[machine] += 1
 
 
-class Shortage:
-    """How long a worker had to wait for a core, from what was recorded: who computed when, and kept a core busy for
-    which share of that time.
+class CoreShortage:
+    """Seconds that workers waited for a core, from recorded phases of computing and the share of a core in each.
 
-    Cores are short when more compute than there are of them, and together keep these busy.
+    Cores are short if more workers compute than there are cores, and together keep the cores busy.
     """
 
     def __init__(self, phases: Moments, shares: Moments, cores: int) -> None:
@@ -106,14 +105,14 @@ class Shortage:
         order = np.argsort(edges, kind="stable")
         self._moments = edges[order]
         ones = np.ones(len(phases))
-        company = np.cumsum(np.concatenate([ones, -ones])[order])
+        computing = np.cumsum(np.concatenate([ones, -ones])[order])
         busy = np.cumsum(np.concatenate([shares, -shares])[order]) / cores
         short = np.clip((busy - _IDLE) / (_FULL - _IDLE), 0.0, 1.0)
-        self._lost = short * np.maximum(0.0, 1 - cores / np.maximum(company, 0.5))
+        self._lost = short * np.maximum(0.0, 1 - cores / np.maximum(computing, 0.5))
         self._until = np.concatenate([[0.0], np.cumsum(self._lost[:-1] * np.diff(self._moments))])
 
     def between(self, start: Moments, end: Moments) -> Moments:
-        """For how many seconds of this it had none."""
+        """Seconds between `start` and `end` in which a worker had no core."""
         return self._at(end) - self._at(start)
 
     def _at(self, moment: Moments) -> Moments:
