@@ -153,7 +153,7 @@ def fit_runs(runs: Sequence[Calibration]) -> Convergence:
     known = [found for run in runs if (found := observed(run)) is not None]
     if not known:
         raise UsageError(
-            "the runs have no losses; report them in the script with team.report(loss=…), at least 8 times"
+            "the runs reported no loss; report it in the script with team.report(loss=…), at least 8 times"
         )
     return fit(known)
 
