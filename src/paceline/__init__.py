@@ -4,23 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from paceline.collectives.registration import register as _register
-from paceline.config import (
-    Adaptive,
-    AllReduce,
-    Async,
-    Auto,
-    Groups,
-    KAsync,
-    KBatchAsync,
-    KBatchSync,
-    KSync,
-    Mesh,
-    Pipeline,
-    Ssp,
-    Sync,
-    Tensor,
-    Timeouts,
-)
+from paceline.config import AllReduce, Mesh, Pipeline, Tensor, Timeouts
 from paceline.errors import (
     JoinError,
     Mismatch,
@@ -31,6 +15,7 @@ from paceline.errors import (
     UsageError,
     WorkerLost,
 )
+from paceline.policies import Adaptive, Async, Auto, Groups, KAsync, KBatchAsync, KBatchSync, KSync, Ssp, Sync
 
 if TYPE_CHECKING:
     from paceline.team import Team, join

@@ -41,7 +41,7 @@ from paceline.events import Balance, Join, Leave, Metric, Recorder, folder_of
 from paceline.events.summary import merge
 from paceline.parameters.checkpoint_codec import pack, unpack
 from paceline.parameters.variables import Mirrored, PerReplica
-from paceline.policies import POLICIES, make_policy
+from paceline.policies import Policy
 from paceline.strategies import PROFILING, SINGLE, Make, Options, Trainer, TrainerContext, load, trainer_of
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
@@ -107,9 +107,9 @@ class Team:
         self.rank, self.local_rank, self._started_with = place.rank, place.local_rank, place.world_size
         self.strategy = parse_strategy(launch.strategy or strategy or AllReduce())
         between, replicas = between_replicas(self.strategy, self._started_with)
-        if type(between) in POLICIES:
+        if isinstance(between, Policy):
             if launch.joins is None:
-                make_policy(between, range(replicas))  # to refuse here what can not be
+                between.for_workers(range(replicas))  # refuses what cannot be
         elif launch.servers or launch.corrections or launch.compress:
             raise UsageError(
                 f"--servers, --correct and --compress are for a parameter server, which '{self.strategy}' does not have"
@@ -145,7 +145,7 @@ class Team:
         """Where this worker records; what is recorded away from home is sent there, by the machine's relay or lead."""
         if self._folder is None:
             return None
-        if self._members.connections is not None and self._launch.record and type(self.strategy) not in POLICIES:
+        if self._members.connections is not None and self._launch.record and not isinstance(self.strategy, Policy):
             EventForwarding(self._members, self._folder)
         return folder_of(self._folder, self._members.machine if self._launch.joins is None else self._launch.machine)
 
@@ -208,7 +208,7 @@ class Team:
             check_loader(loader)
         if loss is not None and not callable(loss):
             raise UsageError(f"loss is a {type(loss).__name__}; it must be a function of the output and the targets")
-        if sync_batch_norm and type(between_replicas(self.strategy, 1)[0]) in POLICIES:
+        if sync_batch_norm and isinstance(between_replicas(self.strategy, 1)[0], Policy):
             raise UsageError(
                 f"sync_batch_norm needs all workers in every step, which '{self.strategy}' does not promise; "
                 "use all-reduce"
@@ -255,7 +255,7 @@ class Team:
         if self._launch.profiling is not None:
             return load(PROFILING)
         elastic = self._launch.elastic or self._launch.joins is not None
-        if self._started_with == 1 and not (elastic and type(self.strategy) in POLICIES):
+        if self._started_with == 1 and not (elastic and isinstance(self.strategy, Policy)):
             return load(SINGLE)
         if isinstance(self.strategy, Pipeline | Tensor | Mesh):
             self._demand_one_machine(elastic)

@@ -10,14 +10,13 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from paceline.config import parse_strategy
-from paceline.policies import Arrival, Decision, Order, Policy, make_policy
+from paceline.policies import Arrival, Decision, Order, Policy, parse_policy
 
 STAY, RENEW, WAIT, CANCEL = Order.STAY, Order.RENEW, Order.WAIT, Order.CANCEL
 
 
 def policy(spec: str, workers: int) -> Policy:
-    return make_policy(parse_strategy(spec), range(workers))
+    return parse_policy(spec).for_workers(range(workers))
 
 
 # -- the table -------------------------------------------------------------------------------------------------------

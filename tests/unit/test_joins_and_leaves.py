@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import parse_strategy
 from paceline.data.ledger import Ledger
 from paceline.data.orphaned_samples import OrphanedSamples
 from paceline.events import Leave, Recorder
 from paceline.events.reader import Reader
 from paceline.parameters.model_buffers import ModelBuffers
-from paceline.policies import Arrival, Order, Policy, make_policy
+from paceline.policies import Arrival, Order, Policy, parse_policy
 from paceline.transport import Memory
 
 POLICIES = [
@@ -37,7 +36,7 @@ class Troop:
     """Workers who push in any order, and come and go; nobody may wait for ever."""
 
     def __init__(self, spec: str, seed: int) -> None:
-        self.policy: Policy = make_policy(parse_strategy(spec), range(4))
+        self.policy: Policy = parse_policy(spec).for_workers(range(4))
         self.random = random.Random(seed)
         self.at = dict.fromkeys(range(4), 0)
         """Who computes, and on which version."""
@@ -96,12 +95,12 @@ def test_nobody_waits_for_ever_whoever_comes_and_goes(spec: str, seed: int) -> N
         else:
             assert troop.at, f"all {troop.size} wait: {troop.policy.held}"
             troop.push()
-        assert troop.policy.size == troop.size
+        assert len(troop.policy.workers) == troop.size
     assert troop.policy.version > 30
 
 
 def test_sync_needs_all_who_are_here() -> None:
-    policy = make_policy(parse_strategy("sync"), range(2))
+    policy = parse_policy("sync").for_workers(range(2))
     policy.join(2)
     assert policy.k == 3
     assert not policy.arrive(Arrival(1, 0, 0)).use
@@ -113,7 +112,7 @@ def test_sync_needs_all_who_are_here() -> None:
 
 
 def test_k_stays_and_is_reached_again() -> None:
-    policy = make_policy(parse_strategy("k-async:k=2"), range(2))
+    policy = parse_policy("k-async:k=2").for_workers(range(2))
     policy.leave(1)
     assert len(policy.arrive(Arrival(1, 0, 0)).use) == 1  # no more than that can come
     policy.join(1)
@@ -122,7 +121,7 @@ def test_k_stays_and_is_reached_again() -> None:
 
 
 def test_one_who_joins_is_in_the_smallest_group() -> None:
-    policy: Any = make_policy(parse_strategy("groups:size=2"), range(4))
+    policy: Any = parse_policy("groups:size=2").for_workers(range(4))
     policy.leave(3)
     policy.join(5)
     assert policy.members == {0: {0, 1}, 1: {2, 5}}

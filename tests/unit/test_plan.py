@@ -19,7 +19,7 @@ from paceline.planner import choose
 from paceline.planner.candidates import Candidate, candidates
 from paceline.planner.choose import best_policy, rank, simplest, worth
 from paceline.planner.learn import learn
-from paceline.policies import POLICIES, make_policy
+from paceline.policies import Policy
 from paceline.simulate import predict
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.convergence import Convergence, ObservedRun, fit
@@ -143,8 +143,8 @@ def test_every_candidate_can_be_followed(workers: int, monkeypatch: pytest.Monke
         strategy = parse_strategy(one.strategy)
         if one.runnable:
             check_workers(parse_strategy(one.strategy), workers)
-        if type(strategy) in POLICIES:
-            make_policy(strategy, range(workers))
+        if isinstance(strategy, Policy):
+            strategy.for_workers(range(workers))
         simulate(one.strategy, on, updates=2)
 
 
@@ -195,7 +195,7 @@ def test_a_server_chooses_by_the_steps_that_it_saw() -> None:
     assert straggler.strategy in ("async", "k-async:k=2", "k-async:k=3", "k-batch-async:k=2", "k-batch-async:k=3")
     assert "worker 3 takes 1" in straggler.reason
     two = best_policy(steps(0.1, 0.1), 0.001)
-    assert type(parse_strategy(two.strategy)) in POLICIES
+    assert isinstance(parse_strategy(two.strategy), Policy)
 
 
 def test_more_gradients_are_worth_more_and_old_ones_less() -> None:

@@ -1,12 +1,9 @@
 """A policy that begins as async and goes on as what was chosen."""
 
-from collections.abc import Iterable
-
 import pytest
 from helpers.policy_table import policy
 
-from paceline.config import parse_strategy
-from paceline.policies import Arrival, Async, Auto, Decision, KSync, Order, Policy, Sync, make_policy
+from paceline.policies import Arrival, Async, Auto, Decision, KSync, Order, Policy, Sync, parse_policy
 
 
 def push(auto: Policy, ticket: int, worker: int, version: int) -> Decision:
@@ -26,9 +23,9 @@ def test_it_begins_as_async() -> None:
 
 
 def test_with_the_next_update_it_is_what_was_chosen() -> None:
-    auto = Auto(range(3))
+    auto = Auto().for_workers(range(3))
     push(auto, 0, 0, 0)
-    auto.become(lambda workers: KSync(workers, 2))
+    auto.become(KSync(k=2))
     assert isinstance(auto.inner, Async)
     decision = push(auto, 1, 1, 0)
     assert [one.ticket for one in decision.use] == [1]
@@ -45,17 +42,17 @@ def test_with_the_next_update_it_is_what_was_chosen() -> None:
 
 
 def test_a_policy_that_takes_old_gradients_cancels_nobody() -> None:
-    auto = Auto(range(3))
-    auto.become(lambda workers: make_policy(parse_strategy("k-async:k=2"), workers))
+    auto = Auto().for_workers(range(3))
+    auto.become(parse_policy("k-async:k=2"))
     assert push(auto, 0, 0, 0).orders == {0: Order.RENEW}
     assert push(auto, 1, 1, 0).orders == {1: Order.WAIT}
     assert {one.ticket for one in push(auto, 2, 2, 0).use} == {1, 2}
 
 
 def test_who_has_nothing_to_compute_is_known_afterwards() -> None:
-    auto = Auto(range(3))
+    auto = Auto().for_workers(range(3))
     auto.rest(2)
-    auto.become(Sync)
+    auto.become(Sync())
     decision = push(auto, 0, 0, 0)
     assert 2 not in decision.orders
     assert auto.resting == {2}
@@ -64,24 +61,25 @@ def test_who_has_nothing_to_compute_is_known_afterwards() -> None:
 
 
 def test_who_has_left_is_not_asked_for() -> None:
-    auto = Auto(range(4))
+    auto = Auto().for_workers(range(4))
     auto.leave(3)
-    given: list[Iterable[int]] = []
+    given: list[set[int]] = []
 
-    def make(workers: Iterable[int]) -> Policy:
-        given.append(list(workers))
-        return Sync(given[-1])
+    class Watched(Sync):
+        def begin(self) -> None:
+            given.append(set(self.workers))
+            super().begin()
 
-    auto.become(make)
+    auto.become(Watched())
     push(auto, 0, 0, 0)
-    assert given == [[0, 1, 2]]
+    assert given == [{0, 1, 2}]
     assert auto.workers == {0, 1, 2}
 
 
 @pytest.mark.parametrize("spec", ["sync", "k-sync:k=1", "async", "ssp:s=1", "groups:size=2", "k-batch-sync:k=2"])
 def test_it_can_spare_whom_the_inner_one_can(spec: str) -> None:
-    auto = Auto(range(4))
+    auto = Auto().for_workers(range(4))
     assert auto.spare
-    auto.become(lambda workers: make_policy(parse_strategy(spec), workers))
+    auto.become(parse_policy(spec))
     push(auto, 0, 0, 0)
     assert auto.spare == policy(spec, 4).spare

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.collectives.links import LinkMatrix, best_topology
-from paceline.config import parse_strategy
 from paceline.errors import UsageError
-from paceline.policies import Arrival, Decision, Order, Policy, make_policy
+from paceline.policies import Arrival, Decision, Order, Policy, parse_policy
 from paceline.simulate.cluster import Failures, SimulatedCluster, Spells, compressed_share
 from paceline.simulate.distributions import Constant, Empirical, Exponential
 from paceline.simulate.engine import EventLoop
@@ -199,7 +198,9 @@ class Picky(Policy):
 
 
 def test_a_deadlock_is_said_to_be_one() -> None:
-    told = EventLoop(Greedy(range(4)), SimulatedCluster(workers=4, compute=Constant(1.0)), 0).run(100, "greedy")
+    told = EventLoop(Greedy().for_workers(range(4)), SimulatedCluster(workers=4, compute=Constant(1.0)), 0).run(
+        100, "greedy"
+    )
     assert told.updates == 3
     assert told.verdict is not None
     assert told.verdict.startswith("deadlock: after 3 updates 4 workers wait")
@@ -217,7 +218,9 @@ def test_of_a_mesh_every_worker_is_told_of_and_waits_in_its_pipeline() -> None:
 
 
 def test_gradients_that_are_never_used_do_not_run_forever() -> None:
-    told = EventLoop(Picky(range(4)), SimulatedCluster(workers=4, compute=Constant(1.0)), 0).run(100, "picky")
+    told = EventLoop(Picky().for_workers(range(4)), SimulatedCluster(workers=4, compute=Constant(1.0)), 0).run(
+        100, "picky"
+    )
     assert told.verdict is not None
     assert told.verdict.startswith("starvation:")
     assert told.updates == 3
@@ -296,7 +299,7 @@ def test_a_strategy_that_cannot_be_is_one_sentence(spec: str, words: str) -> Non
 
 def test_the_same_policies_are_asked_as_a_server_asks() -> None:
     seen: list[Arrival] = []
-    policy = make_policy(parse_strategy("k-sync:k=2"), range(3))
+    policy = parse_policy("k-sync:k=2").for_workers(range(3))
     arrive = policy.arrive
     policy.arrive = lambda push: (seen.append(push), arrive(push))[1]  # type: ignore[method-assign]
     told = EventLoop(policy, SimulatedCluster(workers=3, compute=Exponential(1.0)), 0).run(50, "k-sync:k=2")

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.config import parse_strategy
 from paceline.errors import UsageError
-from paceline.policies import make_policy
+from paceline.policies import parse_policy
 from paceline.schedules import PassTimes, bubble, kept_in_flight, step_seconds
 from paceline.simulate import predict as asked
 from paceline.simulate import theory
@@ -171,7 +170,7 @@ def test_sync_over_async_is_p_times_its_harmonic_number() -> None:
 def test_the_quick_way_gives_what_the_event_loop_gives(spec: str) -> None:
     quick = simulate(spec, 5, Gamma(2.0, 0.5), updates=8000, seed=7)
     slow = EventLoop(
-        make_policy(parse_strategy(spec), range(5)), SimulatedCluster(workers=5, compute=Gamma(2.0, 0.5)), 8
+        parse_policy(spec).for_workers(range(5)), SimulatedCluster(workers=5, compute=Gamma(2.0, 0.5)), 8
     ).run(8000, spec)
     error = 4 * math.hypot(quick.standard_error, slow.standard_error)
     assert quick.seconds_per_update == pytest.approx(slow.seconds_per_update, abs=error)

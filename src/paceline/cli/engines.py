@@ -12,7 +12,7 @@ from paceline.cluster.engines import ENGINES, selectors
 from paceline.cluster.engines.base import Engine
 from paceline.config import parse_servers, parse_strategy
 from paceline.errors import UsageError
-from paceline.policies import POLICIES
+from paceline.policies import Policy
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -71,6 +71,6 @@ def _spelled(parameter: str) -> str:
 
 def server_processes(strategy: str | None, servers: str | None) -> int:
     """Number of server processes that a run will have, as far as the command line determines it."""
-    policy = strategy is not None and type(parse_strategy(strategy)) in POLICIES
+    policy = strategy is not None and isinstance(parse_strategy(strategy), Policy)
     where = parse_servers(servers or "1")
     return where if isinstance(where, int) and (policy or servers is not None) else 0

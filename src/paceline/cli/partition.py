@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
     )
     counts = [device.count for device in devices]
     workers = "+".join(map(str, counts)) if max(counts) > 1 else ""
-    spec = msgspec.structs.replace(asked, stages=len(counts), workers=workers)
+    spec = dataclasses.replace(asked, stages=len(counts), workers=workers)
     schedule = predicted(sheet, cut, devices, spec.schedule, microbatches, latency)
     formula = None if spec.shared else bubble(wish.schedule, len(cut.stages), microbatches)
     title = f"{script.name} in {len(cut.stages)} stages, {microbatches} microbatches, {wish.schedule}"

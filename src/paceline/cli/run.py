@@ -40,7 +40,7 @@ from paceline.config import (
 )
 from paceline.errors import UsageError, names
 from paceline.events.summary import Summary, merge
-from paceline.policies import POLICIES, make_policy
+from paceline.policies import Policy
 
 
 @with_engine_options
@@ -144,7 +144,7 @@ def run(
     if not script.is_file():
         raise UsageError(f"there is no script at {script}")
     chosen = None if strategy is None else str(_check(strategy, workers))
-    policy = chosen is not None and type(parse_strategy(chosen)) in POLICIES
+    policy = chosen is not None and isinstance(parse_strategy(chosen), Policy)
     if restarts and not engine_class.RESTARTS_TEAM and chosen is not None and not policy:
         raise UsageError("--restarts needs a parameter server; under all-reduce the others go on with --elastic")
     for one in correct or []:
@@ -233,8 +233,8 @@ def _carry_out(
 def _check(spec: str, workers: int) -> Strategy:
     """The strategy, if so many workers can follow it."""
     strategy = parse_strategy(spec)
-    if type(strategy) in POLICIES:
-        make_policy(strategy, range(workers))
+    if isinstance(strategy, Policy):
+        strategy.for_workers(range(workers))
     check_workers(strategy, workers)
     return strategy
 

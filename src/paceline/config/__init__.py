@@ -1,21 +1,9 @@
-"""Strategy specs, timeouts, slowness, launch: what a run is, parsed and checked here, once."""
+"""Strategies, timeouts, slowness and the launch of a run: parsed and checked here, once."""
 
 from __future__ import annotations
 
+from paceline.config.all_reduce import AllReduce
 from paceline.config.checks import one_of, positive
-from paceline.config.data_parallel import (
-    Adaptive,
-    AllReduce,
-    Async,
-    Auto,
-    Groups,
-    KAsync,
-    KBatchAsync,
-    KBatchSync,
-    KSync,
-    Ssp,
-    Sync,
-)
 from paceline.config.gradients import (
     CORRECTIONS,
     FORMS,
@@ -43,7 +31,7 @@ from paceline.config.model_parallel import (
 )
 from paceline.config.run_spec import OptimizerSpec, ParameterSpec, RunSpec
 from paceline.config.slowness import Slowness, parse_slowness
-from paceline.config.strategy import STRATEGIES, Strategy, parse_spec, parse_strategy
+from paceline.config.strategy import STRATEGIES, Strategy, parse_strategy, strategy_class
 from paceline.config.timeouts import Timeouts
 
 __all__ = [
@@ -51,21 +39,13 @@ __all__ = [
     "FORMS",
     "NORMS",
     "STRATEGIES",
-    "Adaptive",
     "AllReduce",
-    "Async",
-    "Auto",
     "Compression",
     "Correction",
     "DcAsgd",
     "DcAsgdAdaptive",
     "DropAbove",
     "DuttaRate",
-    "Groups",
-    "KAsync",
-    "KBatchAsync",
-    "KBatchSync",
-    "KSync",
     "Launch",
     "Mesh",
     "OptimizerSpec",
@@ -76,9 +56,7 @@ __all__ = [
     "RateOverStaleness",
     "RunSpec",
     "Slowness",
-    "Ssp",
     "Strategy",
-    "Sync",
     "Tensor",
     "Timeouts",
     "between_replicas",
@@ -89,29 +67,9 @@ __all__ = [
     "parse_correction",
     "parse_servers",
     "parse_slowness",
-    "parse_spec",
     "parse_strategy",
     "place_servers",
     "positive",
+    "strategy_class",
     "workers_of",
 ]
-
-STRATEGIES |= {
-    kind.spec: kind
-    for kind in (
-        AllReduce,
-        Sync,
-        KSync,
-        KBatchSync,
-        Async,
-        KAsync,
-        KBatchAsync,
-        Ssp,
-        Groups,
-        Adaptive,
-        Auto,
-        Pipeline,
-        Tensor,
-        Mesh,
-    )
-}

@@ -1,58 +1,61 @@
-"""What is done with gradients on their way to a server, and where servers are."""
+"""Corrections of stale gradients, compression of pushed ones, and the places of servers."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
 import msgspec
 
 from paceline.config.checks import NUMBER, listed
-from paceline.config.strategy import parse_spec
+from paceline.config.spec import Spec, parse_spec
 from paceline.errors import UsageError
 
 
-class Correction(msgspec.Struct, frozen=True, kw_only=True):
-    """What is done about a gradient that was computed on an older version."""
+class Correction(Spec):
+    """A change of a gradient, or of its learning rate, by its staleness."""
 
 
-class RateOverStaleness(Correction, frozen=True, kw_only=True):
-    """The learning rate is divided by the staleness."""
+class RateOverStaleness(Correction):
+    """Divides the learning rate by the staleness."""
+
+    spec = "lr/staleness"
 
 
-class DropAbove(Correction, frozen=True, kw_only=True):
-    """A gradient that is older than this is dropped."""
+class DropAbove(Correction):
+    """Drops a gradient of a larger staleness."""
 
+    spec = "drop"
     above: int
 
 
-class DcAsgd(Correction, frozen=True, kw_only=True):
-    """The gradient is extrapolated to the newest version."""
+class DcAsgd(Correction):
+    """Extrapolates the gradient to the newest version."""
 
-    strength: float = msgspec.field(default=0.04, name="lambda")
+    spec = "dc-asgd"
+    strength: float = dataclasses.field(default=0.04, metadata={"option": "lambda"})
 
 
-class DcAsgdAdaptive(Correction, frozen=True, kw_only=True):
-    """As DC-ASGD, the less the larger the gradients have been."""
+class DcAsgdAdaptive(Correction):
+    """Extrapolates as DC-ASGD does, less where gradients have been large."""
 
-    strength: float = msgspec.field(default=2.0, name="lambda")
+    spec = "dc-asgd-adaptive"
+    strength: float = dataclasses.field(default=2.0, metadata={"option": "lambda"})
     mean: float = 0.95
 
 
-class DuttaRate(Correction, frozen=True, kw_only=True):
-    """The learning rate is `c` over the squared distance to the gradient's version, but at most `max`."""
+class DuttaRate(Correction):
+    """Sets the learning rate to `c` over the squared distance to the gradient's version, but at most to `max`."""
 
+    spec = "distance"
     c: float
     max: float | None = None
-    """The learning rate itself, if not given."""
+    """By default the optimizer's learning rate."""
 
 
 CORRECTIONS: dict[str, type[Correction]] = {
-    "lr/staleness": RateOverStaleness,
-    "drop": DropAbove,
-    "dc-asgd": DcAsgd,
-    "dc-asgd-adaptive": DcAsgdAdaptive,
-    "distance": DuttaRate,
+    kind.spec: kind for kind in (RateOverStaleness, DropAbove, DcAsgd, DcAsgdAdaptive, DuttaRate)
 }
 
 
@@ -71,11 +74,11 @@ def parse_correction(spec: str) -> Correction:
 
 
 class Compression(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pushed gradient is written as."""
+    """The format of a pushed gradient."""
 
     form: str = "none"
     share: float = 0.01
-    """Of the elements that top-k keeps."""
+    """The share of elements that top-k keeps."""
 
 
 FORMS = ("none", "fp32", "bf16", "fp16", "int8", "topk")
@@ -94,7 +97,7 @@ def parse_compression(spec: str) -> Compression:
 
 
 def parse_servers(text: str) -> int | str:
-    """`lead`, `all`, `each`, `MACHINE:COUNT,…`, or how many server processes."""
+    """`lead`, `all`, `each`, `MACHINE:COUNT,…`, or a number of server processes."""
     if text in ("lead", "all", "each") or _BY_MACHINE.match(text):
         return text
     if not text.isdecimal() or int(text) < 1:
@@ -109,7 +112,7 @@ _BY_MACHINE = re.compile(r"^\d+:[1-9]\d*(,\d+:[1-9]\d*)*$")
 
 
 def place_servers(text: str, machines: list[list[int]]) -> list[int]:
-    """Which machine each server is on; the first is always on the first machine, where rank 0 is."""
+    """The machine of each server; the first server is on the first machine, that of rank 0."""
     where = parse_servers(text)
     if where == "all":
         machine_of = {rank: number for number, ranks in enumerate(machines) for rank in ranks}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any
 
+from paceline.config.all_reduce import AllReduce
 from paceline.config.checks import listed
-from paceline.config.data_parallel import AllReduce
 from paceline.config.strategy import Strategy, parse_strategy
 from paceline.errors import UsageError
 from paceline.schedules import SCHEDULES, shareable
@@ -14,17 +15,17 @@ from paceline.schedules import SCHEDULES, shareable
 NORMS = ("batch", "microbatch")
 
 
-class Pipeline(Strategy, frozen=True, kw_only=True):
-    """The model is cut between its layers; microbatches of every batch follow each other through the parts."""
+class Pipeline(Strategy):
+    """The model is cut between its layers; microbatches of every batch follow each other through the stages."""
 
-    spec: ClassVar[str] = "pipeline"
+    spec = "pipeline"
     stages: int
     microbatches: int = 8
     schedule: str = "1f1b"
     chunks: int = 2
-    """Of the model on each device, where the schedule is interleaved."""
+    """Parts of the model on each device, where the schedule is interleaved."""
     norm: str = "batch"
-    """What batch norm layers take their statistics of; a `batch` is then not cut into microbatches."""
+    """What batch norm layers take statistics of; a `batch` is then not cut into microbatches."""
     workers: str = ""
     """Workers of each stage, as in `1+2`: those of one stage share its microbatches. One each if not given."""
 
@@ -40,24 +41,30 @@ class Pipeline(Strategy, frozen=True, kw_only=True):
 
     @property
     def shared(self) -> bool:
-        """Whether some stage has several workers."""
+        """True if some stage has several workers."""
         return max(self.by_stage) > 1
 
 
-class Tensor(Strategy, frozen=True, kw_only=True):
+class Tensor(Strategy):
     """The model is cut inside its layers."""
 
-    spec: ClassVar[str] = "tensor"
+    spec = "tensor"
     degree: int
+    plan: Mapping[str, Any] | str | None = None
+    """How layers are split, by name or pattern, where it should not be found from the model's graph: a mapping such as
+    `{"blocks.*.up": "column", "head": "whole"}`, or as text `blocks.*.up:column+head:whole`."""
+    sequence_parallel: bool = False
+    """True if norms, dropout and other layers between split ones are in parts along the sequence."""
 
     def __post_init__(self) -> None:
         _split_checked(self, "degree")
+        _plan_parsed(self)
 
 
-class Mesh(Strategy, frozen=True, kw_only=True):
+class Mesh(Strategy):
     """Replicas that are split themselves, and a data-parallel strategy between them."""
 
-    spec: ClassVar[str] = "mesh"
+    spec = "mesh"
     data: int
     pipeline: int = 1
     tensor: int = 1
@@ -65,19 +72,47 @@ class Mesh(Strategy, frozen=True, kw_only=True):
     schedule: str = "1f1b"
     chunks: int = 2
     norm: str = "batch"
-    sync: str = "all-reduce"
-    """Between replicas: all-reduce, or a parameter server under any policy."""
+    plan: Mapping[str, Any] | str | None = None
+    """As `Tensor.plan`."""
+    sequence_parallel: bool = False
+    """As `Tensor.sequence_parallel`."""
+    sync: Strategy | str = AllReduce()
+    """The strategy between replicas: all-reduce, or any policy of a parameter server."""
 
     def __post_init__(self) -> None:
         _split_checked(self, "data", "pipeline", "tensor", "microbatches", "chunks")
         _pipeline_checked(self, self.pipeline)
-        if self.sync.partition(":")[0] != AllReduce.spec and isinstance(
-            parse_strategy(self.sync), Pipeline | Tensor | Mesh
-        ):
+        _plan_parsed(self)
+        for name in ("plan", "sequence_parallel"):
+            if getattr(self, name) and self.tensor == 1:
+                raise UsageError(
+                    f"option '{name}' of strategy 'mesh' is about layers that are split, and tensor is 1; write "
+                    "tensor=2 or more"
+                )
+        sync = parse_strategy(self.sync)
+        if isinstance(sync, Pipeline | Tensor | Mesh):
             raise UsageError(
-                f"sync of strategy 'mesh' is '{self.sync}'; between replicas it must be 'all-reduce' or a policy of a "
+                f"sync of strategy 'mesh' is '{sync}'; between replicas it must be 'all-reduce' or a policy of a "
                 "parameter server, such as 'k-sync:k=1'"
             )
+        self.__dict__["sync"] = sync
+
+
+def _plan_parsed(strategy: Tensor | Mesh) -> None:
+    """Makes the plan a dictionary of texts, by pattern."""
+    plan = strategy.plan
+    if isinstance(plan, str):
+        pairs = [part.rpartition(":") for part in plan.split("+")]
+        if not all(pattern and role for pattern, _, role in pairs):
+            raise UsageError(
+                f"option 'plan' of strategy '{strategy.spec}' is '{plan}'; write PATTERN:ROLE+…, as in "
+                "blocks.*.up:column+head:whole"
+            )
+        plan = {pattern: role for pattern, _, role in pairs}
+    if plan is not None:
+        # torch's ColwiseParallel() and its like are known by their names.
+        plan = {pattern: role if isinstance(role, str) else type(role).__name__ for pattern, role in plan.items()}
+    strategy.__dict__["plan"] = plan
 
 
 def _split_checked(strategy: Strategy, *names: str) -> None:
@@ -127,7 +162,7 @@ def _workers_checked(pipeline: Pipeline) -> None:
 
 
 def workers_of(strategy: Strategy) -> int | None:
-    """How many workers a strategy that splits the model needs; None where any number will do."""
+    """How many workers a strategy that splits the model needs; None if any number will do."""
     match strategy:
         case Pipeline():
             return sum(strategy.by_stage)
@@ -139,14 +174,14 @@ def workers_of(strategy: Strategy) -> int | None:
 
 
 def between_replicas(strategy: Strategy, workers: int) -> tuple[Strategy, int]:
-    """What a team does between its replicas, and how many there are of so many workers."""
+    """The strategy between a team's replicas, and the number of replicas of so many workers."""
     if isinstance(strategy, Mesh):
         return parse_strategy(strategy.sync), strategy.data
     return strategy, 1 if isinstance(strategy, Pipeline | Tensor) else workers
 
 
 def check_workers(strategy: Strategy, workers: int) -> None:
-    """Refuse a team of the wrong size for its strategy, with what would do."""
+    """Refuses a team of the wrong size for its strategy, and names one that would do."""
     needed = workers_of(strategy)
     if needed is None or needed == workers:
         return

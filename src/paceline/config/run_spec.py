@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from paceline.config.data_parallel import Groups
 from paceline.config.gradients import parse_compression
 from paceline.config.strategy import parse_strategy
 from paceline.config.timeouts import Timeouts
@@ -74,8 +73,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def groups(self) -> int:
         """Groups of workers, each with a buffer for its mean gradient."""
-        strategy = parse_strategy(self.strategy)
-        return self.workers // strategy.size if isinstance(strategy, Groups) else 0
+        return parse_strategy(self.strategy).group_count(self.workers)
 
     @property
     def versions(self) -> int:

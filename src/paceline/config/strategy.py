@@ -1,74 +1,85 @@
-"""Strategy specs: their base, the registry, and how text becomes one."""
+"""Strategies: how a team trains a model, and how text becomes one."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar
-
-import msgspec
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
 
 from paceline.config.checks import listed
+from paceline.config.spec import Spec, parse_options
 from paceline.errors import UsageError
 
 
-class Strategy(msgspec.Struct, frozen=True, kw_only=True):
-    """How a team trains a model. A subclass names itself and its options; options are its attributes."""
+class Strategy(Spec):
+    """How a team trains a model: a value such as `KSync(k=3)`, which prints as `k-sync:k=3`."""
 
-    spec: ClassVar[str] = ""
-
-    def __str__(self) -> str:
-        options = ",".join(
-            f"{field.encode_name}={getattr(self, field.name)}"
-            for field in msgspec.structs.fields(self)
-            if getattr(self, field.name) != field.default
-        )
-        return f"{self.spec}:{options}" if options else self.spec
+    def group_count(self, workers: int) -> int:
+        """How many groups of so many workers push as one."""
+        return 0
 
 
-STRATEGIES: dict[str, type[Strategy]] = {}
-"""By name; a new strategy is one class, one file in `strategies/` or `policies/`, and one line in `__init__`."""
+STRATEGIES: dict[str, str] = {
+    "all-reduce": "paceline.config.all_reduce:AllReduce",
+    "sync": "paceline.policies.synchronous:Sync",
+    "async": "paceline.policies.asynchronous:Async",
+    "k-sync": "paceline.policies.synchronous:KSync",
+    "k-async": "paceline.policies.asynchronous:KAsync",
+    "k-batch-sync": "paceline.policies.synchronous:KBatchSync",
+    "k-batch-async": "paceline.policies.asynchronous:KBatchAsync",
+    "ssp": "paceline.policies.bounded:Ssp",
+    "groups": "paceline.policies.groups:Groups",
+    "adaptive": "paceline.policies.adaptive:Adaptive",
+    "auto": "paceline.policies.auto:Auto",
+    "pipeline": "paceline.config.model_parallel:Pipeline",
+    "tensor": "paceline.config.model_parallel:Tensor",
+    "mesh": "paceline.config.model_parallel:Mesh",
+}
+"""The module and class of each strategy, imported when it is first asked for; simple ones first.
+
+A new policy is one file in `policies/` and one line here. A strategy of another kind also needs its trainer, in
+`strategies/`.
+"""
+
+_MODULE_AND_CLASS = re.compile(r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)(?::(?P<options>.*))?")
 
 
 def parse_strategy(spec: str | Strategy) -> Strategy:
-    """`name` or `name:option=value,option=value` as a value, or one sentence about what is wrong with it."""
-    return spec if isinstance(spec, Strategy) else parse_spec(spec, STRATEGIES, "strategy")
+    """`name`, `name:option=value,…`, or a user's own as `module:Class` or `module:Class:option=value,…`."""
+    if isinstance(spec, Strategy):
+        return spec
+    name, _, options = spec.partition(":")
+    own = _MODULE_AND_CLASS.fullmatch(spec) if name not in STRATEGIES else None
+    if own is not None:
+        name, options = own["name"], own["options"] or ""
+    return parse_options(strategy_class(name), options, "strategy")
 
 
-Spec = TypeVar("Spec", bound=msgspec.Struct)
-
-
-def parse_spec(spec: str, kinds: dict[str, type[Spec]], what: str) -> Spec:
-    """`name:option=value,…` as one of these kinds."""
-    name, _, rest = spec.partition(":")
-    kind = kinds.get(name)
-    if kind is None:
-        raise UsageError(f"unknown {what} '{name}'; there is {listed(kinds)}")
-    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-    options: dict[str, str] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        last = next(reversed(options), "")
-        if key not in fields and ":" in options.get(last, ""):
-            options[last] += f",{part}"  # of the spec that is this option's value
-            continue
-        if key not in fields:
-            allowed = f"it takes {listed(fields)}" if fields else "it takes no options"
-            raise UsageError(f"{what} '{name}' has no option '{key}'; {allowed}")
-        if not equals or not value:
-            raise UsageError(f"option '{key}' of {what} '{name}' has no value; write {key}=VALUE")
-        options[key] = value
-    missing = [field.encode_name for field in fields.values() if field.required and field.encode_name not in options]
-    if missing:
-        raise UsageError(f"{what} '{name}' needs the option '{missing[0]}'; write {name}:{missing[0]}=NUMBER")
-    for key, value in options.items():
-        kind_of_value: Any = fields[key].type
-        try:
-            msgspec.convert(value, kind_of_value, strict=False)
-        except msgspec.ValidationError:
-            allowed = "a whole number" if kind_of_value in (int, int | None) else "a number"
-            raise UsageError(f"option '{key}' of {what} '{name}' is '{value}'; it must be {allowed}") from None
+def strategy_class(name: str) -> type[Strategy]:
+    """The class of this name: one of the registry, or a user's own as `module:Class`."""
+    module, _, of_module = STRATEGIES.get(name, name).partition(":")
+    if not of_module:
+        raise UsageError(f"unknown strategy '{name}'; there is {listed(STRATEGIES)}, or your own as 'module:Class'")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # as for `python -m`; an installed command does not search it
     try:
-        return msgspec.convert(options, kind, strict=False)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, UsageError):  # what the kind itself has to say about its options
-            raise error.__cause__ from None
-        raise
+        found = getattr(importlib.import_module(module), of_module, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise UsageError(f"strategy '{name}': importing '{module}' fails: {error}") from error
+        raise UsageError(
+            f"strategy '{name}': there is no module '{module}' beside the script or in the current folder"
+        ) from None
+    except Exception as error:
+        raise UsageError(f"strategy '{name}': importing '{module}' fails: {type(error).__name__}: {error}") from error
+    if found is None:
+        raise UsageError(f"strategy '{name}': module '{module}' has no class '{of_module}'")
+    own = name not in STRATEGIES
+    if not isinstance(found, type) or not issubclass(found, Strategy) or (own and not hasattr(found, "for_workers")):
+        raise UsageError(f"strategy '{name}': '{of_module}' is not a subclass of paceline.policies.Policy")
+    if inspect.isabstract(found):
+        methods = listed(sorted(found.__abstractmethods__))  # type: ignore[attr-defined]
+        raise UsageError(f"strategy '{name}': class '{of_module}' does not define {methods}")
+    return found

@@ -6,6 +6,8 @@ import dataclasses
 import math
 
 from paceline import topologies
+from paceline.config import STRATEGIES, strategy_class
+from paceline.policies import Async, KBatchSync, Policy, Sync
 from paceline.simulate.cluster import SimulatedCluster
 
 
@@ -33,25 +35,27 @@ def candidates(cluster: SimulatedCluster, *, split: bool = False) -> list[Candid
     split: the model over devices, too.
     """
     workers = cluster.workers
-    found = [Candidate("all-reduce"), Candidate("sync"), Candidate("async")]
+    found = [Candidate("all-reduce")]
     if workers == 1:
-        return found[:1]
+        return found
+    policies = [str(policy) for kind in _policies() for policy in kind.candidates(workers)]
+    found += [Candidate(policy) for policy in policies if ":" not in policy]
     if cluster.factors or cluster.own:
         found.append(Candidate("all-reduce", balance=True))
-    found += [Candidate(f"k-sync:k={k}") for k in _some(range(1, workers))]
-    found += [Candidate(f"k-async:k={k}") for k in _some(range(2, workers))]
-    for k in _some(range(2, workers + 1)):
-        found += [Candidate(f"{family}:k={k}") for family in ("k-batch-sync", "k-batch-async")]
-    found += [Candidate(f"ssp:s={bound}") for bound in (1, 3, 8)]
-    found += [Candidate(f"groups:size={size}") for size in range(2, workers) if workers % size == 0]
+    found += [Candidate(policy) for policy in policies if ":" in policy]
     if math.isfinite(cluster.narrowest().bandwidth):
-        # Where parameters travel it matters where they are.
-        for strategy in ("sync", "async", f"k-batch-sync:k={workers}"):
-            found += [Candidate(strategy, servers) for servers in ("2", "lead", "all")]
+        # Where parameters travel, their places matter; these three show by how much.
+        for policy in (Sync(), Async(), KBatchSync(k=workers)):
+            found += [Candidate(str(policy), servers) for servers in ("2", "lead", "all")]
         found += [Candidate(f"all-reduce:topology={name}", runnable=False) for name in topologies.with_costs()]
     if split:
         found += _split(workers)
     return found
+
+
+def _policies() -> list[type[Policy]]:
+    kinds = map(strategy_class, STRATEGIES)
+    return [kind for kind in kinds if issubclass(kind, Policy)]
 
 
 def _split(workers: int) -> list[Candidate]:
@@ -66,12 +70,3 @@ def _split(workers: int) -> list[Candidate]:
             else:
                 found.append(Candidate(f"mesh:data={workers // stages},pipeline={stages},{options}"))
     return found
-
-
-def _some(values: range) -> list[int]:
-    """All of a few; of many the ends, and what lies at quarters between."""
-    every = list(values)
-    if len(every) <= 6:
-        return every
-    last = len(every) - 1
-    return sorted({every[round(last * part / 6)] for part in range(7)})

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from paceline.config import AllReduce, Pipeline, Tensor, between_replicas, parse_strategy, workers_of
 from paceline.errors import UsageError
 from paceline.planner.candidates import Candidate, candidates
+from paceline.policies import Policy
 from paceline.simulate.calibrate import cluster_of
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.convergence import Convergence
@@ -113,7 +115,9 @@ def best_policy(lengths: dict[int, list[float]], update_seconds: float, seed: in
     """
     ranks = sorted(lengths)
     cluster = cluster_of([lengths[rank] for rank in ranks], update_seconds)
-    every = [one for one in candidates(cluster) if one.servers == "1" and not one.strategy.startswith("all-reduce")]
+    every = [
+        one for one in candidates(cluster) if one.servers == "1" and isinstance(parse_strategy(one.strategy), Policy)
+    ]
     choices = rank(cluster, among=every, seed=seed)
     for choice in choices:
         gradients = choice.samples_per_second * choice.seconds_per_update / cluster.batch
@@ -181,28 +185,27 @@ def _balanced(cluster: SimulatedCluster) -> SimulatedCluster:
 
 def _memory(candidate: Candidate, cluster: SimulatedCluster, told: Result) -> float:
     """Parameters and gradients of all, on one machine: gradients of each worker, and the versions that live at once."""
-    split = 1
-    if candidate.strategy.startswith(("pipeline", "tensor")):
+    strategy = parse_strategy(candidate.strategy)
+    if isinstance(strategy, Pipeline | Tensor):
         return 2.0 * cluster.size
-    if candidate.strategy.startswith("mesh"):
-        split = int(candidate.strategy.split("pipeline=")[1].split(",")[0])
-    workers = cluster.workers // split
-    fresh = candidate.strategy.startswith(("all-reduce", "sync", "k-sync", "k-batch-sync"))
-    versions = 2 if fresh else min(workers + 2, told.staleness.max + 2)
-    return float(cluster.size * (workers + versions))
+    between, replicas = between_replicas(strategy, cluster.workers)
+    fresh = isinstance(between, AllReduce) or (isinstance(between, Policy) and between.fresh_only)
+    versions = 2 if fresh else min(replicas + 2, told.staleness.max + 2)
+    return float(cluster.size * (replicas + versions))
 
 
 def _reason(choice: Choice, cluster: SimulatedCluster) -> str:
     if choice.reason:
         return choice.reason
     parts = []
+    strategy = parse_strategy(choice.strategy)
     if choice.waiting > 0.02:
         parts.append(f"workers wait {choice.waiting:.0%} of the time")
-    elif not choice.strategy.startswith(("pipeline", "tensor", "mesh")):
+    elif workers_of(strategy) is None:
         parts.append("hardly anybody waits")
     if choice.staleness > 0.05:
         parts.append(f"gradients are {choice.staleness:.1f} updates old")
-    if choice.strategy.startswith(("k-sync", "k-batch-sync")):
+    if isinstance(strategy, Policy) and strategy.for_workers(range(cluster.workers)).cancels:
         parts.append("late ones are cancelled")
     if choice.balance:
         parts.append("slow workers get smaller batches")

@@ -1,22 +1,32 @@
-"""Policies in which a gradient is used whatever version it was computed on."""
+"""Policies that use a gradient of any version."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.policies.base import Arrival, Decision, OfWorkers, Order, Policy, count
+from paceline.policies.base import Arrival, Decision, OfWorkers, Order, Policy, count, some
+from paceline.policies.timing import Rule, Timing
 
 
 class Async(Policy):
-    """Every gradient is an update."""
+    """The server updates with every push; no worker waits."""
+
+    spec = "async"
 
     def arrive(self, push: Arrival) -> Decision:
         self.version += 1
         return Decision("every gradient is an update", use=(push,), orders={push.worker: Order.RENEW})
 
+    @property
+    def timing(self) -> Timing:
+        return Timing(Rule.STALE_MINIBATCHES, 1)
+
 
 class KAsync(OfWorkers):
-    """The server waits for K workers; those wait for the update, the rest go on, stale."""
+    """The server updates once K workers have pushed, which wait for it; the others go on, stale."""
+
+    spec = "k-async"
+    k: int
 
     def arrive(self, push: Arrival) -> Decision:
         decision = self._hold(push, Order.WAIT, f"{len(self.held) + 1} of {self.k} workers have pushed")
@@ -29,13 +39,23 @@ class KAsync(OfWorkers):
             return self._update(f"{why}, and no more than {len(self.held)} workers can push", {})
         return Decision(why)
 
+    @property
+    def timing(self) -> Timing:
+        return Timing(Rule.STALE_WORKERS, self.k)
+
+    @classmethod
+    def candidates(cls, workers: int) -> Iterable[Policy]:
+        return [cls(k=k) for k in some(range(2, workers))]
+
 
 class KBatchAsync(Policy):
-    """The server waits for K minibatches, from whomever; who has pushed goes on at once with the newest version."""
+    """The server updates once K minibatches have come, of any version; no worker waits."""
 
-    def __init__(self, workers: Iterable[int], k: int) -> None:
-        super().__init__(workers)
-        self.k = count("k", k, self.size)
+    spec = "k-batch-async"
+    k: int
+
+    def begin(self) -> None:
+        self.k = count("k", self.k, len(self.workers))
 
     def arrive(self, push: Arrival) -> Decision:
         decision = self._hold(push, Order.RENEW, f"{len(self.held) + 1} of {self.k} minibatches are here")
@@ -47,3 +67,11 @@ class KBatchAsync(Policy):
         if self.held and not self.computing:
             return self._update(f"{why}, and no more than {len(self.held)} minibatches can come", {})
         return Decision(why)
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(Rule.STALE_MINIBATCHES, self.k)
+
+    @classmethod
+    def candidates(cls, workers: int) -> Iterable[Policy]:
+        return [cls(k=k) for k in some(range(2, workers + 1))]

@@ -1,26 +1,33 @@
-"""Begins as one policy and goes on as another, once somebody has seen enough to choose."""
+"""A policy that starts as async, and becomes another one once the workers' paces are known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from paceline.policies.around import Around
 from paceline.policies.asynchronous import Async
 from paceline.policies.base import Arrival, Decision, Order, Policy
+from paceline.policies.wrapper import Wrapper
 
 
-class Auto(Around):
-    """Asynchronous at first, so that every worker shows its own pace."""
+class Auto(Wrapper):
+    """Asynchronous for `steps` steps of every worker, which shows their paces; then the policy that suits these."""
 
-    def __init__(self, workers: Iterable[int]) -> None:
-        super().__init__(Async(workers))
-        self._next: Callable[[Iterable[int]], Policy] | None = None
+    spec = "auto"
+    steps: int = 12
+
+    def begin(self) -> None:
+        self._wrap(Async()._started(self.workers))
+        self._next: Policy | None = None
         self.chosen = False
-        """Whether it has become what it was told to be."""
+        """True once it has become another policy."""
+
+    @classmethod
+    def candidates(cls, workers: int) -> Iterable[Policy]:
+        return []  # it becomes one of the others
 
     @property
     def cancels(self) -> bool:
-        return True  # what is chosen may
+        return True  # the policy that it becomes may
 
     @property
     def spare(self) -> bool:
@@ -29,21 +36,21 @@ class Auto(Around):
     def observe(self, loss: float) -> None:
         self.inner.observe(loss)
 
-    def become(self, policy: Callable[[Iterable[int]], Policy]) -> None:
-        """Go on as this one from the next update on."""
+    def become(self, policy: Policy) -> None:
+        """Goes on as this policy from the next update on."""
         self._next = policy
 
     def arrive(self, push: Arrival) -> Decision:
         decision = super().arrive(push)
         if self._next is None or not decision.use or self.held:
             return decision
-        before, after = self.inner, self._next(sorted(self.workers))
+        before, after = self.inner, self._next.for_workers(sorted(self.workers))
         after.version, after.resting = before.version, set(before.resting)
         self._next, self.chosen = None, True
-        self._take(after)
+        self._wrap(after)
         orders = decision.orders
         if after.fresh_only:
-            # What is being computed is of an older version.
+            # The other workers compute on an older version.
             late = self.workers - before.waiting - before.resting - set(orders)
             orders = {**orders, **dict.fromkeys(sorted(late), Order.CANCEL)}
         return Decision(decision.reason, decision.use, decision.drop, orders, decision.together)

@@ -1,4 +1,4 @@
-"""Stale synchronous parallel: asynchronous, but nobody runs away from the slowest."""
+"""Stale synchronous parallel: asynchronous, with a bound on how far a worker is ahead of the slowest."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ from collections.abc import Iterable
 
 from paceline.errors import UsageError
 from paceline.policies.base import Arrival, Decision, Order, Policy
+from paceline.policies.timing import Rule, Timing
 
 
 class Ssp(Policy):
-    """Every gradient is an update; a worker may start its step n once all have finished step n - 1 - s."""
+    """The server updates with every push; a worker may start step n once all have finished step n - 1 - s."""
 
-    def __init__(self, workers: Iterable[int], s: int) -> None:
-        super().__init__(workers)
-        if isinstance(s, bool) or not isinstance(s, int) or s < 0:
-            raise UsageError(f"s is {s!r}; it must be a whole number of steps, 0 or more")
-        self.s = s
+    spec = "ssp"
+    s: int
+
+    def begin(self) -> None:
+        if isinstance(self.s, bool) or not isinstance(self.s, int) or self.s < 0:
+            raise UsageError(f"s is {self.s!r}; it must be a whole number of steps, 0 or more")
         self.finished = dict.fromkeys(sorted(self.workers), 0)
         """Steps that each worker has finished."""
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(Rule.BOUNDED, self.s)
+
+    @classmethod
+    def candidates(cls, workers: int) -> Iterable[Policy]:
+        return [cls(s=s) for s in (1, 3, 8)]
 
     def arrive(self, push: Arrival) -> Decision:
         self.finished[push.worker] += 1
@@ -32,7 +42,7 @@ class Ssp(Policy):
         return Decision(reason, use=(push,), orders=orders)
 
     def join(self, worker: int) -> Decision:
-        self.finished[worker] = self._slowest()  # it can not have been ahead of anybody
+        self.finished[worker] = self._slowest()  # as if it had been the slowest
         return super().join(worker)
 
     def leave(self, worker: int) -> Decision:
@@ -41,7 +51,7 @@ class Ssp(Policy):
 
     def wake(self, worker: int) -> None:
         if worker in self.resting:
-            # While it had nothing to do, nobody waited for it.
+            # The others did not wait for it while it rested.
             self.finished[worker] = max(self.finished[worker], self._slowest())
         super().wake(worker)
 
@@ -49,12 +59,12 @@ class Ssp(Policy):
         return Decision(why, orders=self._released())
 
     def _slowest(self) -> int:
-        """Steps that all have finished, of those who have something to compute."""
+        """Steps that all workers with something to compute have finished."""
         active = [steps for worker, steps in self.finished.items() if worker not in self.resting]
         return min(active, default=max(self.finished.values(), default=0))
 
     def _released(self) -> dict[int, Order]:
-        """Those who need not wait any longer."""
+        """Workers that need not wait any longer."""
         slowest = self._slowest()
         free = sorted(worker for worker in self.waiting if self.finished[worker] - self.s <= slowest)
         self.waiting.difference_update(free)

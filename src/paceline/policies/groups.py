@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from paceline.errors import UsageError
-from paceline.policies.base import Arrival, Decision, Order, Policy
+from paceline.policies.asynchronous import Async
+from paceline.policies.base import Arrival, Decision, Order, Policy, parse_policy
+from paceline.policies.timing import Rule, Timing
 
 
 class Groups(Policy):
-    """Workers in groups of so many, in the order of their ranks; between the groups another policy decides."""
+    """Workers in groups of equal size, in the order of their ranks, which push as one under the policy `between`."""
 
-    def __init__(
-        self,
-        workers: Iterable[int],
-        size: int,
-        between: Callable[[Iterable[int]], Policy],
-        staleness: int | None = None,
-    ) -> None:
-        super().__init__(workers)
-        ranks = sorted(self.workers)
+    spec = "groups"
+    size: int
+    between: Policy | str = Async()
+    staleness: int | None = None
+    """A group's gradient of a larger staleness is dropped."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            between = parse_policy(self.between)
+        except UsageError as error:
+            raise UsageError(f"option 'between' of strategy 'groups': {error}") from None
+        if isinstance(between, Groups):
+            raise UsageError(
+                f"option 'between' of strategy 'groups' is '{between}'; it must be a policy without groups"
+            )
+        own = [name for name in between._given() if name in Policy.options()]
+        if own:
+            raise UsageError(
+                f"option 'between' of strategy 'groups' is '{between}'; '{own[0]}' is an option of the groups"
+            )
+        self.__dict__["between"] = between
+
+    def begin(self) -> None:
+        ranks, size = sorted(self.workers), self.size
         whole = isinstance(size, int) and not isinstance(size, bool)
         if not whole or not 1 <= size <= len(ranks) or len(ranks) % size:
             allowed = [str(n) for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]
@@ -27,83 +45,92 @@ class Groups(Policy):
                 f"size is {size!r}, with {len(ranks)} workers; groups are of equal size, so it must be "
                 f"{' or '.join(allowed)}"
             )
-        if staleness is not None and staleness < 0:
-            raise UsageError(f"staleness is {staleness}; it must be a whole number of updates, 0 or more")
-        self.of = {rank: number // size for number, rank in enumerate(ranks)}
-        """The group that each worker is in."""
-        self.members: dict[int, set[int]] = {}
-        for rank, group in self.of.items():
+        if self.staleness is not None and self.staleness < 0:
+            raise UsageError(f"staleness is {self.staleness}; it must be a whole number of updates, 0 or more")
+        self.group_of = {rank: number // size for number, rank in enumerate(ranks)}
+        for rank, group in self.group_of.items():
             self.members.setdefault(group, set()).add(rank)
-        self.between = between(sorted(self.members))
-        self.staleness = staleness
-        """A group's gradient is dropped if it is older than that."""
-        self.k = self.between.k
+        assert isinstance(self.between, Policy)
+        self.inner = self.between._started(sorted(self.members))
+        """The running policy between the groups."""
+        self.k = self.inner.k
         self._inside: dict[int, list[Arrival]] = {group: [] for group in self.members}
-        """What the members of a group that is not complete have pushed."""
+        """By group, pushed gradients of its members while it is not complete."""
         self._pushed: dict[int, tuple[Arrival, ...]] = {}
-        """By the ticket under which a group pushed: what its members did."""
+        """By the ticket of a group's push, the gradients of its members."""
+
+    def group_count(self, workers: int) -> int:
+        return workers // self.size
+
+    @property
+    def timing(self) -> Timing | None:
+        return Timing(Rule.ASYNC_GROUPS, self.size) if self.between == Async() else None
+
+    @classmethod
+    def candidates(cls, workers: int) -> Iterable[Policy]:
+        return [cls(size=size) for size in range(2, workers) if workers % size == 0]
 
     @property
     def spare(self) -> bool:
-        return self.between.spare
+        return self.inner.spare
 
     @property
     def lockstep(self) -> bool:
-        return self.between.lockstep or len(self.members) == 1
+        return self.inner.lockstep or len(self.members) == 1
 
     def observe(self, loss: float) -> None:
-        self.between.observe(loss)
-        self.k = self.between.k
+        self.inner.observe(loss)
+        self.k = self.inner.k
 
     def arrive(self, push: Arrival) -> Decision:
-        group = self.of[push.worker]
-        if self.between.fresh_only and push.version != self.version:
+        group = self.group_of[push.worker]
+        if self.inner.fresh_only and push.version != self.version:
             return self._drop(push, f"computed on version {push.version}, and version {self.version} is the newest")
         inside = self._inside[group]
         inside.append(push)
         self.held.append(push)
         self.waiting.add(push.worker)
-        if self._missing(group) or group in self.between.waiting:
+        if self._missing(group) or group in self.inner.waiting:
             here = f"{len(inside)} of {len(inside) + self._missing(group)} of group {group} have pushed"
             return Decision(here, orders={push.worker: Order.WAIT})
         return self._push(group)
 
     def leave(self, worker: int) -> Decision:
         super().leave(worker)
-        group = self.of[worker]
+        group = self.group_of[worker]
         self.members[group].discard(worker)
         return self._fewer(group, f"worker {worker} has gone")
 
     def rest(self, worker: int) -> Decision:
         self.resting.add(worker)
-        return self._fewer(self.of[worker], f"worker {worker} has nothing to compute")
+        return self._fewer(self.group_of[worker], f"worker {worker} has nothing to compute")
 
     def wake(self, worker: int) -> None:
         super().wake(worker)
-        self.between.wake(self.of[worker])
+        self.inner.wake(self.group_of[worker])
 
     def join(self, worker: int) -> Decision:
-        """It comes into the smallest group; there are never more groups than at the start."""
+        """A worker joins the smallest group; there are never more groups than at the start."""
         group = min(self.members, key=lambda group: (len(self.members[group]), group))
         was_empty = not self.members[group]
-        self.of[worker] = group
+        self.group_of[worker] = group
         self.members[group].add(worker)
         if was_empty:
-            self.between.join(group)
+            self.inner.join(group)
         return super().join(worker)
 
     def _missing(self, group: int) -> int:
-        """How many of a group compute."""
+        """How many workers of a group compute."""
         return len(self.members[group] - self.waiting - self.resting)
 
     def _fewer(self, group: int, why: str) -> Decision:
-        """A member computes no longer: the group may be complete without it, or have nobody left who computes."""
+        """A member computes no longer: the group may be complete without it, or no member may be left that computes."""
         pushed = Decision(why)
-        if self._inside[group] and not self._missing(group) and group not in self.between.waiting:
+        if self._inside[group] and not self._missing(group) and group not in self.inner.waiting:
             pushed = self._push(group)
         if self.members[group] - self.resting:
             return pushed
-        ended = self._spread(self.between.rest(group) if self.members[group] else self.between.leave(group))
+        ended = self._spread(self.inner.rest(group) if self.members[group] else self.inner.leave(group))
         return Decision(
             pushed.reason if pushed.use else ended.reason if ended.use else why,
             use=pushed.use + ended.use,
@@ -117,15 +144,15 @@ class Groups(Policy):
         self._inside[group] = []
         one = Arrival(together[-1].ticket, group, min(push.version for push in together))
         self._pushed[one.ticket] = together
-        stale = self.between.version - one.version
+        stale = self.inner.version - one.version
         if self.staleness is not None and stale > self.staleness:
             reason = f"the gradient of group {group} is {stale} updates old, and {self.staleness} are allowed"
             return self._spread(Decision(reason, drop=(one,), orders={group: Order.RENEW}))
-        return self._spread(self.between.arrive(one), together)
+        return self._spread(self.inner.arrive(one), together)
 
     def _spread(self, decision: Decision, together: tuple[Arrival, ...] = ()) -> Decision:
-        """What is said of groups, said of their members."""
-        self.version = self.between.version
+        """A decision about groups as one about their members."""
+        self.version = self.inner.version
         use = tuple(push for one in decision.use for push in self._pushed.pop(one.ticket))
         drop = tuple(push for one in decision.drop for push in self._pushed.pop(one.ticket))
         orders: dict[int, Order] = {}
@@ -137,7 +164,7 @@ class Groups(Policy):
                 else:
                     self.waiting.discard(worker)
             if order is not Order.WAIT:
-                # What came of a group that starts anew is of the version before.
+                # Gradients of a group that starts anew are of the version before.
                 drop += tuple(self._inside[group])
                 self._inside[group] = []
         gone = {push.ticket for push in (*use, *drop)}

@@ -1,19 +1,23 @@
-"""Policies in which a version is made from gradients of the version before, and of no other."""
+"""Policies that make each version from gradients of the version before, and of no other."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import ClassVar
 
-from paceline.policies.base import Arrival, Decision, OfK, OfWorkers, Order
+from paceline.policies.base import Arrival, Decision, OfK, OfWorkers, Order, Policy, some
+from paceline.policies.timing import Rule, Timing
 
 
 class _OfThisVersion(OfK):
-    """The server waits for K gradients of the newest version; then whoever still computes is cancelled."""
+    """The server waits for K gradients of the newest version; then workers that still compute are cancelled."""
 
     fresh_only = True
-    after_push: Order
-    """What a worker does that has pushed and whose gradient is held."""
-    what: str
+    after_push: ClassVar[Order]
+    """The order for a worker whose gradient is held."""
+    what: ClassVar[str]
+    """What is counted, in reasons."""
 
     def arrive(self, push: Arrival) -> Decision:
         if push.version != self.version:
@@ -35,19 +39,41 @@ class _OfThisVersion(OfK):
         return self._update(reason, late)
 
 
-class KSync(_OfThisVersion, OfWorkers):
-    """The server waits for K workers; the rest are cancelled, and all start on the new version."""
+class _WorkersOfThisVersion(_OfThisVersion, OfWorkers):
+    """The gradients are of K distinct workers, which wait for the update."""
 
     after_push = Order.WAIT
     what = "workers' gradients"
 
+    @property
+    def timing(self) -> Timing:
+        return Timing(Rule.FRESH_WORKERS, self.k)
 
-class Sync(KSync):
-    """The server waits for all workers."""
 
-    def __init__(self, workers: Iterable[int]) -> None:
-        known = set(workers)
-        super().__init__(known, len(known))
+class KSync(_WorkersOfThisVersion):
+    """The server updates once K workers have pushed; the others are cancelled, and all start on the new version."""
+
+    spec = "k-sync"
+    k: int
+
+    @classmethod
+    def candidates(cls, workers: int) -> Iterable[Policy]:
+        return [cls(k=k) for k in some(range(1, workers))]
+
+    @classmethod
+    def adapted_k(cls, start: int, workers: int, fallen: float) -> float:
+        # K^2 + bK - bP = 0 with b = start^2 / (P - start) * fallen, in a form that stays exact when b is large.
+        b = start**2 / (workers - start) * fallen
+        return 2 * workers / (1 + math.sqrt(1 + 4 * workers / b)) if b else 0.0
+
+
+class Sync(_WorkersOfThisVersion):
+    """The server updates once all workers have pushed."""
+
+    spec = "sync"
+
+    def begin(self) -> None:
+        self.k = len(self.workers)
 
     @property
     def spare(self) -> bool:
@@ -59,28 +85,42 @@ class Sync(KSync):
 
     def join(self, worker: int) -> Decision:
         decision = super().join(worker)
-        self.k = self.size
+        self.k = len(self.workers)
         return decision
 
     def leave(self, worker: int) -> Decision:
         left = self.workers - {worker}
-        # What was pushed by those who are gone counts besides what all others will bring.
+        # Gradients of workers that have left count besides those that all others will push.
         self.k = max(1, len(left) + sum(push.worker not in left for push in self.held))
         return super().leave(worker)
 
     def _advance(self, reason: str, last: int | None = None) -> Decision:
         decision = super()._advance(reason, last)
-        self.k = max(1, self.size)
+        self.k = max(1, len(self.workers))
         return decision
 
 
 class KBatchSync(_OfThisVersion):
-    """The server waits for K minibatches, from whomever; who has pushed goes on with the next minibatch meanwhile."""
+    """The server updates once K minibatches of this version have come, from any workers.
 
+    A worker that has pushed goes on with its next minibatch on the same version; with the update all workers start on
+    the new one.
+    """
+
+    spec = "k-batch-sync"
     after_push = Order.STAY
     what = "minibatches"
+    k: int
 
     @property
     def needed(self) -> int:
-        """Fewer than K once nobody computes any more."""
+        """Fewer than K once no worker computes."""
         return self.k if self.computing else 1
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(Rule.FRESH_MINIBATCHES, self.k)
+
+    @classmethod
+    def candidates(cls, workers: int) -> Iterable[Policy]:
+        return [cls(k=k) for k in some(range(2, workers + 1))]

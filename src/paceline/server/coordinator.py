@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline import events
-from paceline.config import RunSpec, parse_strategy
+from paceline.config import RunSpec
 from paceline.errors import Mismatch, ServerLost, TeamError, TeamTimeout, WorkerLost
 from paceline.events import Recorder, ReplicaRecorder
 from paceline.parameters.hyperparameters import Hyperparameters
 from paceline.parameters.worker_table import WorkerTable
-from paceline.policies import Arrival, Decision, Groups, Order, Policy, make_policy
+from paceline.policies import Arrival, Decision, Order, Policy, parse_policy
 from paceline.server.admission import Admission
 from paceline.server.barrier import ServerBarrier
 from paceline.server.flags import SharedFlags
@@ -69,7 +69,7 @@ class Coordinator:
         table = WorkerTable(memory.table.bytes(0, memory.table.size), spec.capacity, len(spec.parameters))
         self._hyperparameters, self._used = Hyperparameters(None, table.slots), table.used
         self._flags = SharedFlags(memory.flags, spec.capacity)
-        self._policy: Policy = make_policy(parse_strategy(spec.strategy), range(spec.workers))
+        self._policy: Policy = parse_policy(spec.strategy).for_workers(range(spec.workers))
         folder = None if spec.folder is None else Path(spec.folder)
         self._recorder = Recorder(folder, -1) if spec.replica == 1 else ReplicaRecorder(folder, -1, spec.replica)
         self._sessions = Sessions(sessions, spec.capacity, spec.replica)
@@ -83,7 +83,7 @@ class Coordinator:
         """The newest hyperparameters of one who was here from the start."""
         self._until: float | None = None
         """When to give up waiting for somebody to join, if all workers were lost."""
-        self._tuner = Tuner(self._policy, parse_strategy(spec.strategy))
+        self._tuner = Tuner(self._policy)
         self._tickets = 0
         self._loss: float | None = None
         self._by_descriptor = {session.connection.descriptor: session for session in sessions.values()}
@@ -252,7 +252,7 @@ class Coordinator:
         choice = self._tuner.step(session.rank, time.monotonic() - session.since, self._updates.seconds)
         if choice is None:
             return
-        k = make_policy(parse_strategy(choice.strategy), range(len(self._sessions))).k
+        k = parse_policy(choice.strategy).for_workers(range(len(self._sessions))).k
         self._updates.expect(k)
         version = self._policy.version
         self._recorder.add(events.Switch(-1, now, version, choice.strategy, choice.reason))
@@ -296,8 +296,9 @@ class Coordinator:
             self._samples.give_back(pushed.rank, pushed.message.leases, "dropped")
             if pushed.rank in self._sessions:
                 self._sessions[pushed.rank].outcome = "dropped"
-        if len(decision.together) > 1 and isinstance(self._policy, Groups):
-            group = self._policy.of[decision.together[0].worker]
+        if len(decision.together) > 1 and self._policy.members:
+            first = decision.together[0].worker
+            group = next(group for group, members in self._policy.members.items() if first in members)
             self._updates.sum_group(group, [one.ticket for one in decision.together])
         if decision.use:
             for pushed in self._updates.make([one.ticket for one in decision.use], self._policy.version):

@@ -6,10 +6,8 @@ from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from paceline.config import Auto as AutoStrategy
-from paceline.config import Strategy, parse_strategy
 from paceline.errors import UsageError
-from paceline.policies import Auto, Policy, make_policy
+from paceline.policies import Auto, Policy, parse_policy
 
 if TYPE_CHECKING:
     from paceline.planner.choose import Choice
@@ -21,9 +19,9 @@ _LONG = 4
 class Tuner:
     """For the policy `auto`; for others it has nothing to do."""
 
-    def __init__(self, policy: Policy, strategy: Strategy) -> None:
-        self._policy = policy if isinstance(policy, Auto) and policy.size > 1 else None
-        self._wanted = strategy.steps if isinstance(strategy, AutoStrategy) else 0
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy if isinstance(policy, Auto) and len(policy.workers) > 1 else None
+        self._wanted = policy.steps if isinstance(policy, Auto) else 0
         self._lengths: defaultdict[int, list[float]] = defaultdict(list)
         self._updates: list[float] = []
         self._first: set[int] = set()
@@ -63,12 +61,12 @@ class Tuner:
         if not thinking.done():
             return None
         choice, self._thinking = thinking.result(), None
-        strategy = parse_strategy(choice.strategy)
+        chosen = parse_policy(choice.strategy)
         try:
-            make_policy(strategy, policy.workers)
+            chosen.for_workers(policy.workers)
         except UsageError:  # a worker has gone meanwhile; think again
             self._lengths = defaultdict(list, {rank: self._lengths[rank][:-1] for rank in policy.workers})
             return None
-        policy.become(lambda workers: make_policy(strategy, workers))
+        policy.become(chosen)
         self._policy = None
         return choice

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from paceline.errors import UsageError
-from paceline.policies import Arrival, Decision, Groups, Order, Policy
+from paceline.policies import Arrival, Decision, Order, Policy
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.core_sharing import SharedCores
 from paceline.simulate.distributions import Distribution
@@ -72,7 +72,7 @@ class EventLoop:
         self._network = network or (ServerNetwork(cluster) if cluster.has_messages else FreeNetwork())
         self._loss = loss
         self._cores = SharedCores(cluster) if cluster.shares_cores else None
-        self._grouped = isinstance(policy, Groups)
+        self._grouped = bool(policy.members)
         self._direct = isinstance(self._network, FreeNetwork)
         self._version = [0] * count
         self._step = [0] * count

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline import config
-from paceline.config import Strategy
 from paceline.errors import UsageError
+from paceline.policies import Policy, Rule
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.result import Result, TimeShares, result
 
@@ -27,11 +25,13 @@ _MOST = 200_000_000
 """Minibatches that are, where all have to be."""
 
 
-def simulate_fast(strategy: Strategy, cluster: SimulatedCluster, updates: int, seed: int) -> Result | None:
+def simulate_fast(policy: Policy, cluster: SimulatedCluster, updates: int, seed: int) -> Result | None:
     """The same as the event loop gives, in distribution; None for policies that need the loop."""
-    of = _Alike(str(strategy), cluster, updates, np.random.default_rng(seed))
-    way = _WAYS.get(type(strategy))
-    return None if way is None else way(of, strategy)
+    timing = policy.timing
+    if timing is None or timing.rule not in _WAYS:
+        return None
+    alike = _Alike(str(policy), cluster, updates, np.random.default_rng(seed))
+    return _WAYS[timing.rule](alike, timing.number)
 
 
 def simulate_collective(name: str, cluster: SimulatedCluster, updates: int, seed: int, seconds: float) -> Result:
@@ -158,13 +158,11 @@ class _Alike:
         return [min(each, self._updates - done) for done in range(0, self._updates, each)]
 
 
-_WAYS: dict[type[Strategy], Callable[[_Alike, Any], Result]] = {
-    config.Sync: lambda of, _: of.workers(of.count),
-    config.KSync: lambda of, strategy: of.workers(strategy.k),
-    config.KBatchSync: lambda of, strategy: of.minibatches(strategy.k),
-    config.Async: lambda of, _: of.merged(1),
-    config.KBatchAsync: lambda of, strategy: of.merged(strategy.k),
-    config.Ssp: lambda of, strategy: of.bounded(strategy.s),
+_WAYS: dict[Rule, Callable[[_Alike, int], Result]] = {
+    Rule.FRESH_WORKERS: _Alike.workers,
+    Rule.FRESH_MINIBATCHES: _Alike.minibatches,
+    Rule.STALE_MINIBATCHES: _Alike.merged,
+    Rule.BOUNDED: _Alike.bounded,
 }
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from paceline import config
 from paceline.config import AllReduce, Mesh, Pipeline, Strategy, Tensor, parse_strategy
 from paceline.errors import UsageError
 from paceline.events import Compute, Update, Wait
-from paceline.policies import POLICIES, make_policy
-from paceline.policies import Groups as GroupsPolicy
+from paceline.policies import Policy, Rule, Sync, Timing, parse_policy
 from paceline.schedules import SCHEDULES, PassTimes, step_seconds
 from paceline.schedules.timing import ScheduleTiming
 from paceline.simulate import theory
@@ -79,7 +76,7 @@ def simulate(
         case Mesh():
             told = asked.mesh(strategy)
         case _:
-            told = asked.policy(strategy)
+            told = asked.policy(parse_policy(strategy))
     return told, asked.trace
 
 
@@ -92,19 +89,18 @@ class _Question:
     trace: SimulatedTrace | None
     loss: Callable[[int, int], float] | None = None
 
-    def policy(self, strategy: Strategy) -> Result:
-        cluster = self.cluster
-        policy = make_policy(strategy, range(cluster.workers))
+    def policy(self, strategy: Policy) -> Result:
+        cluster = _with_options(self.cluster, strategy)
+        policy = strategy.for_workers(range(cluster.workers))
         if cluster.plain and self.trace is None and self.loss is None:
-            quick = simulate_fast(strategy, cluster, self.updates, self.seed)
+            quick = simulate_fast(policy, cluster, self.updates, self.seed)
             if quick is not None:
                 return quick
         inside: dict[int, float] = {}
-        if isinstance(policy, GroupsPolicy):
-            links = cluster.machine_links()
-            for members in policy.members.values():
-                link = narrowest(links[rank // cluster.per_machine] for rank in members)
-                inside |= dict.fromkeys(members, all_reduce_seconds("auto", len(members), cluster.size, link))
+        links = cluster.machine_links() if policy.members else []
+        for members in policy.members.values():
+            link = narrowest(links[rank // cluster.per_machine] for rank in members)
+            inside |= dict.fromkeys(members, all_reduce_seconds("auto", len(members), cluster.size, link))
         engine = EventLoop(policy, cluster, self.seed, inside=inside, trace=self.trace, loss=self.loss)
         return engine.run(self.updates, str(strategy))
 
@@ -115,7 +111,7 @@ class _Question:
         alone = dataclasses.replace(cluster, update_seconds=0.0, push_seconds=0.0)
         if cluster.alike and not cluster.overlap and self.trace is None:
             return simulate_collective(str(strategy), alone, self.updates, self.seed, seconds)
-        policy = make_policy(config.Sync(), range(cluster.workers))
+        policy = Sync().for_workers(range(cluster.workers))
         network = CollectiveNetwork(cluster.workers, seconds, cluster.pushed)
         engine = EventLoop(policy, alone, self.seed, network=network, trace=self.trace)
         return engine.run(self.updates, str(strategy))
@@ -169,7 +165,7 @@ class _Question:
         if self.trace is not None:
             self.trace = SimulatedTrace(whole, str(mesh))
         asked = _Question(whole, self.updates, self.seed, self.model, self.trace)
-        told = asked.all_reduce(between) if isinstance(between, AllReduce) else asked.policy(between)
+        told = asked.all_reduce(between) if isinstance(between, AllReduce) else asked.policy(parse_policy(between))
         told.strategy = str(mesh)
         _apart(told, steps, mesh.tensor)
         return told
@@ -274,13 +270,15 @@ def _wider(link: Link, times: int) -> Link:
 def predict(spec: str | Strategy, cluster: SimulatedCluster, model: Model | None = None) -> Theory:
     """The closed forms, with which a simulation can be compared."""
     strategy = parse_strategy(spec)
-    if type(strategy) in POLICIES:
-        make_policy(strategy, range(cluster.workers))
-    form = _FORMS.get(type(strategy))
-    if form is not None and cluster.plain:
-        return form(strategy, cluster.workers, cluster.compute)
+    waits_for_all = Timing(Rule.FRESH_WORKERS, cluster.workers)
+    timing = waits_for_all if isinstance(strategy, AllReduce) else None
+    if isinstance(strategy, Policy):
+        timing = strategy.for_workers(range(cluster.workers)).timing
+        cluster = _with_options(cluster, strategy)
+    if timing is not None and timing.rule in _FORMS and cluster.plain:
+        return _FORMS[timing.rule](cluster.compute, cluster.workers, timing.number)
     alike = cluster.alike and not cluster.overlap
-    extra = _exchange(strategy, cluster) if alike else None
+    extra = _exchange(strategy, cluster) if alike and timing == waits_for_all else None
     if extra is not None:
         longest = theory.k_sync(cluster.compute, cluster.workers, cluster.workers)
         return Theory(None if longest is None else longest + extra, 0.0)
@@ -290,11 +288,11 @@ def predict(spec: str | Strategy, cluster: SimulatedCluster, model: Model | None
 
 
 def _exchange(strategy: Strategy, cluster: SimulatedCluster) -> float | None:
-    """What an update costs beside computing, of strategies that wait for all."""
+    """Seconds of an update beside computing, under a strategy that waits for all workers."""
     link = cluster.narrowest()
     if isinstance(strategy, AllReduce):
         return all_reduce_seconds(strategy.topology, cluster.workers, cluster.pushed, link) + cluster.update_seconds
-    if not isinstance(strategy, config.Sync) or cluster.per_machine > 1 or cluster.server_link or cluster.links:
+    if cluster.per_machine > 1 or cluster.server_link or cluster.links:
         return None
     if cluster.compress not in ("none", "fp32") or cluster.push_seconds or not cluster.servers.isdecimal():
         return None
@@ -315,20 +313,22 @@ def _pipeline(split: Pipeline, cluster: SimulatedCluster, model: Model) -> float
     return told + cluster.update_seconds
 
 
-def _groups(strategy: config.Groups, workers: int, compute: Distribution) -> Theory:
-    count = workers // strategy.size
-    if str(parse_strategy(strategy.between)) != "async":
-        return Theory(None, None)
-    return Theory(theory.groups(compute, strategy.size, count), theory.staleness_groups(count))
+def _with_options(cluster: SimulatedCluster, policy: Policy) -> SimulatedCluster:
+    """The cluster with the policy's own servers and compression, where it names no others itself."""
+    servers = str(policy.servers) if cluster.servers == "1" else cluster.servers
+    compress = policy.compress if cluster.compress == "none" else cluster.compress
+    return dataclasses.replace(cluster, servers=servers, compress=compress)
 
 
-_FORMS: dict[type[Strategy], Callable[[Any, int, Distribution], Theory]] = {
-    config.Sync: lambda s, n, x: Theory(theory.k_sync(x, n, n), 0.0),
-    AllReduce: lambda s, n, x: Theory(theory.k_sync(x, n, n), 0.0),
-    config.KSync: lambda s, n, x: Theory(theory.k_sync(x, n, s.k), 0.0),
-    config.KBatchSync: lambda s, n, x: Theory(theory.k_batch_sync(x, n, s.k), 0.0),
-    config.Async: lambda s, n, x: Theory(theory.k_batch_async(x, n, 1), n - 1.0),
-    config.KAsync: lambda s, n, x: Theory(theory.k_async(x, n, s.k), theory.staleness_k_async(n, s.k)),
-    config.KBatchAsync: lambda s, n, x: Theory(theory.k_batch_async(x, n, s.k), theory.staleness_k_batch_async(n, s.k)),
-    config.Groups: _groups,
+def _groups(compute: Distribution, workers: int, size: int) -> Theory:
+    count = workers // size
+    return Theory(theory.groups(compute, size, count), theory.staleness_groups(count))
+
+
+_FORMS: dict[Rule, Callable[[Distribution, int, int], Theory]] = {
+    Rule.FRESH_WORKERS: lambda x, n, k: Theory(theory.k_sync(x, n, k), 0.0),
+    Rule.FRESH_MINIBATCHES: lambda x, n, k: Theory(theory.k_batch_sync(x, n, k), 0.0),
+    Rule.STALE_WORKERS: lambda x, n, k: Theory(theory.k_async(x, n, k), theory.staleness_k_async(n, k)),
+    Rule.STALE_MINIBATCHES: lambda x, n, k: Theory(theory.k_batch_async(x, n, k), theory.staleness_k_batch_async(n, k)),
+    Rule.ASYNC_GROUPS: _groups,
 }

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.config import AllReduce, Mesh, Pipeline, Strategy, Tensor
-from paceline.policies import POLICIES
+from paceline.policies import Policy
 from paceline.strategies.base import Options, Trainer, TrainerContext
 
 Make = Callable[[torch.nn.Module, Optimizer, Options, TrainerContext], Trainer]
@@ -19,7 +19,7 @@ _TRAINERS: dict[type[Strategy], tuple[str, str]] = {
     Mesh: ("mesh_factory", "mesh"),
     Pipeline: ("pipeline", "PipelineTrainer"),
     Tensor: ("mesh", "MeshTrainer"),
-    **dict.fromkeys(POLICIES, ("parameter_server", "ParameterServerTrainer")),
+    Policy: ("parameter_server", "ParameterServerTrainer"),
 }
 _ELASTIC: dict[type[Strategy], tuple[str, str]] = {AllReduce: ("elastic", "ElasticAllReduceTrainer")}
 """Where it takes another trainer to go on without a worker."""
@@ -29,7 +29,8 @@ PROFILING = ("profiling", "ProfilingTrainer")
 
 def trainer_of(strategy: type[Strategy], *, elastic: bool = False) -> Make:
     """What trains under this strategy."""
-    return load(_ELASTIC.get(strategy, _TRAINERS[strategy]) if elastic else _TRAINERS[strategy])
+    known = {**_TRAINERS, **_ELASTIC} if elastic else _TRAINERS
+    return load(next(known[kind] for kind in strategy.__mro__ if kind in known))
 
 
 def load(trainer: tuple[str, str]) -> Make:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from paceline.config import Mesh, RunSpec, parse_servers, parse_strategy, place_servers
+from paceline.config import Mesh, RunSpec, parse_servers, place_servers
 from paceline.data.ledger import Lease
 from paceline.errors import TeamError, UsageError
 from paceline.events import Brought, Pull, Wait
@@ -27,7 +27,7 @@ from paceline.parameters.hyperparameters import Hyperparameters, RateScaling
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.parameters.worker_table import SLOT, WorkerTable
-from paceline.policies import make_policy
+from paceline.policies import parse_policy
 from paceline.server.client import ServerClient
 from paceline.server.flags import SharedFlags
 from paceline.server.memory import RunMemory
@@ -77,8 +77,8 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._timeouts = context.members.barrier.timeouts
         self._relay, self._joins = None, None
         RateScaling(options.scale_lr, 1, options.warmup)
-        sync = parse_strategy(context.strategy.sync)
-        policy = make_policy(sync, range(self.size))
+        sync = parse_policy(context.strategy.sync)
+        policy = sync.for_workers(range(self.size))
         self.cancels = False
         self._at = self._buffer = self._before = self._pushes = 0
         self.paces = [(0.0, 0)] * self.size
@@ -154,7 +154,7 @@ class MeshServerTrainer(ParameterServerTrainer):
             machines=(replicas,),
             capacity=self.size,
             servers=tuple(place_servers(str(self._servers), [list(replicas)])),
-            strategy=str(parse_strategy(context.strategy.sync)),
+            strategy=str(context.strategy.sync),
             timeouts=self._timeouts,
             folder=str(context.folder) if context.recorder.on else None,
             optimizer=describe_optimizer(self._optimizer),

@@ -34,7 +34,7 @@ from paceline.parameters.reduction import CHUNK, weighted_sum
 from paceline.parameters.step_snapshot import StepSnapshot
 from paceline.parameters.versions import Versions
 from paceline.parameters.worker_table import WorkerTable
-from paceline.policies import make_policy
+from paceline.policies import parse_policy
 from paceline.relay.launch import open_relay
 from paceline.relay.messages import TransferLayout
 from paceline.server.client import ServerClient
@@ -97,7 +97,7 @@ class ParameterServerTrainer(Trainer):
         self._rest = ModelBuffers([*rest, *model.buffers()])
         self._set_up(named, options, context)
         self.paces = [(0.0, 0)] * self.size
-        policy = make_policy(context.strategy, range(self.size))
+        policy = parse_policy(context.strategy).for_workers(range(self.size))
         self.cancels = policy.cancels
         if policy.spare or self._launch.elastic:
             context.members.barrier.spare = True
@@ -169,7 +169,7 @@ class ParameterServerTrainer(Trainer):
                 members, spec, layout, memory, coordinator, self._launch.key
             )
         address = self._relay_addresses[members.machine] if self._spread else coordinator
-        spare = spec.elastic or make_policy(context.strategy, range(self.size)).spare
+        spare = spec.elastic or parse_policy(context.strategy).for_workers(range(self.size)).spare
         self._start(coordinator if members.machine == 0 else address, spare, context.say)
         self._connect(ServerClient(address, self._rank, self._timeouts), memory)
         if self._rank == 0:

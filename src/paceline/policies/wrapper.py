@@ -1,19 +1,15 @@
-"""A policy around another one, which decides."""
+"""A policy that lets another one decide."""
 
 from __future__ import annotations
 
 from paceline.policies.base import Arrival, Decision, Policy
 
 
-class Around(Policy):
-    """Asks the inner policy, and is seen to be in its state."""
+class Wrapper(Policy):
+    """Passes events to the running policy `inner`, and mirrors its state."""
 
-    def __init__(self, inner: Policy) -> None:
-        super().__init__(inner.workers)
-        self._take(inner)
-
-    def _take(self, inner: Policy) -> None:
-        """Let this one decide from here on."""
+    def _wrap(self, inner: Policy) -> None:
+        """Lets this policy decide from here on."""
         self.inner = inner
         self._mirror(Decision(""))
 

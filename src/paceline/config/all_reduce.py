@@ -1,0 +1,22 @@
+"""The all-reduce strategy."""
+
+from __future__ import annotations
+
+from paceline.config.checks import listed
+from paceline.config.strategy import Strategy
+from paceline.errors import UsageError
+from paceline.topologies import choices
+
+
+class AllReduce(Strategy):
+    """Every worker contributes its gradient to one mean, and all go on with the same new version."""
+
+    spec = "all-reduce"
+    topology: str = "auto"
+    """The shape of messages between machines; inside a machine gradients are summed in shared memory."""
+
+    def __post_init__(self) -> None:
+        if self.topology not in choices():
+            raise UsageError(
+                f"option 'topology' of strategy 'all-reduce' is '{self.topology}'; it must be {listed(choices())}"
+            )
