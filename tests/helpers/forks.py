@@ -35,12 +35,14 @@ import paceline.server.process
 import paceline.strategies.all_reduce
 import paceline.strategies.parameter_server
 import paceline.team
+from helpers.hosts import Host
 from helpers.support import PACELINE, PYTHON, TORCHRUN, Outcome, Run, environment, shared_files
 
 with contextlib.suppress(ImportError):  # what some versions of typer import when they are first used: once here, too
     importlib.import_module("typer._adapters")
 
 _Popen = subprocess.Popen
+_SERVER = str(paceline.server.main.__file__)
 
 
 class Fork:
@@ -133,9 +135,30 @@ def _ours(words: list[str]) -> bool:
     return ours or words[0] in (PACELINE, TORCHRUN)
 
 
+class _ServerFork(Fork):
+    """Forks parameter servers; starts anything else as `subprocess.Popen` does."""
+
+    def __new__(cls, args: Sequence[str], **options: Any) -> Any:
+        if any(str(word) == _SERVER for word in args):
+            return super().__new__(cls, args, **options)
+        return _Popen(args, **options)
+
+
+def fork_programs() -> None:
+    """Lets this process, itself a fork, start Python programs as forks."""
+    subprocess.Popen = Fork  # type: ignore[misc,assignment]
+
+
+def fork_servers() -> None:
+    """Lets this process, itself a fork, start parameter servers as forks; relays are known by their command line."""
+    subprocess.Popen = _ServerFork  # type: ignore[misc,assignment]
+
+
 def _program(words: list[str], options: dict[str, Any], streams: dict[int, int | None]) -> int:
     """What a fork does instead of what it was forked from."""
     gc.freeze()  # or every collection would touch, and so copy, all that was imported before
+    if options.get("host") is not None:
+        options["host"].enter()
     if options.get("start_new_session"):
         os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -183,7 +206,7 @@ def _run(words: list[str]) -> None:
         torchrun.main()
     elif words[0] == PACELINE or words[1:3] == ["-m", "paceline"]:
         sys.argv = words if words[0] == PACELINE else [PACELINE, *words[3:]]
-        subprocess.Popen = Fork  # type: ignore[misc,assignment]
+        fork_programs()
         paceline.cli.main()
     else:
         sys.argv = words[1:]
@@ -197,7 +220,9 @@ _MARKS: set[int] = set()
 class QuickRun(Run):
     """`paceline run` that starts at once."""
 
-    def __init__(self, command: Sequence[str], cwd: Path, stderr: int | None = None, **extra: str) -> None:
+    def __init__(
+        self, command: Sequence[str], cwd: Path, stderr: int | None = None, host: Host | None = None, **extra: str
+    ) -> None:
         self.cwd = cwd
         self.notes = Path(tempfile.mkdtemp(prefix="notes-", dir=cwd))
         self.shared_before = shared_files()
@@ -206,7 +231,7 @@ class QuickRun(Run):
             _MARKS.add(mark.fileno())
             variables = environment(RUN_NOTES=str(self.notes), **extra)
             streams = {"stdout": out.fileno(), "stderr": err.fileno() if stderr is None else stderr}
-            self.process = Fork(command, cwd=cwd, env=variables, **streams)  # type: ignore[assignment]
+            self.process = Fork(command, cwd=cwd, env=variables, host=host, **streams)  # type: ignore[assignment]
             _MARKS.clear()
 
     def processes(self) -> list[int]:

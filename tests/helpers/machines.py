@@ -19,6 +19,7 @@ import torch._dynamo  # any optimizer imports it, which takes seconds: once here
 
 import helpers.loaded  # noqa: F401
 import paceline
+from helpers import forks
 from helpers.hosts import Host
 from helpers.support import answered
 from paceline.config import Launch, Timeouts
@@ -137,6 +138,7 @@ def member(
 ) -> None:
     gc.freeze()  # what was there before the fork need not be looked through, and copied, by every worker
     host.enter()
+    forks.fork_servers()
     gc.freeze()  # or every collection would touch, and so copy, all that was imported before
     torch.set_num_threads(1)
     torch.manual_seed(1)

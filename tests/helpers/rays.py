@@ -20,6 +20,8 @@ RAY = str(Path(sys.executable).with_name("ray"))
 _PORT = "6379"  # nobody else is in that network
 CORES = 3
 """Of each node, as Ray counts them."""
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
+"""Lets Ray report nothing, and start no Python workers before somebody needs them."""
 
 
 class RayNetwork:
@@ -34,7 +36,7 @@ class RayNetwork:
         return {
             "RAY_ADDRESS": f"127.0.0.1:{_PORT}",
             "RAY_TMPDIR": self.scratch.name,
-            "RAY_USAGE_STATS_ENABLED": "0",
+            **QUIET,
             "TMPDIR": self.scratch.name,
         }
 

@@ -23,6 +23,7 @@ import torch
 
 import helpers.loaded  # noqa: F401
 import paceline
+from helpers import forks
 from helpers.load import allowed
 from helpers.support import answered
 from paceline.cli import main
@@ -125,6 +126,7 @@ def _command(command: list[str], cwd: Path, out: Path, err: Path) -> None:
     # Whoever tests may have put something else in their places.
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     sys.argv = ["paceline", *command]
+    forks.fork_programs()
     os.chdir(cwd)
     main()
 
@@ -164,6 +166,7 @@ def _member(
     rank, workers, launch, places, more, joined = place
     if places is not None:
         membership.machine = lambda: places[rank]
+    forks.fork_servers()
     import_compiler_late()  # as where torch is imported by a worker
     gc.freeze()  # or every collection would touch, and so copy, all that was imported before
     torch.set_num_threads(1)

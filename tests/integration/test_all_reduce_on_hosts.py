@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
 import yaml
+from helpers.forks import starting
 from helpers.hosts import Host, hosts
 from helpers.machines import Failure, Spread
 from helpers.support import PYTHON, TORCHRUN, finished, free_port, started, wait_until, write_script
@@ -208,7 +209,7 @@ def test_torchrun_trains_over_hosts_and_restarts_a_killed_worker(tmp_path: Path)
         for node, (host, folder) in enumerate(zip(made, folders, strict=True)):
             folder.mkdir()
             words = ("--max-restarts", 2, script, "--epochs", 4, "--checkpoint", "c.pt", "--name", "run")
-            runs.append(started(host.command(agent(node, made[0].address, 29400, *words, each=1)), folder))
+            runs.append(starting(agent(node, made[0].address, 29400, *words, each=1), folder, host=host))
         with runs[0] as lead, runs[1] as other:
             outcome = lead.finish(200.0)
             assert (outcome.code, other.finish(30.0).code) == (0, 0), outcome.err
@@ -246,7 +247,7 @@ def test_workers_of_torchrun_are_told_what_paceline_run_can_be_told(tmp_path: Pa
         for node, (host, folder) in enumerate(zip(made, folders, strict=True)):
             folder.mkdir()
             line = agent(node, made[0].address, 29400, "-m", "paceline", "run", script, *words, each=2)
-            runs.append(started(host.command(line), folder, PACELINE_KEY="1" * 64))
+            runs.append(starting(line, folder, host=host, PACELINE_KEY="1" * 64))
         with runs[0] as lead, runs[1] as other:
             outcome = lead.finish(200.0)
             assert (outcome.code, other.finish(30.0).code) == (0, 0), outcome.err

@@ -50,7 +50,13 @@ note(f"end-{team.rank}", sum=float(sum(parameter.detach().double().sum() for par
 
 def variables(scratch: str, head: Host) -> dict[str, str]:
     address = f"{head.address}:{PORT}"
-    own = {"RAY_ADDRESS": address, "RAY_TMPDIR": scratch, "TMPDIR": scratch, "RAY_USAGE_STATS_ENABLED": "0"}
+    own = {
+        "RAY_ADDRESS": address,
+        "RAY_TMPDIR": scratch,
+        "TMPDIR": scratch,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",
+    }
     return environment(**own)
 
 
