@@ -4,19 +4,13 @@ Contestants take turns in the same processes; what counts is the ratio of their 
 on the machine meanwhile.
 """
 
-import json
-import subprocess
 import sys
 
+from harness.runs import bench
 from rich.console import Console
 from rich.table import Table
 
 CASES = [("small", 2), ("small", 4), ("mlp25m", 2), ("mlp25m", 4), ("convnet", 2), ("transformer", 2)]
-
-
-def bench(*arguments: str) -> dict:
-    command = [sys.executable, "-m", "paceline", "bench", *arguments, "--json"]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ class _Nap(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         time.sleep(ctx.seconds)
         return gradient, None, None
 

@@ -5,20 +5,13 @@ turns; what counts is the ratio of their best rounds. Nothing else should run on
 """
 
 import importlib.util
-import json
-import subprocess
 import sys
 
+from harness.runs import bench
 from rich.console import Console
 from rich.table import Table
 
 SIZES = "1K,100K,1M,25M,100M"
-
-
-def bench(workers: int, against: str) -> dict:
-    command = [sys.executable, "-m", "paceline", "bench", "collectives", "--workers", str(workers), "--sizes", SIZES]
-    command += ["--against", against, "--rounds", "7", "--json"]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def main() -> None:
@@ -28,7 +21,10 @@ def main() -> None:
         table = Table(*heads, title=f"all_reduce: times as fast as {against}; share of what memory can do")
         for workers in (2, 4):
             print(f"{workers} workers against {against} …", file=sys.stderr, flush=True)
-            for size, point in zip(SIZES.split(","), bench(workers, against)["points"], strict=True):
+            told = bench(
+                "collectives", "--workers", str(workers), "--sizes", SIZES, "--against", against, "--rounds", "7"
+            )
+            for size, point in zip(SIZES.split(","), told["points"], strict=True):
                 seen = point["contestants"]
                 ratios = [f"{seen[name]['ratio']:.2f}" for name in ("torch", "in place", "collectives")]
                 table.add_row(str(workers), size, *ratios, f"{seen['torch']['memory']:.0%}")

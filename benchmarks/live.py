@@ -47,9 +47,9 @@ def wait(page: Page, until: str, seconds: float) -> float:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--steps", type=int, default=100_000, help="of each of the eight workers")
-    options = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000, help="of each of the eight workers")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as parent, sync_playwright() as player:
         folder = Path(parent) / "long"
         report.write(folder, options.steps)

@@ -20,8 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-
 WORKLOAD = "mlp25m"
 
 
@@ -49,31 +47,11 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Start the workers on their hosts; what the lead found out."""
-    from helpers.hosts import hosts
+    """Start the workers on their hosts; returns the results of rank 0."""
+    from harness.on_hosts import hosts, run_workers
 
     with hosts(options.hosts, f"{options.rate:.0f}bit") as made:
-        processes = []
-        for number, host in enumerate(made):
-            for local in range(options.workers):
-                place = {
-                    "RANK": str(number * options.workers + local),
-                    "LOCAL_RANK": str(local),
-                    "WORLD_SIZE": str(options.hosts * options.workers),
-                    "LOCAL_WORLD_SIZE": str(options.workers),
-                    "MASTER_ADDR": made[0].address,
-                    "MASTER_PORT": "29400",
-                    "GLOO_SOCKET_IFNAME": "eth0",
-                    "OMP_NUM_THREADS": "1",
-                }
-                command = [sys.executable, __file__, *sys.argv[1:]]
-                out = subprocess.PIPE if number == local == 0 else None
-                processes.append(host.popen(command, env={**os.environ, **place}, stdout=out, text=True))
-        said, _ = processes[0].communicate(timeout=600)
-        codes = [process.wait(60) for process in processes]
-    if any(codes):
-        sys.exit(f"the workers ended with {codes}")
-    return dict(json.loads(said.splitlines()[-1]))
+        return dict(run_workers(made, options.workers, 29400))
 
 
 def work(options: argparse.Namespace) -> None:

@@ -13,15 +13,11 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 WORKLOAD = "mlp25m"
 _PART = "NETWORK_PART"
@@ -48,7 +44,8 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    from helpers.hosts import hosts
+    """Start the workers of each part on their hosts; returns the results of rank 0, by part."""
+    from harness.on_hosts import hosts, run_workers
 
     from paceline.transport.keys import VARIABLE, new_key
 
@@ -56,33 +53,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with hosts(options.hosts, f"{options.rate:.0f}bit") as made, tempfile.TemporaryDirectory() as folder:
         for number, part in enumerate(options.parts.split(",")):
             workers = 1 if part == "hidden" else options.workers
-            processes = []
-            for index, host in enumerate(made):
-                for local in range(workers):
-                    place = {
-                        "RANK": str(index * workers + local),
-                        "LOCAL_RANK": str(local),
-                        "WORLD_SIZE": str(options.hosts * workers),
-                        "LOCAL_WORLD_SIZE": str(workers),
-                        "MASTER_ADDR": made[0].address,
-                        "MASTER_PORT": str(29400 + number),
-                        "TP_SOCKET_IFNAME": "eth0",
-                        "GLOO_SOCKET_IFNAME": "eth0",
-                        "OMP_NUM_THREADS": "1",
-                        "HOST": host.address,
-                        "FOLDER": folder,
-                        VARIABLE: new_key() if not processes else processes[0][1],
-                        _PART: part,
-                    }
-                    out = subprocess.PIPE if index == local == 0 else subprocess.DEVNULL
-                    command = [sys.executable, __file__, *sys.argv[1:]]
-                    process = host.popen(command, env={**os.environ, **place}, stdout=out, text=True)
-                    processes.append((process, place[VARIABLE]))
-            said, _ = processes[0][0].communicate(timeout=600)
-            codes = [process.wait(60) for process, _ in processes]
-            if any(codes):
-                sys.exit(f"the workers of the part '{part}' ended with {codes}")
-            found[part] = json.loads(said.splitlines()[-1])
+            more = {"FOLDER": folder, VARIABLE: new_key(), _PART: part}
+            found[part] = run_workers(made, workers, 29400 + number, more)
     return found
 
 
@@ -133,7 +105,8 @@ class Shard:
 
         self.values, self.workers, self.come = values, workers, 0
         self.total = torch.zeros_like(values)
-        self.lock, self.future = threading.Lock(), torch.futures.Future()
+        self.lock = threading.Lock()
+        self.future: Any = torch.futures.Future()
 
 
 _shards: dict[int, Shard] = {}

@@ -9,15 +9,16 @@ medians. `--without tensorflow` leaves one out.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from harness.runs import ENVIRONMENT, train
+
 HERE = Path(__file__).resolve().parent
-PEERS = HERE.parent / "src" / "paceline" / "bench" / "peers"
+PEERS = HERE / "peers"
 TENSORFLOW = HERE.parent / ".venv-tensorflow"
 WORKERS = 2
 PARTS = 5
@@ -74,14 +75,11 @@ if team.is_lead:
 def ours(model: str, seconds: float, contestant: str) -> float:
     """Minibatches per second of all workers together."""
     with tempfile.TemporaryDirectory() as folder:
-        script, output = Path(folder) / "train.py", Path(folder) / "result.json"
-        script.write_text(SCRIPT)
+        output = Path(folder) / "result.json"
         task = {"model": model, "contestant": contestant, "seconds": seconds / PARTS, "rounds": PARTS}
-        command = [sys.executable, "-m", "paceline", "run", str(script), "--workers", str(WORKERS), "--quiet"]
-        command += ["--strategy", "async" if contestant == "paceline" else "all-reduce"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command += ["--", json.dumps({**task, "output": str(output)})]
-        subprocess.run(command, check=True, cwd=folder, env=environment)
+        strategy = "async" if contestant == "paceline" else "all-reduce"
+        options = ["--workers", str(WORKERS), "--strategy", strategy]
+        train(SCRIPT, Path(folder), *options, arguments=[json.dumps({**task, "output": str(output)})])
         rates: list[float] = json.loads(output.read_text())["minibatches_per_second"]
         return statistics.median(rates)
 
@@ -90,21 +88,19 @@ def peer(model: str, seconds: float, python: str, script: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         task = {"model": model, "workers": WORKERS, "seconds": seconds / PARTS, "rounds": PARTS, "output": str(output)}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(
-            [python, str(PEERS / script), json.dumps(task)], check=True, env=environment, stderr=subprocess.DEVNULL
-        )
+        words = [python, str(PEERS / script), json.dumps(task)]
+        subprocess.run(words, check=True, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
         rates: list[float] = json.loads(output.read_text())["minibatches_per_second"]
         return statistics.median(rates)
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--seconds", type=float, default=5.0, help="of each turn")
-    options.add_argument("--model", action="append", choices=["small", "mlp25m"], help="both by default")
-    options.add_argument("--without", action="append", default=[], choices=["rpc", "tensorflow", "alone"])
-    options = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each turn")
+    parser.add_argument("--model", action="append", choices=["small", "mlp25m"], help="both by default")
+    parser.add_argument("--without", action="append", default=[], choices=["rpc", "tensorflow", "alone"])
+    options = parser.parse_args()
     contestants = {
         "paceline": lambda model: ours(model, options.seconds, "paceline"),
         "rpc": lambda model: peer(model, options.seconds, sys.executable, "rpc_server.py"),

@@ -156,13 +156,13 @@ def _reached(run: Path, goal: float) -> tuple[float, float | None]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--seconds", type=float, default=12.0, help="of each of a plan's two profile runs")
-    options.add_argument("--goal", type=float, default=0.76, help="the loss")
-    options.add_argument("--limit", type=float, default=60.0, help="seconds after which a run has not reached the loss")
-    options.add_argument("--cluster", action="append", choices=CLUSTERS, help="only these")
-    options = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each of a plan's two profile runs")
+    parser.add_argument("--goal", type=float, default=0.76, help="the loss")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a run has not reached the loss")
+    parser.add_argument("--cluster", action="append", choices=CLUSTERS, help="only these")
+    options = parser.parse_args()
     worst = 1.0
     for cluster in options.cluster or CLUSTERS:
         with tempfile.TemporaryDirectory() as name:

@@ -8,12 +8,11 @@ minibatches left than workers, are left out.
 
 import argparse
 import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+from harness.runs import MINIBATCHES, train
 
 from paceline.events import Update
 from paceline.events.schema import read
@@ -21,26 +20,6 @@ from paceline.events.schema import read
 WORKERS = 4
 FIRST, LAST = 10, 10
 """Updates at both ends that do not count."""
-SCRIPT = """
-import sys
-
-import paceline
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-team = paceline.join()
-torch.manual_seed(0)
-count = 8 * int(sys.argv[1])
-data = TensorDataset(torch.randn(count, 20), torch.randint(0, 2, (count,)))
-model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-model, optimizer, loader = team.setup(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
-for x, y in loader:
-    with team.step():
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-"""
 EXPECTED = {
     # (policy, K): seconds per update in units of the mean, for exp(1) and for 1 + exp(1)
     ("k-sync", 1): (0.250, 1.250),
@@ -100,24 +79,19 @@ def per_update(times: list[float]) -> float:
 
 def measure(spec: str, slow: str, seed: int, minibatches: int, folder: str) -> tuple[list[float], float]:
     """When the updates were made, and the mean staleness."""
-    script = Path(folder) / "train.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "paceline", "run", str(script), "--workers", str(WORKERS), "--strategy", spec]
-    command += ["--slow", slow, "--seed", str(seed), "--quiet", "--name", "run", "--", str(minibatches)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
-    run = Path(folder) / "runs" / "run"
+    options = ["--workers", str(WORKERS), "--strategy", spec, "--slow", slow, "--seed", str(seed)]
+    run = train(MINIBATCHES, Path(folder), *options, arguments=[str(minibatches)])
     seen = [event for event in read(run / "events.jsonl") if isinstance(event, Update) and event.rank < 0]
     summary = json.loads((run / "summary.json").read_text())
     return sorted(event.start + event.seconds for event in seen), summary["staleness"]["mean"]
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--updates", type=int, default=400, help="per run")
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--policy", action="append", choices=sorted({name for name, _ in EXPECTED}), help="only these")
-    options = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--updates", type=int, default=400, help="per run")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--policy", action="append", choices=sorted({name for name, _ in EXPECTED}), help="only these")
+    options = parser.parse_args()
     print("policy               steps           measured/replayed  measured/expected  staleness (replayed, expected)")
     for (policy, k), values in EXPECTED.items():
         if options.policy and policy not in options.policy:

@@ -7,12 +7,12 @@ other strategies, on two to six workers, are predicted from that alone, and run.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from harness.runs import MINIBATCHES, train
 
 from paceline.simulate.calibrate import calibrate
 from paceline.simulate.predict import simulate
@@ -39,47 +39,22 @@ QUESTIONS = [
     ("two speeds", "groups:size=2", 4),
     ("two speeds", "k-batch-sync:k=3", 4),
 ]
-SCRIPT = """
-import sys
-
-import paceline
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-team = paceline.join()
-torch.manual_seed(0)
-count = 8 * int(sys.argv[1])
-data = TensorDataset(torch.randn(count, 20), torch.randint(0, 2, (count,)))
-model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-batch = 8 * (team.world_size if team.strategy.spec == "all-reduce" else 1)
-model, optimizer, loader = team.setup(model, optimizer, DataLoader(data, batch_size=batch, shuffle=True))
-for x, y in loader:
-    with team.step():
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-"""
 
 
 def run(cluster: str, strategy: str, workers: int, minibatches: int, seed: int, folder: Path) -> Path:
     """Train so, and leave the run there."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "paceline", "run", "train.py", "--workers", str(workers), "--quiet"]
-    command += ["--strategy", strategy, "--name", "run", "--seed", str(seed)]
-    command += [word for spec in CLUSTERS[cluster](workers) for word in ("--slow", spec)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, "--", str(minibatches)], check=True, cwd=folder, env=environment)
-    return folder / "runs" / "run"
+    slow = [word for spec in CLUSTERS[cluster](workers) for word in ("--slow", spec)]
+    options = ["--workers", str(workers), "--strategy", strategy, "--seed", str(seed), *slow]
+    return train(MINIBATCHES, folder, *options, arguments=[str(minibatches)])
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--minibatches", type=int, default=1600, help="of each run")
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--cluster", action="append", choices=CLUSTERS, help="only these")
-    options = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minibatches", type=int, default=1600, help="of each run")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cluster", action="append", choices=CLUSTERS, help="only these")
+    options = parser.parse_args()
     clusters = options.cluster or list(CLUSTERS)
     errors: list[float] = []
     by_cluster: dict[str, list[tuple[float, float, str]]] = {}

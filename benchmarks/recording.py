@@ -10,10 +10,11 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from harness.runs import ENVIRONMENT, train
 
 # Python runs a module of this name in every process before anything else.
 SWITCH = """
@@ -61,13 +62,11 @@ Path(output, f"{team.rank}.json").write_text(json.dumps([begin, [steps[at] for a
 def stretches(seconds: float, count: int) -> dict[int, int]:
     """Minibatches of both workers in each stretch of time; it was recorded in those of even number."""
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "train.py"
-        script.write_text(SCRIPT)
         (Path(folder) / "sitecustomize.py").write_text(SWITCH.replace("STRETCH", repr(seconds)))
-        command = [sys.executable, "-m", "paceline", "run", str(script), "--workers", "2", "--strategy", "async"]
-        command += ["--quiet", "--", folder, str(seconds), str(count)]
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        subprocess.run(command, check=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+        options = ["--workers", "2", "--strategy", "async"]
+        arguments = [folder, str(seconds), str(count)]
+        train(SCRIPT, Path(folder), *options, arguments=arguments, environment={**ENVIRONMENT, "PYTHONPATH": path})
         total: dict[int, int] = {}
         for rank in range(2):
             begin, counts = json.loads((Path(folder) / f"{rank}.json").read_text())
@@ -77,10 +76,10 @@ def stretches(seconds: float, count: int) -> dict[int, int]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--seconds", type=float, default=1.0, help="of a stretch with or without recording")
-    options.add_argument("--count", type=int, default=121, help="how many such stretches")
-    options = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a stretch with or without recording")
+    parser.add_argument("--count", type=int, default=121, help="how many such stretches")
+    options = parser.parse_args()
     print(f"training for {options.seconds * options.count:.0f} s", file=sys.stderr, flush=True)
     steps = stretches(options.seconds, options.count)
     inner = sorted(steps)[1:-1]

@@ -74,9 +74,9 @@ def opened(page: Path) -> float | None:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--steps", type=int, default=100_000)
-    options = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "long"
         print(f"writing the events of {WORKERS} workers, {options.steps:,} steps each", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import time
+from typing import Any
 
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.distributions import Exponential
@@ -21,21 +22,22 @@ QUICK = {"sync": 1, "k-sync:k=48": 1, "k-batch-sync:k=64": 1, "async": 64, "k-ba
 LOOP = ("k-async:k=32", "groups:size=8", "adaptive:of=k-batch-async,start=8")
 BIG = """
 import json, time
-from paceline.simulate.cluster import Cluster
+from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.distributions import Exponential
 from paceline.simulate.predict import simulate
 
 start = time.perf_counter()
-told, _ = simulate("k-batch-async:k=K", Cluster(workers=10_000, compute=Exponential(1.0, 1.0)), updates=1000)
+cluster = SimulatedCluster(workers=10_000, compute=Exponential(1.0, 1.0))
+told, _ = simulate("k-batch-async:k=K", cluster, updates=1000)
 seconds = time.perf_counter() - start
 memory = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
 print(json.dumps([seconds, memory, told.seconds_per_update]))
 """
 
 
-def steps(told: object) -> int:
-    """That the workers computed."""
-    return sum(told.staleness.histogram.values()) + told.cancelled + told.dropped  # type: ignore[attr-defined]
+def steps(told: Any) -> int:
+    """Minibatches that the workers computed."""
+    return int(sum(told.staleness.histogram.values()) + told.cancelled + told.dropped)
 
 
 def main() -> None:

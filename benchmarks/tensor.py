@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,7 +41,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.before(x)
         parts = [layer(inner).unflatten(-1, (-1, self.each)) for layer in (self.query, self.key, self.value)]
-        seen = scaled_dot_product_attention(*(part.transpose(1, 2) for part in parts), is_causal=True)
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(seen.transpose(1, 2).flatten(2))
         return x + self.mlp(self.between(x))
 
@@ -91,7 +93,7 @@ def work(options: argparse.Namespace) -> None:
     team = paceline.join()
     where = f"tcp://127.0.0.1:{os.environ['BENCH_PORT']}"
     distributed.init_process_group("gloo", init_method=where, rank=team.rank, world_size=team.world_size)
-    mesh = distributed.init_device_mesh("cpu", (team.world_size,))
+    mesh = init_device_mesh("cpu", (team.world_size,))
 
     def made(parts: int = 1) -> Transformer:
         torch.manual_seed(0)

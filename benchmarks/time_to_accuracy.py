@@ -55,11 +55,11 @@ def reached(scores: list[tuple[float, float]], wanted: float) -> float:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--accuracy", type=float, default=0.88)
-    options.add_argument("--epochs", type=int, default=4)
-    options.add_argument("--rounds", type=int, default=2)
-    options = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--accuracy", type=float, default=0.88)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
     fetch()
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     finals: dict[str, list[float]] = {way: [] for way in WAYS}

@@ -37,7 +37,7 @@ class Nap(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         time.sleep(ctx.seconds)
         return gradient, None, None
 

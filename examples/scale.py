@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from paceline.simulate.result import Result
 from paceline.topologies import Link
 
 SIZES = (1_000, 10_000, 100_000)
-SETTINGS = {
+SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
     "volunteers": ({}, 100_000),
     "narrow": ({"servers": 1 / 2000}, 10_000),
     "no-links": ({"links": False}, 10_000),
@@ -171,12 +172,12 @@ def progress(told: Result) -> float:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("folder", type=Path, help="where the figures go")
-    options.add_argument("--workers", type=int, action="append", help="how many; repeatable")
-    options.add_argument("--setting", choices=SETTINGS, action="append", help="only this one; repeatable")
-    options.add_argument("--processes", type=int, default=os.cpu_count(), help="that simulate side by side")
-    options = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the figures go")
+    parser.add_argument("--workers", type=int, action="append", help="how many; repeatable")
+    parser.add_argument("--setting", choices=SETTINGS, action="append", help="only this one; repeatable")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that simulate side by side")
+    options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(options.processes) as pool:
         for setting in options.setting or SETTINGS:

@@ -112,11 +112,11 @@ def train_ddp(team: paceline.Team, epochs: int, factor: float) -> list[tuple[flo
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--epochs", type=int, default=3)
-    options.add_argument("--ddp", type=float, metavar="FACTOR", help="use DDP, with the last worker this much slower")
-    options.add_argument("--output", type=Path)
-    options = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--ddp", type=float, metavar="FACTOR", help="use DDP, with the last worker this much slower")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
     team = paceline.join()
     torch.manual_seed(0)
     scores = train_team(team, options.epochs) if options.ddp is None else train_ddp(team, options.epochs, options.ddp)

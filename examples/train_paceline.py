@@ -8,11 +8,11 @@ from torch.utils.data import DataLoader
 
 import paceline
 
-options = argparse.ArgumentParser()
-options.add_argument("--epochs", type=int, default=8)
-options.add_argument("--balance", action="store_true")
-options.add_argument("--rate", type=float, default=0.05)
-options = options.parse_args()
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=8)
+parser.add_argument("--balance", action="store_true")
+parser.add_argument("--rate", type=float, default=0.05)
+options = parser.parse_args()
 
 team = paceline.join()
 

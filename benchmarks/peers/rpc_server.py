@@ -1,19 +1,16 @@
 """A parameter server on torch.distributed.rpc: asynchronous workers; writes down how many minibatches they get through.
 
-A program of its own, that needs only torch: its argument is a JSON object with `model`, `workers`, `seconds`, `rounds`
+A program that needs only torch: its argument is a JSON object with `model`, `workers`, `seconds`, `rounds`
 and `output`. It is the server, and starts the workers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import itertools
 import json
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from roles import die_with_parent, start
 from torch import nn
 from torch.distributed import TCPStore, rpc  # type: ignore[attr-defined]
 
 LEARNING_RATE = 0.01
 WARM_UP_SECONDS = 1.0
 START_SECONDS = 60.0
-PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +116,7 @@ def join(rank: int, task: dict[str, Any]) -> None:
 
 
 def work(task: dict[str, Any]) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == task["parent"]:  # Otherwise the server ended before its end could be noticed.
+    if die_with_parent(task):
         join(task["rank"], task)
         rpc.shutdown(timeout=0)
 
@@ -135,22 +131,6 @@ def measure(task: dict[str, Any]) -> list[float]:
         rates.append(sum(turn.wait() for turn in turns))
         print(f"{task['model']}: {rates[-1]:.1f} minibatches/s", file=sys.stderr)
     return rates[1:]
-
-
-def start(role: dict[str, Any], stack: contextlib.ExitStack) -> None:
-    """Start this program in another role, until the stack unwinds. Should it end badly before, so does everything."""
-    process = subprocess.Popen([sys.executable, __file__, json.dumps(role | {"parent": os.getpid()})])
-    over = threading.Event()
-
-    def guard() -> None:
-        if process.wait() and not over.is_set():
-            print(f"A process ended with {process.returncode}: {role}", file=sys.stderr, flush=True)
-            os._exit(1)  # The main thread may wait for that process in a call that nothing can interrupt.
-
-    threading.Thread(target=guard, daemon=True).start()
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    stack.callback(over.set)
 
 
 def main() -> None:

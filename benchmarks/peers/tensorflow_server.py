@@ -1,31 +1,28 @@
 """TensorFlow's ParameterServerStrategy: asynchronous workers; writes down how many minibatches they get through.
 
-A program of its own, that needs only TensorFlow: its argument is a JSON object with `model`, `workers`, `seconds`,
+A program that needs only TensorFlow: its argument is a JSON object with `model`, `workers`, `seconds`,
 `rounds` and `output`. It is the coordinator, and starts one server for the parameters and one per worker.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from roles import die_with_parent, start
+
 WORKLOADS = {"small": ((64, 256, 10), 64), "mlp25m": ((1024, 4096, 4096, 1024), 8)}
 """Widths of the layers, and the size of a minibatch."""
 LEARNING_RATE = 0.01
 WARM_UP_SECONDS = 1.0
-PR_SET_PDEATHSIG = 1
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "GRPC_VERBOSITY": "NONE",
@@ -52,9 +49,8 @@ def tensorflow() -> Any:
 
 
 def serve(task: dict[str, Any]) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != task["parent"]:
-        return  # The coordinator ended before its end could be noticed.
+    if not die_with_parent(task):
+        return
     tf = tensorflow()
     # A worker's step waits in one thread while a second works: with a single one it never ends.
     threads = 2 if task["job"] == "worker" else 1
@@ -137,22 +133,6 @@ def measure(task: dict[str, Any], cluster: dict[str, list[str]]) -> list[float]:
         rates.append(count / elapsed)
         print(f"{task['model']}: {rates[-1]:.1f} minibatches/s", file=sys.stderr)
     return rates
-
-
-def start(role: dict[str, Any], stack: contextlib.ExitStack) -> None:
-    """Start this program in another role, until the stack unwinds. Should it end badly before, so does everything."""
-    process = subprocess.Popen([sys.executable, __file__, json.dumps(role | {"parent": os.getpid()})])
-    over = threading.Event()
-
-    def guard() -> None:
-        if process.wait() and not over.is_set():
-            print(f"A process ended with {process.returncode}: {role}", file=sys.stderr, flush=True)
-            os._exit(1)  # The main thread may wait for that process in a call that nothing can interrupt.
-
-    threading.Thread(target=guard, daemon=True).start()
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    stack.callback(over.set)
 
 
 def main() -> None:

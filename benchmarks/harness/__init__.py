@@ -1,0 +1,1 @@
+"""Shared by the benchmarks: starting runs and reading their results. Found beside the benchmark that is started."""
