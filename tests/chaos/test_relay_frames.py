@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import socket
@@ -10,14 +11,13 @@ import subprocess
 import threading
 import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from paceline.cluster.servers import start_relay
 from paceline.config import OptimizerSpec, ParameterSpec, RunSpec, Timeouts
@@ -38,9 +38,12 @@ from paceline.relay.messages import (
 from paceline.server.flags import SharedFlags
 from paceline.server.messages import Hello, Ready, send_parts
 from paceline.transport import Memory
-from paceline.transport.keys import Keys, new_key
+from paceline.transport.handshake import begin_call
+from paceline.transport.keys import Secret, new_key
+from paceline.transport.links import CHUNK
+from paceline.transport.poller import Poller
+from paceline.transport.tcp_connection import FrameHeader, TcpConnection
 from paceline.transport.unix_connection import UnixConnection, connect, new_address
-from paceline.transport.zmq_links import CHUNK, FrameHeader
 
 WORKERS = 2
 SIZE = 1 << 16
@@ -48,12 +51,59 @@ PARAMETERS = 4
 _encode = msgspec.msgpack.encode
 
 
+class Client:
+    """A connection to a relay that sends whatever it is given."""
+
+    def __init__(self, port: int, secret: Secret, name: str) -> None:
+        self._poller = Poller()
+        self._acks: deque[list[Any]] = deque()
+        handshake = begin_call("127.0.0.1", port, secret, name)
+        until = time.monotonic() + 20.0
+        try:
+            while not handshake.advance():
+                assert time.monotonic() < until, "no answer"
+                self._poller.watch(handshake.socket.fileno(), lambda _: None, handshake.events)
+                self._poller.wait(0.1)
+        except OSError:
+            self._poller.unwatch(handshake.socket.fileno())
+            handshake.close()
+            raise
+        self._poller.unwatch(handshake.socket.fileno())
+        self.connection = TcpConnection(
+            self._poller, handshake.socket, "relay", 60.0, 1 << 16, self._acks.append, lambda _: None
+        )
+        assert self.receive()  # how far the receiver is
+
+    def send(self, parts: list[Any]) -> None:
+        until = time.monotonic() + 20.0
+        self.connection.send(parts)
+        while len(self.connection._outgoing) > 256 and time.monotonic() < until:
+            self._poller.wait(0.1)
+        self._poller.wait()
+
+    def receive(self, seconds: float = 30.0) -> list[Any] | None:
+        """The next acknowledgement, or None if the connection ended, or none came in time."""
+        until = time.monotonic() + seconds
+        while not self._acks and self.connection.open and time.monotonic() < until:
+            self._poller.wait(0.1)
+        return self._acks.popleft() if self._acks else None
+
+    def drain(self) -> None:
+        while self.connection.pending and self.connection.open:
+            self._poller.wait(0.1)
+        self._acks.clear()
+
+    def close(self) -> None:
+        self.connection.close()
+        self._poller.close()
+
+
 class Rig:
     """A real relay, of machine 0, whose only peer is this test."""
 
     def __init__(self, folder: Path) -> None:
         self.run, self.key, self.folder = new_address(), new_key(), folder
-        self.keys = Keys.of(self.key, self.run)
+        self.secret = Secret.of(self.key, self.run)
         sizes = [
             WORKERS * SIZE,
             (WORKERS + 2) * SIZE,
@@ -103,21 +153,11 @@ class Rig:
         # A worker keeps it open.
         self.worker: UnixConnection[Any] = connect(address, Ready, 20.0)
         self.worker.send(Hello(0, os.getpid()))
-        self.context: Any = zmq.Context()
         self.numbers = dict.fromkeys(self.ports, 0)
 
-    def member(self, link: str, identity: bytes | None = None) -> Any:
-        """A connection with the right keys, as machine 1's unless it is to be another's."""
-        client = self.context.socket(zmq.DEALER)
-        client.setsockopt(zmq.LINGER, 0)
-        client.setsockopt(zmq.SNDHWM, 1000)
-        client.setsockopt(zmq.SNDTIMEO, 20_000)
-        client.setsockopt(zmq.RCVTIMEO, 30_000)
-        client.setsockopt(zmq.ROUTING_ID, identity or f"1 {link}".encode())
-        client.curve_serverkey = self.keys.server.public
-        client.curve_publickey, client.curve_secretkey = self.keys.client
-        client.connect(f"tcp://127.0.0.1:{self.ports[link]}")
-        return client
+    def member(self, link: str) -> Client:
+        """A connection with the right key, as machine 1's."""
+        return Client(self.ports[link], self.secret, f"1 {link}")
 
     def head(self, link: str, message: bytes, payload: bytes | None, ahead: int = 1) -> FrameHeader:
         check = zlib.crc32(message) ^ zlib.crc32(payload or b"")
@@ -149,7 +189,6 @@ class Rig:
 
     def close(self) -> None:
         self.worker.close()
-        self.context.destroy(0)
         self.process.kill()
         self.process.wait()
 
@@ -188,7 +227,7 @@ def _frames(rig: Rig, source: random.Random) -> Iterator[list[bytes]]:
         elif kind == 2:  # huge lengths
             parts[0] = _encode(msgspec.structs.replace(head, size=source.choice([1 << 62, 1 << 40, head.size + 1])))
         elif kind == 3:  # another run, or machine
-            other = source.choice([{"run": "another"}, {"machine": 7}, {"machine": -1}])
+            other = source.choice([{"run": "another"}, {"sender": 7}, {"sender": -1}])
             parts[0] = _encode(msgspec.structs.replace(head, **other))
         elif kind == 4:  # too many parts, or too few
             parts = source.choice([parts[:1], [*parts, b"", b""]])
@@ -208,11 +247,8 @@ def test_tens_of_thousands_of_mutated_frames_change_nothing(rig: Rig) -> None:
     for number, frame in enumerate(_frames(rig, random.Random(1))):
         if number == count:
             break
-        client.send_multipart(frame)
-        if number % 64 == 0:
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    client.recv_multipart(zmq.DONTWAIT)
+        client.send(frame)
+    client.drain()
     counts = rig.wait_refused(count)
     assert counts.total() == count, counts
     assert len(counts) >= 6, counts
@@ -221,14 +257,14 @@ def test_tens_of_thousands_of_mutated_frames_change_nothing(rig: Rig) -> None:
     # It lives, and takes what is right: a gradient of machine 1's worker.
     payload = bytes(SIZE)
     message = _encode(Chunk("gradient", 1, 0, 1))
-    client.send_multipart([_encode(rig.head("bulk", message, payload)), message, payload])
+    client.send([_encode(rig.head("bulk", message, payload)), message, payload])
     until = time.monotonic() + 30.0
     gradients = rig.memories[0]
     while time.monotonic() < until and any(gradients.map[SIZE : 2 * SIZE]):
         time.sleep(0.02)
     assert not any(gradients.map[SIZE : 2 * SIZE])
     assert rig.contents()[1:] == before[1:]
-    client.close(0)
+    client.close()
 
 
 WRONG = [
@@ -255,7 +291,7 @@ def test_what_is_well_formed_and_wrong_is_refused_one_by_one(rig: Rig) -> None:
     client = rig.member("bulk")
     for place, (message, payload) in enumerate(WRONG):
         text = _encode(message)
-        client.send_multipart([_encode(rig.head("bulk", text, payload)), text, *([] if payload is None else [payload])])
+        client.send([_encode(rig.head("bulk", text, payload)), text, *([] if payload is None else [payload])])
         rig.numbers["bulk"] += 1
         counts = rig.wait_refused(place + 1)
         assert counts.total() == place + 1, (message, counts)
@@ -263,22 +299,22 @@ def test_what_is_well_formed_and_wrong_is_refused_one_by_one(rig: Rig) -> None:
     # And a second time the same number.
     rig.numbers["bulk"] -= 1
     text = _encode(TransferEnd("gradient", 1, 1))
-    client.send_multipart([_encode(rig.head("bulk", text, None)), text])
+    client.send([_encode(rig.head("bulk", text, None)), text])
     assert rig.wait_refused(len(WRONG) + 1)["seen before"] == 1
-    client.close(0)
+    client.close()
 
 
 def test_strangers_at_the_port_get_nothing_and_are_counted(rig: Rig) -> None:
     before, start = rig.contents(), rig.memory()
     port = rig.ports["bulk"]
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15) + bytes(32)
+    hello = b"\x16\x03\x01" + (200).to_bytes(2, "big") + b"\x01" + (196).to_bytes(3, "big") + b"\x03\x03"
     knocks = [
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         os.urandom(4096),
         b"\xff" * 200,
-        greeting + b"\x06" + b"\xff" * 8 + b"huge",
-        greeting.replace(b"CURVE", b"NULL\0") + b"\x04\x19\x05READY" + bytes(18),
-        greeting + os.urandom(300),
+        b"\x16\x03\x01\xff\xff" + b"\x01\xff\xff\xff" + bytes(300),  # TLS that promises more than it may
+        hello + os.urandom(194),  # a greeting of nonsense
+        b"pl08" + os.urandom(80),  # a proof without encryption
     ]
     answers = []
     for text in knocks:
@@ -291,16 +327,17 @@ def test_strangers_at_the_port_get_nothing_and_are_counted(rig: Rig) -> None:
                     heard += piece
             answers.append(len(heard))
     assert max(answers) < 200  # its own greeting at most
-    wrong: Any = rig.context.socket(zmq.DEALER)
-    public, secret = zmq.curve_keypair()
-    wrong.curve_serverkey, wrong.curve_publickey, wrong.curve_secretkey = rig.keys.server.public, public, secret
-    wrong.connect(f"tcp://127.0.0.1:{port}")
-    message = _encode(Fetch(1, 0, 0))
-    wrong.send_multipart([_encode(rig.head("bulk", message, None)), message])
-    assert not wrong.poll(1500)
-    wrong.close(0)
-    counts = rig.wait_refused(len(knocks) + 1)
-    assert counts["not a member"] >= len(knocks) + 1, counts  # ZeroMQ may have tried again by itself
+    # With another run's key, or none, the connection ends at the proof; as another machine, right after it.
+    for secret in (Secret.of(new_key(), rig.run), Secret.of(rig.key, "another run"), Secret.of(None, rig.run)):
+        with pytest.raises((OSError, AssertionError)):
+            Client(port, secret, "1 bulk")
+    counts = rig.wait_refused(len(knocks) + 3)
+    assert counts == {"not a member": len(knocks) + 3}, counts
+    for name in ("7 bulk", "1 control", "bulk", ""):
+        with pytest.raises(AssertionError):
+            Client(port, rig.secret, name)
+    counts = rig.wait_refused(len(knocks) + 7)
+    assert counts["from a machine that is not in the run"] == 4, counts
     assert rig.contents() == before
     assert rig.memory() < start + (32 << 20)
     assert rig.process.poll() is None
@@ -311,16 +348,19 @@ def test_those_who_drip_are_shown_the_door_while_others_are_served(rig: Rig) -> 
     ended = threading.Event()
 
     def drip() -> None:
-        while not ended.wait(0.2):
-            for one in drips:
+        greeting = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500)  # as TLS begins
+        for place in itertools.count():
+            if ended.wait(0.2):
+                return
+            for number, one in enumerate(drips[5:]):  # the first five say nothing at all
                 with contextlib.suppress(OSError):
-                    one.send(b"\xff")
+                    one.send(b"\xff" if number < 5 else greeting[place : place + 1])
 
     threading.Thread(target=drip, daemon=True).start()
     client = rig.member("bulk")
     message, payload = _encode(Chunk("gradient", 1, 0, 1)), bytes(SIZE)
-    client.send_multipart([_encode(rig.head("bulk", message, payload)), message, payload])
-    assert client.recv_multipart()  # acknowledged
+    client.send([_encode(rig.head("bulk", message, payload)), message, payload])
+    assert client.receive()  # acknowledged
     assert not any(rig.memories[0].map[SIZE : 2 * SIZE])
     for one in drips:  # all are closed after a few seconds; none is waited for longer than this
         one.settimeout(30.0)
@@ -330,19 +370,21 @@ def test_those_who_drip_are_shown_the_door_while_others_are_served(rig: Rig) -> 
     ended.set()
     for one in drips:
         one.close()
-    client.close(0)
+    assert rig.wait_refused(len(drips)) == {"not a member": len(drips)}
+    client.close()
 
 
 def test_more_than_a_frame_may_hold_ends_the_connection_and_nothing_else(rig: Rig) -> None:
     before, start = rig.contents(), rig.memory()
     client = rig.member("bulk")
-    client.send_multipart([b"x", b"y", bytes(64 * CHUNK)])
-    time.sleep(1.0)
+    client.send([b"x", b"y", bytes(64 * CHUNK)])
+    assert rig.wait_refused(1) == {"not a frame": 1}
+    assert client.receive() is None and not client.connection.open
     assert rig.contents() == before
     assert rig.memory() < start + (96 << 20)
     other = rig.member("control")
     message = _encode(Fetch(1, 0, 0))
-    other.send_multipart([_encode(rig.head("control", message, None)), message])
-    assert other.recv_multipart()
-    other.close(0)
-    client.close(0)
+    other.send([_encode(rig.head("control", message, None)), message])
+    assert other.receive()
+    other.close()
+    client.close()

@@ -44,5 +44,5 @@ def test_a_machine_without_a_loopback_cannot(tmp_path: Path) -> None:
     facts = json.loads(outcome.out)
     assert facts["verdict"] == "cannot"
     findings = {found["what"]: found for found in facts["machines"][0]["findings"] if found["verdict"] == "cannot"}
-    assert set(findings) == {"ports", "ZeroMQ"}
+    assert set(findings) == {"ports", "encryption"}
     assert findings["ports"]["change"] == "ip link set lo up"

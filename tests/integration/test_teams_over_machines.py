@@ -40,7 +40,7 @@ from paceline.cluster import membership
 from paceline.config import Launch, Timeouts
 from paceline.errors import Mismatch, TeamTimeout, WorkerLost
 from paceline.transport import BarrierKind
-from paceline.transport import tcp_connection as connections
+from paceline.transport import peer_connections as connections
 
 torch.set_num_threads(1)
 SOON = 6.0

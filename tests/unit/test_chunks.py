@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from paceline.relay.chunks import ChunkMap, GradientUpload, cut
-from paceline.transport.zmq_links import CHUNK
+from paceline.transport.links import CHUNK
 
 
 @given(some.lists(some.integers(0, 5 * CHUNK), min_size=2, max_size=12, unique=True))

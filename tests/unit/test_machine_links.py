@@ -16,14 +16,9 @@ from paceline.parameters.checkpoint_codec import pack, unpack
 from paceline.parameters.layout import borders
 from paceline.topologies import Link
 from paceline.transport.channel import run_in_memory
-from paceline.transport.tcp_connection import (
-    FrameKind,
-    TcpConnection,
-    TcpConnections,
-    compare_clocks,
-    connect,
-    with_key,
-)
+from paceline.transport.keys import Secret
+from paceline.transport.peer_connections import FrameKind, PeerConnection, PeerConnections, compare_clocks, connect
+from paceline.transport.poller import Poller
 
 
 def matrix(size: int, slow: set[tuple[int, int]]) -> LinkMatrix:
@@ -107,18 +102,18 @@ def test_a_checkpoint_travels_without_pickle() -> None:
 # -- connections -----------------------------------------------------------------------------------------------------
 
 
-def pair() -> tuple[TcpConnection, TcpConnection]:
-    left, right = socket.create_connection, None
+def pair() -> tuple[socket.socket, socket.socket]:
     server = socket.create_server(("127.0.0.1", 0))
     left = socket.create_connection(server.getsockname())
     right, _ = server.accept()
     server.close()
-    return TcpConnection(left, "left", 5.0), TcpConnection(right, "right", 5.0)
+    return left, right
 
 
 def test_frames_of_any_length_arrive_in_order() -> None:
-    left, right = pair()
-    here, there = TcpConnections({0: left}), TcpConnections({0: right})
+    sockets, pollers = pair(), (Poller(), Poller())
+    left, right = (PeerConnection(pollers[end], sockets[end], "other", 5.0) for end in (0, 1))
+    here, there = PeerConnections(pollers[0], {0: left}), PeerConnections(pollers[1], {0: right})
     sent = [b"", b"x", b"y" * 70_000, b"z" * 20_000_000, b"end"]
     for payload in sent:
         left.send(FrameKind.NOTES, payload)
@@ -136,22 +131,24 @@ def test_frames_of_any_length_arrive_in_order() -> None:
 def test_what_is_no_frame_is_refused(damage: bytes | None) -> None:
     left, right = pair()
     if damage is None:
-        left.send(FrameKind.NOTES, b"some words")
-        text = bytearray(right.socket.recv(1000))
+        sender = PeerConnection(Poller(), left, "right", 5.0)
+        sender.send(FrameKind.NOTES, b"some words")
+        text = bytearray(right.recv(1000))
         text[-1] ^= 1
         damage = bytes(text)
-    left.socket.send(damage)
+    receiver = PeerConnection(Poller(), right, "left", 5.0)
+    left.send(damage)
     time.sleep(0.05)
     with pytest.raises(TeamError, match=r"not a frame|damaged"):
-        right.pull()
+        receiver.pull()
+    assert not receiver.open and not receiver.frames
     left.close()
-    right.close()
 
 
-def meet(tokens: list[bytes], patience: float = 5.0) -> list[TcpConnections | Exception]:
-    """Leads on this machine that know these tokens."""
+def meet(secrets: list[Secret], patience: float = 5.0) -> list[PeerConnections | Exception]:
+    """Leads on this machine that know these secrets."""
     ports: dict[int, int] = {}
-    results: list[TcpConnections | Exception] = [JoinError("nothing")] * len(tokens)
+    results: list[PeerConnections | Exception] = [JoinError("nothing")] * len(secrets)
 
     def find(other: int) -> int:
         until = time.monotonic() + 5.0
@@ -162,14 +159,14 @@ def meet(tokens: list[bytes], patience: float = 5.0) -> list[TcpConnections | Ex
     def lead(index: int) -> None:
         try:
             connections = connect(
-                index, ["127.0.0.1"] * len(tokens), tokens[index], ports.__setitem__, find, (patience, 5.0)
+                index, ["127.0.0.1"] * len(secrets), secrets[index], ports.__setitem__, find, (patience, 5.0)
             )
             compare_clocks(connections, index, 5.0)
             results[index] = connections
         except Exception as error:
             results[index] = error
 
-    threads = [threading.Thread(target=lead, args=(index,)) for index in range(len(tokens))]
+    threads = [threading.Thread(target=lead, args=(index,)) for index in range(len(secrets))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -177,16 +174,18 @@ def meet(tokens: list[bytes], patience: float = 5.0) -> list[TcpConnections | Ex
     return results
 
 
-def test_leads_are_wired_to_all_others() -> None:
-    for index, connections in enumerate(meet([b"token"] * 4)):
-        assert isinstance(connections, TcpConnections), connections
+@pytest.mark.parametrize("key", [None, "ab" * 32])
+def test_leads_are_connected_to_all_others(key: str | None) -> None:
+    for index, connections in enumerate(meet([Secret.of(key, b"token")] * 4)):
+        assert isinstance(connections, PeerConnections), connections
         assert list(connections.connections) == [other for other in range(4) if other != index]
         connections.close()
 
 
 def test_who_does_not_know_the_key_stays_outside() -> None:
-    key = "ab" * 32
-    token = with_key(b"token", key)
-    assert token != b"token"
-    results = meet([token, b"token"], patience=1.0)
-    assert all(isinstance(result, JoinError) for result in results), results
+    member, keyless = Secret.of("ab" * 32, b"token"), Secret.of(None, b"token")
+    assert member.proof != keyless.proof and member.encrypted
+    for other in (keyless, Secret.of("cd" * 32, b"token"), Secret.of("ab" * 32, b"another token")):
+        for secrets in ([member, other], [other, member]):
+            results = meet(secrets, patience=0.7)
+            assert all(isinstance(result, JoinError) for result in results), results

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from paceline.cluster.membership import Members
-from paceline.events.forwarding import FIRST, StreamForwarder
+from paceline.events.forwarding import FIRST_MACHINE, StreamForwarder
 from paceline.transport import ElasticBarrier, MachinesBarrier
-from paceline.transport.tcp_connection import FrameKind
+from paceline.transport.peer_connections import FrameKind
 
 _INTERVAL = 0.5
 """Seconds between two sends."""
@@ -31,13 +31,13 @@ class EventForwarding:
         self._next = time.monotonic() + _INTERVAL
         assert members.connections is not None
         assert isinstance(members.barrier, MachinesBarrier)
-        if members.machine == FIRST:
+        if members.machine == FIRST_MACHINE:
             members.connections.heard = self._append
         else:
             members.barrier.idle = self._send_when_due
         members.exit_report = self._finish
 
-    def _append(self, peer: int, payload: bytes) -> None:
+    def _append(self, peer: int, payload: memoryview) -> None:
         """peer: the number of a machine; in an elastic team, a rank."""
         machine = peer
         if self._elastic:
@@ -54,11 +54,11 @@ class EventForwarding:
         connections = self._members.connections
         assert connections is not None
         for lines in self._streams.new_lines(self._members.ahead):
-            connections.connections[FIRST].send(FrameKind.STREAM, msgspec.msgpack.encode(lines))
+            connections.connections[FIRST_MACHINE].send(FrameKind.STREAM, msgspec.msgpack.encode(lines))
 
     def _finish(self) -> None:
         """Sends the last events, once all workers that this one sends for have ended."""
-        if self._members.machine == FIRST:
+        if self._members.machine == FIRST_MACHINE:
             return
         if not self._elastic:
             self._members.local.wait_until_left()

@@ -17,14 +17,13 @@ from paceline.cluster.rendezvous import MemberList, exchange_ports, find_members
 from paceline.config import Launch, Place, Timeouts
 from paceline.errors import JoinError, TeamTimeout
 from paceline.transport import Barrier, BarrierKind, ElasticBarrier, MachinesBarrier, Memory, StepCounter
-from paceline.transport.keys import key_of_run
-from paceline.transport.tcp_connection import (
+from paceline.transport.keys import Secret, key_of_run
+from paceline.transport.peer_connections import (
     FrameKind,
-    TcpConnections,
+    PeerConnections,
     compare_clocks,
     connect,
     connect_to_first,
-    with_key,
 )
 
 __all__ = ["LivenessMonitor", "Members", "come_together", "current", "machine"]
@@ -80,7 +79,7 @@ class Members:
         *,
         roster: MemberList | None = None,
         local: Members | None = None,
-        connections: TcpConnections | None = None,
+        connections: PeerConnections | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self.barrier = barrier
@@ -217,9 +216,8 @@ def come_together(
         else:
             store = open_store(place, timeouts)
             roster, store = find_members(place, store, machine(), timeouts)
-            token = with_key(roster.token, key_of_run(launch.key))
-            roster = msgspec.structs.replace(roster, token=token)
-            _current = _meet_everywhere(place, roster, store, timeouts, say, elastic=elastic)
+            secret = Secret.of(key_of_run(launch.key), roster.token)
+            _current = _meet_everywhere(place, roster, secret, store, timeouts, say, elastic=elastic)
     return _current
 
 
@@ -258,7 +256,14 @@ def _on_its_own(place: Place, timeouts: Timeouts, say: Callable[[str], None]) ->
 
 
 def _meet_everywhere(
-    place: Place, roster: MemberList, store: Store, timeouts: Timeouts, say: Callable[[str], None], *, elastic: bool
+    place: Place,
+    roster: MemberList,
+    secret: Secret,
+    store: Store,
+    timeouts: Timeouts,
+    say: Callable[[str], None],
+    *,
+    elastic: bool,
 ) -> Members:
     """First those of this machine; then, if there are several, all."""
     number = roster.machine_of(place.rank)
@@ -274,12 +279,12 @@ def _meet_everywhere(
     connections, at = None, place.rank if elastic else number
     if elastic:
         hosts = [roster.hosts[roster.machine_of(rank)] for rank in range(place.world_size)]
-        connections = connect_to_first(place.rank, hosts, roster.token, *ways, patience)
+        connections = connect_to_first(place.rank, hosts, secret, *ways, patience)
         barrier = ElasticBarrier(place.rank, roster.machines, roster.hosts, local.barrier, connections, say)
     else:
         wide = local.share(MachinesBarrier.memory_size(place.world_size))
         if place.rank == here[0]:
-            connections = connect(number, roster.hosts, roster.token, *ways, patience)
+            connections = connect(number, roster.hosts, secret, *ways, patience)
         barrier = MachinesBarrier(place.rank, roster.machines, roster.hosts, local.barrier, wide, connections, say)
     # The leads may have to wait for each other as long as it takes to join.
     barrier.timeouts = msgspec.structs.replace(timeouts, barrier=timeouts.join)

@@ -7,16 +7,22 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import socket
+import ssl
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
 
 from paceline.cluster.engines.ray_cluster import known_address
 from paceline.cluster.process import WITHOUT_AMX, bfloat16_dies
 from paceline.doctor.findings import Finding, cannot, limits, ok
+from paceline.errors import UsageError
+from paceline.transport.handshake import PortListener, begin_call
+from paceline.transport.keys import Secret, new_key
+from paceline.transport.poller import Poller
 
-_PATIENCE = 5000
-"""Milliseconds for a message of ZeroMQ to itself."""
+_PATIENCE = 5.0
+"""Seconds for a connection of this process to itself."""
 
 
 def devices() -> Finding:
@@ -67,33 +73,30 @@ def gloo() -> Finding:
     return ok("gloo", "works")
 
 
-def zeromq() -> Finding:
-    """One encrypted message over the loopback."""
-    if importlib.util.find_spec("zmq") is None:
-        return limits("ZeroMQ", "not installed", "pip install pyzmq, for a parameter server over several machines")
-    zmq: Any = importlib.import_module("zmq")
-    version = f"{zmq.zmq_version()}, pyzmq {zmq.pyzmq_version()}"
-    if not zmq.has("curve"):
-        return limits("ZeroMQ", f"{version}, without CURVE", "install a pyzmq that has it: between machines it must")
-    context: Any = zmq.Context()
+def encryption() -> Finding:
+    """Opens one encrypted connection over the loopback, as machines have between them."""
+    secret, proven, poller = Secret.of(new_key(), "doctor"), list[socket.socket](), Poller()
     try:
-        server, client = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        keys = [zmq.curve_keypair(), zmq.curve_keypair()]
-        for connection, (public, secret) in zip((server, client), keys, strict=True):
-            connection.linger = 0
-            connection.rcvtimeo = connection.sndtimeo = _PATIENCE
-            connection.curve_publickey, connection.curve_secretkey = public, secret
-        server.curve_server = True
-        client.curve_serverkey = keys[0][0]
-        port = server.bind_to_random_port("tcp://127.0.0.1")
-        client.connect(f"tcp://127.0.0.1:{port}")
-        client.send(b"paceline")
-        heard = server.recv()
-    except zmq.ZMQError as error:
-        return cannot("ZeroMQ", f"{version}: {error}", "allow TCP on the loopback")
+        listener = PortListener(poller, "127.0.0.1", secret, lambda _, peer: proven.append(peer), lambda: None)
+        caller = begin_call("127.0.0.1", listener.port, secret, "doctor")
+        try:
+            until = time.monotonic() + _PATIENCE
+            while not (caller.advance() and proven):
+                if time.monotonic() > until:
+                    raise TimeoutError(f"no connection within {_PATIENCE:g} s")
+                poller.wait(0.01)
+        finally:
+            listener.close()
+            caller.close()
+            for peer in proven:
+                peer.close()
+    except UsageError as error:
+        return limits("encryption", str(error), "without it, teams with a key cannot span several machines")
+    except OSError as error:
+        return cannot("encryption", f"{ssl.OPENSSL_VERSION}: {error}", "allow TCP on the loopback")
     finally:
-        context.destroy(linger=0)
-    return ok("ZeroMQ", f"{version}, encrypts with CURVE") if heard == b"paceline" else cannot("ZeroMQ", "lies", "")
+        poller.close()
+    return ok("encryption", f"{ssl.OPENSSL_VERSION}, a connection with a key works")
 
 
 def ray() -> Finding:

@@ -168,7 +168,7 @@ CHECKS: tuple[Check, ...] = (
     libraries.torch_itself,
     libraries.bfloat16,
     libraries.gloo,
-    libraries.zeromq,
+    libraries.encryption,
     libraries.ray,
     ports,
     name,

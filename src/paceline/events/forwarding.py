@@ -18,7 +18,7 @@ from pathlib import Path
 
 from paceline.events.recorder import folder_of
 
-FIRST = 0
+FIRST_MACHINE = 0
 """The number of rank 0's machine, where the run's folder is."""
 _START = re.compile(rb'"start":(-?[0-9.]+(?:e[-+]?[0-9]+)?)')
 _PIECE = 1 << 17
@@ -53,7 +53,7 @@ class StreamForwarder:
 
     @property
     def _sends(self) -> bool:
-        return self._folder is not None and self._machine != FIRST
+        return self._folder is not None and self._machine != FIRST_MACHINE
 
     @property
     def complete(self) -> bool:
@@ -98,7 +98,7 @@ class StreamForwarder:
 
     def append(self, machine: int, name: str, text: bytes) -> None:
         """Appends lines from another machine to their stream; ValueError if they are not that machine's."""
-        if self._machine != FIRST or self._machine_of.get(name) != machine:
+        if self._machine != FIRST_MACHINE or self._machine_of.get(name) != machine:
             raise ValueError("events of another machine")
         if self._folder is not None:
             with (self._folder / f"{name}.jsonl").open("ab") as file:

@@ -1,4 +1,4 @@
-"""What travels in bulk: which chunks a machine needs of a gradient, and which of them are ready while it is made."""
+"""The chunks of a gradient: which of them a machine needs, and which are ready while the backward pass makes it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from paceline.relay.messages import Span
-from paceline.transport.zmq_links import CHUNK
+from paceline.transport.links import CHUNK
 
 
 def cut(spans: Iterable[Span]) -> list[Span]:
-    """In pieces that go in one frame; neighbours are joined first."""
+    """Cuts spans into pieces that fit into one frame; adjacent spans are joined first."""
     joined: list[Span] = []
     for start, stop in sorted(span for span in spans if span[1] > span[0]):
         if joined and joined[-1][1] == start:
@@ -23,16 +23,16 @@ def cut(spans: Iterable[Span]) -> list[Span]:
 
 
 class ChunkMap:
-    """The chunks of a gradient that one machine needs, and the parameters that each is made of."""
+    """The chunks of a gradient that one machine needs, and the parameters in each."""
 
     def __init__(self, spans: Iterable[Span], parameters: list[Span]) -> None:
         self.chunks = cut(spans)
         self.places = dict(self.chunks)
         self.bytes = sum(stop - start for start, stop in self.chunks)
         self.needs = [0] * len(self.chunks)
-        """How many parameters each has a part of."""
+        """Per chunk, the number of parameters in it."""
         self.of: list[list[int]] = [[] for _ in parameters]
-        """By parameter, the chunks that it has a part in."""
+        """By parameter, its chunks."""
         for number, (start, stop) in enumerate(parameters):
             for index in _overlapping(self.chunks, start, stop):
                 self.needs[index] += 1
@@ -48,50 +48,50 @@ def _overlapping(chunks: list[Span], start: int, stop: int) -> Iterator[int]:
 
 
 class GradientUpload:
-    """One worker's gradient on its way to one machine."""
+    """The upload of one worker's gradient to one machine."""
 
-    def __init__(self, grid: ChunkMap, memory: memoryview) -> None:
-        """memory: where the worker's gradient lies."""
-        self._grid, self._memory = grid, memory
+    def __init__(self, chunk_map: ChunkMap, memory: memoryview) -> None:
+        """memory: the worker's gradient."""
+        self._map, self._memory = chunk_map, memory
         self.restart()
 
     def restart(self) -> None:
-        """A new gradient begins."""
-        self._missing = list(self._grid.needs)
+        """Begins with a new gradient."""
+        self._missing = list(self._map.needs)
         self._made: set[int] = set()
         self._queue: deque[int] = deque()
         self._sent: dict[int, int] = {}
-        """Chunks that went already, with what they were then."""
+        """By chunk, the checksum with which it was sent."""
         self.closing = False
-        """Whether the gradient is final."""
+        """True if the gradient is final."""
         self.ended = False
-        """Whether its end has been sent."""
+        """True if its end has been sent."""
 
     def made(self, parameter: int) -> None:
-        """The backward pass has made the gradient of a parameter. It may be changed later: see `close`."""
+        """Queues chunks that are complete with the gradient of this parameter. It may change later: see `close`."""
         if parameter in self._made:
             return
         self._made.add(parameter)
-        for index in self._grid.of[parameter]:
+        for index in self._map.of[parameter]:
             self._missing[index] -= 1
             if self._missing[index] == 0:
                 self._queue.append(index)
 
     def close(self) -> None:
-        """The gradient is final: what has not been sent, or was changed since, is to be sent."""
+        """Queues, for the final gradient, all chunks that were not sent or have changed since."""
         self._queue.clear()
         self.closing = True
-        self._queue.extend(range(len(self._grid.chunks)))
+        self._queue.extend(range(len(self._map.chunks)))
 
     def next(self) -> tuple[int, bytes, int] | None:
         """The next chunk to send, if there is one: its place, its bytes, and their checksum."""
         while self._queue:
             index = self._queue.popleft()
-            start, stop = self._grid.chunks[index]
+            start, stop = self._map.chunks[index]
             sent = self._sent.get(index)
             if sent is not None and sent == zlib.crc32(self._memory[start:stop]):
                 continue
-            # What is sent must be what is remembered, though the worker may be writing it anew.
+            # The checksum must be that of the sent bytes, though the worker may be writing them meanwhile.
             data = bytes(self._memory[start:stop])
             self._sent[index] = check = zlib.crc32(data)
             return start, data, check
@@ -99,5 +99,5 @@ class GradientUpload:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to send."""
+        """True if nothing is left to send."""
         return self.closing and not self._queue

@@ -18,10 +18,10 @@ def main() -> None:
     try:
         run_relay(address, patience, lambda message: print(f"paceline: {message}", file=sys.stderr, flush=True))
     except Closed:
-        pass  # whoever wanted it is gone
+        pass  # its first worker is gone
     finally:
         sys.stderr.flush()
-    os._exit(0)  # nothing is left to say, and no thread of ZeroMQ's need be waited for
+    os._exit(0)  # nothing is left to do, and shared memory need not be unmapped piece by piece
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the relays of a run's machines say to each other, and what a machine's workers say to their relay only."""
+"""Messages between the relays of a run's machines, and from a machine's first worker to its relay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RelayAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a machine's relay is reached."""
+    """The address and ports of a machine's relay."""
 
     address: str
     control: int
@@ -21,7 +21,7 @@ class RelayAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RelayBind(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The first worker of a machine says to its relay how to listen."""
+    """Tells a relay on which address to listen; sent by the first worker of its machine."""
 
     run: str
     machine: int
@@ -30,14 +30,14 @@ class RelayBind(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RelayBound(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A relay says where it listens."""
+    """The ports on which a relay listens; its answer."""
 
     control: int
     bulk: int
 
 
 Span = tuple[int, int]
-"""Where something begins and ends, in bytes."""
+"""Start and stop, in bytes."""
 
 
 class TransferLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,11 +96,11 @@ class _RelayMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=F
     pass
 
 
-# -- short things ----------------------------------------------------------------------------------------------------
+# -- on the control link ---------------------------------------------------------------------------------------------
 
 
 class ToCoordinator(_RelayMessage, frozen=True, gc=False):
-    """What a worker (or below 0, a server) says to the coordinator."""
+    """A message of a worker (or below 0, a server) to the coordinator."""
 
     who: int
     data: bytes
@@ -111,7 +111,7 @@ class ToCoordinator(_RelayMessage, frozen=True, gc=False):
 
 
 class ToMember(_RelayMessage, frozen=True, gc=False):
-    """What the coordinator says to a worker or a server."""
+    """A message of the coordinator to a worker or a server."""
 
     who: int
     data: bytes
@@ -124,8 +124,8 @@ class MemberGone(_RelayMessage, frozen=True, gc=False):
 
 
 class Fetch(_RelayMessage, frozen=True, gc=False):
-    """Send me what your servers have written of this version; or of the optimizer's state, if the buffer is -1; or if
-    it is -2, what the model has besides."""
+    """Requests the receiver's part of a version; of the optimizer's state if the buffer is -1; of the model's other
+    tensors if it is -2."""
 
     number: int
     buffer: int
@@ -133,7 +133,7 @@ class Fetch(_RelayMessage, frozen=True, gc=False):
 
 
 class TransferDone(_RelayMessage, frozen=True, gc=False):
-    """All of a thing has come, and lies where it belongs."""
+    """A transfer has arrived completely."""
 
     what: str
     number: int
@@ -141,50 +141,50 @@ class TransferDone(_RelayMessage, frozen=True, gc=False):
 
 
 class Ping(_RelayMessage, frozen=True, gc=False):
-    """I live; at this time of my clock."""
+    """A sign of life, at this time of the sender's clock."""
 
     sent: float
     present: int = 0
-    """From home: how many workers there are."""
+    """From the coordinator's machine: the number of workers."""
 
 
 class Pong(_RelayMessage, frozen=True, gc=False):
-    """The answer, at this time of the other's clock."""
+    """The answer to a ping, at this time of its sender's clock."""
 
     sent: float
     at: float
 
 
 class EventLines(_RelayMessage, frozen=True, gc=False):
-    """More of a stream of events, for the run's folder."""
+    """New lines of an event stream, for the run's folder."""
 
     name: str
     text: bytes
 
 
 class RelayDone(_RelayMessage, frozen=True, gc=False):
-    """Nothing more comes from this machine."""
+    """The last message of a machine."""
 
 
-# -- bulk ------------------------------------------------------------------------------------------------------------
+# -- on the bulk link ------------------------------------------------------------------------------------------------
 
 
 class Chunk(_RelayMessage, frozen=True, gc=False):
-    """A part of something large; its bytes follow."""
+    """A chunk of a transfer; its bytes are the payload."""
 
     what: str
-    """`gradient`, `version`, `state`, or `loaded` and `placed`: a version and a state that a worker has changed; or
-    `rest`: what the model has besides, and `shown`: as a worker shows it to one who joins."""
+    """`gradient`, `version`, `state`; `loaded` and `placed`: version and state that a worker has loaded; `rest`: the
+    model's other tensors, and `shown`: these as a worker has written them for one that joins."""
     number: int
-    """Of the worker, or of who asked for it."""
+    """The worker's rank, or the number of the fetch."""
     place: int
-    """Where in that it belongs."""
+    """Its first byte in what is transferred."""
     turn: int
     buffer: int = 0
 
 
 class TransferEnd(_RelayMessage, frozen=True, gc=False):
-    """That was all of it."""
+    """The end of a transfer."""
 
     what: str
     number: int

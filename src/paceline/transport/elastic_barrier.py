@@ -20,7 +20,7 @@ from paceline.errors import TeamError, TeamTimeout, WorkerLost
 from paceline.transport.barrier import Barrier, BarrierKind
 from paceline.transport.machines_barrier import FRAME, RANK, SLOT, Failure, MachinesBarrier
 from paceline.transport.memory import Memory
-from paceline.transport.tcp_connection import FrameKind, TcpConnection, TcpConnections
+from paceline.transport.peer_connections import FrameKind, PeerConnection, PeerConnections
 
 _SLICE = 0.1
 _DIED, _LEFT = 1, 2
@@ -36,7 +36,7 @@ class ElasticBarrier(MachinesBarrier):
         machines: Sequence[Sequence[int]],
         hosts: Sequence[str],
         local: Barrier,
-        connections: TcpConnections,
+        connections: PeerConnections,
         say: Callable[[str], None],
     ) -> None:
         """connections: of rank 0, to all others by rank; of another, to rank 0."""
@@ -135,7 +135,7 @@ class ElasticBarrier(MachinesBarrier):
                 )
             self._star.move(_SLICE)
 
-    def _read_table(self, payload: bytes) -> None:
+    def _read_table(self, payload: memoryview) -> None:
         _, self.last, count = FRAME.unpack_from(payload)
         offset = FRAME.size
         for _ in range(count):
@@ -183,7 +183,7 @@ class ElasticBarrier(MachinesBarrier):
                 connection.send(FrameKind.TABLE, *table)
         self._star.settle(self._timeouts.barrier)
 
-    def _came(self, rank: int, connection: TcpConnection, topic: BarrierKind) -> bool:
+    def _came(self, rank: int, connection: PeerConnection, topic: BarrierKind) -> bool:
         """Whether a member's note is here, or it is known that none will come."""
         while connection.frames:
             kind, payload = connection.frames.popleft()
@@ -202,7 +202,7 @@ class ElasticBarrier(MachinesBarrier):
         self._depart(rank, _LEFT if connection.left else _DIED)
         return True
 
-    def _take_note(self, rank: int, payload: bytes) -> None:
+    def _take_note(self, rank: int, payload: memoryview) -> None:
         count = FRAME.unpack_from(payload)[0]
         sender, intent, length, _ = RANK.unpack_from(payload, FRAME.size)
         start = FRAME.size + RANK.size

@@ -1,12 +1,13 @@
-"""The keys of a run: one secret, from which every machine derives the same CURVE keys.
+"""The keys of a run: one secret that all its machines know, from which the secret of every connection is derived.
 
-Whoever has the secret is a member; nobody else can read, write, or even knock. Both ends prove that they know it: the
-one that listens has the keys of the server, the one that connects those of the client, and accepts no others.
+A process that has the key is a member of the run. Both ends of a connection prove that they know it, each in its own
+role, before a byte of the protocol is read; see `handshake`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import ipaddress
 import os
 import secrets
@@ -18,30 +19,23 @@ VARIABLE = "PACELINE_KEY"
 _LENGTH = 64
 
 
-class Pair(NamedTuple):
-    """As ZeroMQ writes them."""
+class Secret(NamedTuple):
+    """What both ends of a connection prove to know, for one run."""
 
-    public: bytes
-    secret: bytes
-
-
-class Keys(NamedTuple):
-    server: Pair
-    client: Pair
+    proof: bytes
+    encrypted: bool
+    """True if the run has a key; without one, connections are authenticated by the run's random name only."""
 
     @classmethod
-    def of(cls, key: str, run: str) -> Keys:
-        """Those of one run, so that what was said in another run is worth nothing in this one."""
-        seed = bytes.fromhex(check_key(key))
-        return cls(_derive(seed, run, b"server"), _derive(seed, run, b"client"))
+    def of(cls, key: str | None, run: str | bytes) -> Secret:
+        """That of one run: nothing recorded in another run is of use in this one."""
+        name = run.encode() if isinstance(run, str) else run
+        seed = b"" if key is None else bytes.fromhex(check_key(key))
+        return cls(hashlib.blake2b(name, digest_size=32, key=seed).digest(), key is not None)
 
-
-def _derive(seed: bytes, run: str, role: bytes) -> Pair:
-    from zmq import curve_public
-    from zmq.utils.z85 import encode
-
-    secret = encode(hashlib.blake2b(run.encode(), digest_size=32, key=seed, person=role).digest())
-    return Pair(curve_public(secret), secret)
+    def answer(self, role: bytes, *parts: bytes) -> bytes:
+        """The proof of one end, `caller` or `listener`, for one connection's challenge."""
+        return hmac.digest(self.proof, b"\0".join([role, *parts]), "sha256")
 
 
 def new_key() -> str:
@@ -49,8 +43,8 @@ def new_key() -> str:
 
 
 def check_key(key: str) -> str:
-    """The key itself; refuses what is none, without repeating it."""
-    if len(key) != _LENGTH or any(message not in "0123456789abcdef" for message in key):
+    """The key itself; UsageError, which does not repeat it, if it is malformed."""
+    if len(key) != _LENGTH or any(digit not in "0123456789abcdef" for digit in key):
         raise UsageError(
             f"the key of this run is not one: it must be {_LENGTH} hexadecimal digits, as `paceline key` prints them"
         )
@@ -58,7 +52,7 @@ def check_key(key: str) -> str:
 
 
 def key_of_run(launched: str | None) -> str | None:
-    """The one that the launcher made, or the environment has; None if there is none."""
+    """The launcher's key, or the environment's; None without either."""
     key = launched or os.environ.get(VARIABLE)
     return None if not key else check_key(key)
 
@@ -71,7 +65,7 @@ def is_loopback(address: str) -> bool:
 
 
 def demand_key(key: str | None, addresses: list[str]) -> None:
-    """Refuse a team over machines that anybody could talk to."""
+    """Raises UsageError for a team over machines without a key, to which anybody could connect."""
     if key is None and not all(map(is_loopback, addresses)):
         raise UsageError(
             f"this team spans {len(addresses)} machines and has no key, without which nothing but loopback is used; "

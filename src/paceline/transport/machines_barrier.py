@@ -24,8 +24,8 @@ from paceline.config import Timeouts
 from paceline.errors import Mismatch, TeamError, TeamTimeout, WorkerLost, names
 from paceline.transport.barrier import Barrier, BarrierKind
 from paceline.transport.memory import Memory
+from paceline.transport.peer_connections import FrameKind, PeerConnections
 from paceline.transport.step_counter import Watch
-from paceline.transport.tcp_connection import FrameKind, TcpConnections
 
 SLOT = struct.Struct("=qqq")  # intent, length of the note, whether its writer has departed
 _STATE = struct.Struct("=qqq")  # bytes of a failure, who came last, number of the barrier
@@ -66,7 +66,7 @@ class MachinesBarrier:
         hosts: Sequence[str],
         local: Barrier,
         memory: Memory,
-        connections: TcpConnections | None,
+        connections: PeerConnections | None,
         say: Callable[[str], None],
     ) -> None:
         """memory: shared by the members of this machine, zeroed. connections: the lead's."""
@@ -418,7 +418,7 @@ class MachinesBarrier:
             raise WorkerLost(f"{self.where(lead)} {reason}; rank {self.rank} needs it at {topic.spoken}", [lead])
         return None
 
-    def _unpack(self, number: int, payload: bytes) -> int:
+    def _unpack(self, number: int, payload: memoryview) -> int:
         count, last, ranks = FRAME.unpack_from(payload)
         if count != self._count:
             raise TeamError(f"{self._hosts[number]} is at barrier {count}, this machine at {self._count}")

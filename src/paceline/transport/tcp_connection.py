@@ -1,373 +1,281 @@
-"""TCP connections between the leads of two machines each, for short messages that must be quick.
+"""The one kind of connection between machines: TCP that carries whole, numbered, checked frames of members.
 
-A frame is a header (what it is, its length, a checksum) and bytes. A connection that is cut carries what was sent
-once it is whole again: the kernel sees to that. One whose other end has died is closed, and its reader is told.
+A frame is a list of parts: a typed header (run, sender, number, length, checksum), a message, and for bulk a payload.
+On the network a mark, the number of parts and their lengths come first. `handshake` has proven both ends before, and
+encrypts everything if the run has a key. The kernel keeps the order, and repeats what a cable lost; a dead peer closes
+the connection, a silent one is found by keep-alive.
+
+Barriers use a connection as it is: its end is the peer's death (`peer_connections`). Relays add acknowledgements,
+a window, and reconnection (`links`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import os
-import select
 import socket
+import ssl
 import struct
-import time
 import zlib
 from collections import deque
-from collections.abc import Callable
-from enum import IntEnum
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from paceline.errors import JoinError, TeamError
+import msgspec
 
-_HEADER = struct.Struct("!4sIQI")  # mark, kind, length, checksum
-_MARK = b"pl07"
-_HELLO = struct.Struct("!4sI32s")
-_LIMIT = 1 << 32
-"""No frame is that long: whoever says so speaks another language."""
-_SLICE = 0.1
-_CLOCK = struct.Struct("!d")
-_TICKS = 5
-"""Seconds between looks at the clock while nothing comes."""
+from paceline.errors import TeamError
+from paceline.transport.poller import READ, WRITE, Poller
+
+_MARK = b"pl08"
+_PREFIX = struct.Struct("!4sI")  # mark, number of parts
+_LENGTH = struct.Struct("!I")
+_PARTS = 8
+"""Parts of a frame, at most."""
+_READ = 1 << 16
+"""Bytes that are read at once; longer parts are read where they stay."""
+_JOINED = 1 << 14
+"""Bytes up to which the parts of a frame are joined: one TLS record."""
+_TURN = 4 << 20
+"""Bytes that are read before other connections have their turn."""
 
 
-class FrameKind(IntEnum):
-    """What a frame is."""
+class FrameHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The first part of every frame."""
 
-    NOTES = 1
-    """Of one machine's workers, at one barrier."""
-    FAILURE = 2
-    """This machine can not go on."""
-    BYE = 3
-    """The lead's script has ended."""
-    STREAM = 4
-    """Events, for the run's folder."""
-    END = 5
-    """Nothing comes any more."""
-    CLOCK = 6
-    """The time of its sender."""
-    TABLE = 7
-    """The notes of all, at one barrier."""
+    run: str
+    sender: int
+    """The number of a machine; on the connections of an elastic barrier, a rank."""
+    number: int
+    """Counts the frames of a sender, from 1."""
+    size: int
+    """Bytes of message and payload."""
+    check: int
+    """crc32 of the message xor that of the payload."""
+
+
+encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(FrameHeader).decode
+
+
+def make_frame(
+    run: str, sender: int, number: int, message: bytes, payload: Any = None, check: int | None = None
+) -> list[Any]:
+    """The parts of a frame. check: the payload's crc32, if it is known."""
+    if payload is None:
+        return [encode(FrameHeader(run, sender, number, len(message), zlib.crc32(message))), message]
+    check = zlib.crc32(message) ^ (zlib.crc32(payload) if check is None else check)
+    header = FrameHeader(run, sender, number, len(message) + len(payload), check)
+    return [encode(header), message, payload]
+
+
+def read_header(parts: Sequence[Any]) -> FrameHeader:
+    """The header of a frame; ValueError says why it has none."""
+    if len(parts) not in (2, 3):
+        raise ValueError("not a frame")
+    try:
+        return _decode(parts[0])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise ValueError("no head") from None
+
+
+def damage(header: FrameHeader, parts: Sequence[Any]) -> str:
+    """Why a frame is not what its header says; empty if it is."""
+    if header.size != sum(map(len, parts[1:])):
+        return "not as long as it says"
+    check = zlib.crc32(parts[1]) ^ (zlib.crc32(parts[2]) if len(parts) == 3 else 0)
+    return "" if check == header.check else "damaged"
 
 
 class TcpConnection:
-    """One connection, to the lead of another machine."""
+    """One proven connection; reads and writes when its poller finds it ready."""
 
-    def __init__(self, connection: socket.socket, host: str, patience: float) -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # A host that is gone without a word is noticed by then, also by one who has nothing to send.
-        limit = max(5, int(patience))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(10, limit))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, min(10, limit))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * limit + 2000)
+    def __init__(
+        self,
+        poller: Poller,
+        connection: socket.socket,
+        host: str,
+        patience: float,
+        largest: int,
+        deliver: Callable[[list[Any]], None],
+        closed: Callable[[TeamError | None], None],
+    ) -> None:
+        """patience: seconds of silence after which keep-alive gives the host up. largest: bytes of a frame.
+
+        deliver: is given the parts of each frame. closed: is told once that the connection has ended, by itself, and
+        why if what came was no frame.
+        """
+        keep_alive(connection, patience)
         self.socket, self.host = connection, host
         self.open = True
-        self.left = False
-        """Its script has ended."""
-        self.ended = False
-        """Nothing comes any more."""
-        self.frames: deque[tuple[FrameKind, bytes]] = deque()
-        """What has come and was not taken yet."""
+        self._poller, self._largest, self._deliver, self._closed = poller, largest, deliver, closed
+        self._descriptor, self._encrypted = connection.fileno(), isinstance(connection, ssl.SSLSocket)
+        self._buffer = memoryview(bytearray(_READ))
         self._incoming = bytearray()
+        self._lengths: list[int] = []
+        """Of the parts that are still to come, of the frame that is coming."""
+        self._parts: list[Any] = []
+        self._body: memoryview | None = None
+        self._filled = 0
         self._outgoing: deque[memoryview] = deque()
+        self._writes = False
+        poller.watch(self._descriptor, self._ready)
 
     @property
     def pending(self) -> bool:
-        """Whether something waits to be sent."""
+        """True if something waits to be sent."""
         return bool(self._outgoing)
 
-    def send(self, kind: FrameKind, *parts: bytes | memoryview) -> None:
-        """Begin to send a frame; `push` sends what does not go at once."""
+    def _ready(self, events: int) -> None:
+        if events & WRITE:
+            self.push()
+        if events & ~WRITE:
+            self.pull()
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def send(self, parts: Sequence[Any]) -> None:
+        """Begins to send a frame; long parts must not change until they have gone."""
         if not self.open:
             return
-        length, checksum = 0, 0
-        for part in parts:
-            length += len(part)
-            checksum = zlib.crc32(part, checksum)
-        header = _HEADER.pack(_MARK, kind, length, checksum)
-        if length <= 1 << 16:
-            self._outgoing.append(memoryview(header + b"".join(parts)))
+        lengths = [len(part) for part in parts]
+        prefix = _PREFIX.pack(_MARK, len(parts)) + b"".join(map(_LENGTH.pack, lengths))
+        if sum(lengths) <= _JOINED:
+            self._outgoing.append(memoryview(prefix + b"".join(parts)))
         else:
-            self._outgoing.append(memoryview(header))
-            self._outgoing.extend(memoryview(bytes(part)) for part in parts)
-        self.push()
+            short = sum(lengths[:-1]) <= _JOINED
+            if short:
+                prefix += b"".join(parts[:-1])
+            self._outgoing.append(memoryview(prefix))
+            self._outgoing.extend(memoryview(part).cast("B") for part in (parts[-1:] if short else parts) if len(part))
+        if not self._writes:
+            self.push()
 
     def push(self) -> None:
-        """Send what the connection takes without waiting."""
-        while self._outgoing and self.open:
+        """Sends what the kernel takes without waiting."""
+        outgoing = self._outgoing
+        while outgoing and self.open:
             try:
-                sent = self.socket.send(self._outgoing[0])
-            except BlockingIOError:
-                return
+                sent = self.socket.send(outgoing[0])
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                break
             except OSError:
-                self._lose()
+                outgoing.clear()
+                self.pull()  # its last words may have come before its end
+                if self.open:
+                    self._end(None)
                 return
-            if sent == len(self._outgoing[0]):
-                self._outgoing.popleft()
+            if sent == len(outgoing[0]):
+                outgoing.popleft()
             else:
-                self._outgoing[0] = self._outgoing[0][sent:]
+                outgoing[0] = outgoing[0][sent:]
+        if self.open and self._writes != bool(outgoing):
+            self._writes = bool(outgoing)
+            self._poller.change(self._descriptor, READ | WRITE if self._writes else READ)
+
+    # -- receiving ---------------------------------------------------------------------------------------------------
 
     def pull(self) -> None:
-        """Take what has come."""
+        """Takes what has come, and delivers whole frames."""
+        left = _TURN
         while self.open:
             try:
-                data = self.socket.recv(1 << 18)
-            except BlockingIOError:
-                break
+                count = self._read()
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return
             except OSError:
-                data = b""
-            if not data:
-                self._lose()
-                break
-            self._incoming += data
-            if len(data) < 1 << 18:
-                break
-        self._cut()
+                count = 0
+            if not count:
+                self._end(None)
+                return
+            try:
+                self._cut()
+            except TeamError as error:
+                self._end(error)
+                return
+            left -= count
+            # The poller reports what is left in the kernel, but not what TLS has decrypted.
+            if (left <= 0 or count < _READ >> 2) and not (self._encrypted and self.socket.pending()):  # type: ignore[attr-defined]
+                return
+
+    def _read(self) -> int:
+        if self._body is not None:
+            count = self.socket.recv_into(self._body[self._filled :])
+            self._filled += count
+            return count
+        count = self.socket.recv_into(self._buffer)
+        self._incoming += self._buffer[:count]
+        return count
 
     def _cut(self) -> None:
-        """Make frames of what has come."""
-        start, size = 0, _HEADER.size
-        while len(self._incoming) - start >= size:
-            mark, kind, length, checksum = _HEADER.unpack_from(self._incoming, start)
-            if mark != _MARK or length > _LIMIT or kind not in FrameKind._value2member_map_:
-                raise TeamError(f"what came from {self.host} is not a frame of this team")
-            if len(self._incoming) - start < size + length:
+        """Makes frames of what has come."""
+        if self._body is not None:
+            if self._filled < len(self._body):
+                return
+            self._add(self._body)
+            self._body = None
+        data, start = self._incoming, 0
+        while self.open:
+            if not self._lengths:
+                start_of_parts = self._read_prefix(data, start)
+                if not start_of_parts:
+                    break
+                start = start_of_parts
+            length = self._lengths[0]
+            have = len(data) - start
+            if have < length:
+                if length > _READ:
+                    self._body = memoryview(bytearray(length))
+                    self._body[:have] = data[start:]
+                    self._filled, start = have, len(data)
                 break
-            payload = bytes(self._incoming[start + size : start + size + length])
-            if zlib.crc32(payload) != checksum:
-                raise TeamError(f"a frame from {self.host} was damaged on its way")
-            start += size + length
-            self._take(FrameKind(kind), payload)
-        del self._incoming[:start]
+            part = memoryview(bytes(data[start : start + length]))
+            start += length
+            self._add(part)
+        del data[:start]
 
-    def _take(self, kind: FrameKind, payload: bytes) -> None:
-        if kind is FrameKind.BYE:
-            self.left = True
-        elif kind is FrameKind.END:
-            self.left = self.ended = True
-        else:
-            self.frames.append((kind, payload))
+    def _read_prefix(self, data: bytearray, start: int) -> int:
+        """Reads the lengths of the next frame; returns where its parts begin, or 0 if not all has come."""
+        if len(data) - start < _PREFIX.size:
+            return 0
+        mark, count = _PREFIX.unpack_from(data, start)
+        if mark != _MARK or not 0 < count <= _PARTS:
+            raise TeamError(f"what came from {self.host} is not a frame of this team")
+        start += _PREFIX.size
+        if len(data) - start < count * _LENGTH.size:
+            return 0
+        lengths = [_LENGTH.unpack_from(data, start + index * _LENGTH.size)[0] for index in range(count)]
+        if sum(lengths) > self._largest:
+            raise TeamError(f"{self.host} has sent a frame of {sum(lengths)} bytes; {self._largest} are allowed")
+        self._lengths = lengths
+        return int(start + count * _LENGTH.size)
 
-    def _lose(self) -> None:
-        self.open, self.ended = False, True
-        self._outgoing.clear()
+    def _add(self, part: memoryview) -> None:
+        self._parts.append(part)
+        del self._lengths[0]
+        if not self._lengths:
+            parts, self._parts = self._parts, []
+            self._deliver(parts)
 
-    def close(self) -> None:
-        self._lose()
-        with contextlib.suppress(OSError):
-            self.socket.close()
+    # -- the end -----------------------------------------------------------------------------------------------------
 
-
-class TcpConnections:
-    """All connections of one machine's lead, by the number of the machine."""
-
-    def __init__(self, connections: dict[int, TcpConnection]) -> None:
-        self.connections = connections
-        self.heard: Callable[[int, bytes], None] | None = None
-        """Takes the events that come."""
-
-    def send_all(self, kind: FrameKind, *parts: bytes | memoryview) -> None:
-        for connection in self.connections.values():
-            connection.send(kind, *parts)
-
-    def move(self, seconds: float = 0.0) -> None:
-        """Send and take what can be, waiting at most so long for anything to happen."""
-        poll = select.poll()
-        by_descriptor = {}
-        for connection in self.connections.values():
-            if connection.open:
-                descriptor = connection.socket.fileno()
-                poll.register(descriptor, select.POLLIN | (select.POLLOUT if connection.pending else 0))
-                by_descriptor[descriptor] = connection
-        if not by_descriptor:
-            time.sleep(min(seconds, 0.01))
-            return
-        for descriptor, event in poll.poll(1000 * seconds):
-            connection = by_descriptor[descriptor]
-            if event & select.POLLOUT:
-                connection.push()
-            if event & ~select.POLLOUT:
-                connection.pull()
-        if self.heard is not None:
-            for machine, connection in self.connections.items():
-                self._hear(machine, connection)
-
-    def _hear(self, machine: int, connection: TcpConnection) -> None:
-        assert self.heard is not None
-        for _ in range(len(connection.frames)):
-            kind, payload = connection.frames.popleft()
-            if kind is FrameKind.STREAM:
-                self.heard(machine, payload)
-            else:
-                connection.frames.append((kind, payload))
-
-    def settle(self, seconds: float) -> None:
-        """Until all is sent, but not for longer."""
-        until = time.monotonic() + seconds
-        while any(connection.pending for connection in self.connections.values()) and time.monotonic() < until:
-            self.move(_SLICE)
+    def _end(self, error: TeamError | None) -> None:
+        self.close()
+        self._closed(error)
 
     def close(self) -> None:
-        for connection in self.connections.values():
-            connection.close()
+        if self.open:
+            self.open = False
+            self._outgoing.clear()
+            self._poller.unwatch(self._descriptor)
+            with contextlib.suppress(OSError):
+                self.socket.close()
 
 
-def connect(
-    index: int,
-    hosts: list[str],
-    token: bytes,
-    publish: Callable[[int, int], None],
-    find: Callable[[int], int],
-    patience: tuple[float, float],
-) -> TcpConnections:
-    """Wires to all other machines: this one calls those before it and is called by those behind it.
-
-    publish, find: leave the port of this machine's lead for the others; find that of another machine's.
-    patience: how long to wait until all are there, and later for a word.
-    """
-    until = time.monotonic() + patience[0]
-    connections: dict[int, TcpConnection] = {}
-    with _listening(hosts[index], len(hosts)) as server:
-        publish(index, server.getsockname()[1])
-        for other in range(index):
-            connection = _call(hosts[other], find(other), index, token, until)
-            connections[other] = TcpConnection(connection, hosts[other], patience[1])
-        _hear_callers(
-            server, connections, {other: hosts[other] for other in range(index + 1, len(hosts))}, token, patience
-        )
-    return TcpConnections(dict(sorted(connections.items())))
-
-
-def connect_to_first(
-    rank: int,
-    hosts: list[str],
-    token: bytes,
-    publish: Callable[[int, int], None],
-    find: Callable[[int], int],
-    patience: tuple[float, float],
-) -> TcpConnections:
-    """Wires from every member to rank 0: `hosts` says by rank where each is. The rest is as of `connect`."""
-    until = time.monotonic() + patience[0]
-    if rank:
-        return TcpConnections({0: TcpConnection(_call(hosts[0], find(0), rank, token, until), hosts[0], patience[1])})
-    connections: dict[int, TcpConnection] = {}
-    with _listening(hosts[0], len(hosts)) as server:
-        publish(0, server.getsockname()[1])
-        _hear_callers(server, connections, dict(list(enumerate(hosts))[1:]), token, patience)
-    return TcpConnections(dict(sorted(connections.items())))
-
-
-def _listening(host: str, backlog: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=backlog)
-
-
-def _hear_callers(
-    server: socket.socket,
-    connections: dict[int, TcpConnection],
-    callers: dict[int, str],
-    token: bytes,
-    patience: tuple[float, float],
-) -> None:
-    """Until all of them have called. callers: by their numbers, where they are."""
-    until = time.monotonic() + patience[0]
-    while missing := {number: host for number, host in callers.items() if number not in connections}:
-        server.settimeout(max(0.01, until - time.monotonic()))
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            raise JoinError(
-                f"{', '.join(dict.fromkeys(missing.values()))} did not call {server.getsockname()[0]} in "
-                f"{patience[0]:g} s; are all ports open between the machines?"
-            ) from None
-        caller = _answer(connection, token, until)
-        if caller is None or caller not in missing:
-            connection.close()  # a stranger
-            continue
-        connections[caller] = TcpConnection(connection, callers[caller], patience[1])
-
-
-def with_key(token: bytes, key: str | None) -> bytes:
-    """What the members prove to each other that they know: also the run's key, if it has one."""
-    return token if key is None else hashlib.blake2b(token, key=bytes.fromhex(key), digest_size=32).digest()
-
-
-def compare_clocks(connections: TcpConnections, index: int, patience: float) -> float:
-    """By how much the first machine's clock is ahead of this one's; all machines do this at the same time."""
-    until = time.monotonic() + patience
-    if index == 0:
-        for machine in connections.connections:
-            for _ in range(_TICKS):
-                _time_of(connections, machine, until)
-                connections.connections[machine].send(FrameKind.CLOCK, _CLOCK.pack(time.perf_counter()))
-        return 0.0
-    best, ahead = float("inf"), 0.0
-    for _ in range(_TICKS):
-        start = time.perf_counter()
-        connections.connections[0].send(FrameKind.CLOCK, _CLOCK.pack(start))
-        theirs = _time_of(connections, 0, until)
-        took = time.perf_counter() - start
-        if took < best:
-            best, ahead = took, theirs - (start + took / 2)
-    return ahead
-
-
-def _time_of(connections: TcpConnections, machine: int, until: float) -> float:
-    """What the clock of a machine says."""
-    connection = connections.connections[machine]
-    while not connection.frames:
-        if not connection.open or time.monotonic() > until:
-            raise JoinError(f"{connection.host} has not said what time it is")
-        connections.move(_SLICE)
-    kind, payload = connection.frames.popleft()
-    if kind is not FrameKind.CLOCK:
-        raise JoinError(f"{connection.host} has failed while the team came together")
-    return float(_CLOCK.unpack(payload)[0])
-
-
-def _call(host: str, port: int, index: int, token: bytes, until: float) -> socket.socket:
-    error: OSError | None = None
-    while (left := until - time.monotonic()) > 0:
-        try:
-            connection = socket.create_connection((host, port), timeout=left)
-            nonce = _exactly(connection, 16)
-            connection.sendall(_HELLO.pack(_MARK, index, _proof(token, nonce, index)))
-            _exactly(connection, len(_MARK))
-            return connection
-        except OSError as failed:
-            error = failed
-            time.sleep(0.2)
-    raise JoinError(f"cannot reach {host} on port {port}: {error}; are all ports open between the machines?")
-
-
-def _answer(connection: socket.socket, token: bytes, until: float) -> int | None:
-    """Who calls, if it can prove that it belongs to the team."""
-    try:
-        # A stranger that says nothing must not keep the members waiting.
-        connection.settimeout(min(5.0, max(0.01, until - time.monotonic())))
-        nonce = os.urandom(16)
-        connection.sendall(nonce)
-        mark, caller, proof = _HELLO.unpack(_exactly(connection, _HELLO.size))
-        if mark != _MARK or not hmac.compare_digest(proof, _proof(token, nonce, caller)):
-            return None
-        connection.sendall(_MARK)
-        return int(caller)
-    except OSError:
-        return None
-
-
-def _proof(token: bytes, nonce: bytes, index: int) -> bytes:
-    return hmac.new(token, nonce + index.to_bytes(4, "big"), hashlib.sha256).digest()
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = connection.recv(count - len(data))
-        if not more:
-            raise ConnectionError("the connection was closed")
-        data += more
-    return data
+def keep_alive(connection: socket.socket, patience: float) -> None:
+    """Lets the kernel give up a host that has been silent for so many seconds, also if nothing is to be sent."""
+    limit = max(5, int(patience))
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(10, limit))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, min(10, limit))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * limit + 2000)

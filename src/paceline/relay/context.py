@@ -1,0 +1,47 @@
+"""What all parts of a relay share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from paceline.events.forwarding import FIRST_MACHINE, StreamForwarder
+from paceline.parameters.worker_table import WorkerTable
+from paceline.relay.messages import RelayConfig
+from paceline.relay.transfer import TransferManager
+from paceline.server.flags import SharedFlags
+from paceline.server.memory import RunMemory
+from paceline.transport.links import LinkSender
+from paceline.transport.poller import Poller
+
+
+@dataclasses.dataclass(slots=True)
+class RelayContext:
+    """One relay's run, memory, links and loop."""
+
+    config: RelayConfig
+    memory: RunMemory
+    poller: Poller
+    control: dict[int, LinkSender]
+    """By machine, the link for short messages."""
+    transfers: TransferManager
+    streams: StreamForwarder
+    flags: SharedFlags
+    machine_of: dict[int, int]
+    """By worker, or by -1 - server, its machine."""
+    table: WorkerTable
+    came: bool = False
+    """True if any worker or server has come."""
+
+    @property
+    def machine(self) -> int:
+        return self.config.machine
+
+    @property
+    def at_coordinator(self) -> bool:
+        """True if the coordinator is on this machine."""
+        return self.machine == FIRST_MACHINE
+
+    def adopt(self, who: int, machine: int) -> None:
+        """A worker joins on a machine."""
+        self.machine_of[who] = machine
+        self.streams.assign(who, machine)

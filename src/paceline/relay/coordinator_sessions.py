@@ -1,0 +1,173 @@
+"""The way to the coordinator: through the relay of its machine, which holds one connection to it per member.
+
+A member is a worker (its rank) or a server (-1 - its number). So the coordinator treats members of all machines alike,
+and learns of the end of each by the end of its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from paceline.errors import JoinError
+from paceline.events.forwarding import FIRST_MACHINE
+from paceline.parameters.worker_table import SLOT
+from paceline.relay.context import RelayContext
+from paceline.relay.messages import ToCoordinator
+from paceline.server.messages import FromWorker, Hello, LeaveTeam, ShardHello, ToShard, ToWorker
+from paceline.transport.unix_connection import Closed, UnixConnection, connect
+
+_encode = msgspec.msgpack.Encoder().encode
+_from_worker = msgspec.msgpack.Decoder(FromWorker)
+
+
+class CoordinatorSessions:
+    """This machine's way to the coordinator; connections to it exist only on its own machine."""
+
+    def __init__(
+        self, context: RelayContext, deliver: Callable[[int, bytes], None], closed: Callable[[int], None]
+    ) -> None:
+        """deliver: is given a member and the coordinator's message to it. closed: is told of a member whose connection
+        the coordinator has closed."""
+        self._context, self._deliver, self._closed = context, deliver, closed
+        self._connections: dict[int, UnixConnection[Any]] = {}
+        self._waiting: dict[int, list[tuple[Any, Sequence[int]]]] = {}
+        """By member, messages that came before the coordinator, with descriptors."""
+
+    @property
+    def waiting(self) -> bool:
+        """True if messages wait for the coordinator to start."""
+        return bool(self._waiting)
+
+    @property
+    def active(self) -> bool:
+        return bool(self._connections or self._waiting)
+
+    def __contains__(self, who: int) -> bool:
+        return who in self._connections or who in self._waiting
+
+    def may_join(self, who: int) -> bool:
+        """True if this rank is free, as far as is known here."""
+        spec = self._context.config.spec
+        return spec.elastic and 0 <= who < spec.capacity and who not in self
+
+    def of_machine(self, machine: int) -> list[int]:
+        """The connected members of a machine."""
+        return [who for who in self._connections if self._context.machine_of[who] == machine]
+
+    def reachable(self) -> bool:
+        try:
+            connect(self._context.config.coordinator, ToWorker, 0.0).close()
+        except JoinError:
+            return False
+        return True
+
+    # -- to the coordinator ------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        who: int,
+        message: msgspec.Struct,
+        descriptors: Sequence[int] = (),
+        *,
+        table: bytes | None = None,
+        used: bytes | None = None,
+    ) -> None:
+        """Sends a message of a member of this machine."""
+        if self._context.at_coordinator:
+            self._submit(who, message, descriptors)
+        else:
+            self._context.control[FIRST_MACHINE].send(_encode(ToCoordinator(who, _encode(message), table, used)))
+
+    def take(self, machine: int, envelope: ToCoordinator) -> None:
+        """Passes on a message of another machine's member; ValueError if it is to be refused."""
+        context, who = self._context, envelope.who
+        if not context.at_coordinator:
+            raise ValueError("words for another machine")
+        message = _from_worker.decode(envelope.data)
+        if isinstance(message, Hello) and message.joins and self.may_join(who):
+            context.adopt(who, machine)
+        if context.machine_of.get(who) != machine:
+            raise ValueError("words of another machine's worker")
+        if who >= 0:
+            self._store(who, envelope)
+        if isinstance(message, Hello):
+            message = msgspec.structs.replace(message, spec=False, host=context.config.peers[machine].address)
+        self._submit(who, message, ())
+
+    def _store(self, who: int, envelope: ToCoordinator) -> None:
+        """Writes what comes beside a push where the servers read it."""
+        context = self._context
+        if envelope.table is not None:
+            if len(envelope.table) > SLOT:
+                raise ValueError("hyperparameters that are too long")
+            context.table.slots[who][: len(envelope.table)] = envelope.table
+        if envelope.used is not None:
+            if len(envelope.used) != len(context.config.spec.parameters):
+                raise ValueError("flags of other parameters")
+            context.table.used[who][:] = envelope.used
+
+    def _submit(self, who: int, message: Any, descriptors: Sequence[int]) -> None:
+        if isinstance(message, Hello | ShardHello):
+            if who in self:
+                raise ValueError("a worker that has come before")
+            self._waiting[who] = []
+            self._context.came = True
+        if who in self._waiting:
+            self._waiting[who].append((message, descriptors))
+            self.retry()
+            return
+        self._write(who, message, descriptors)
+
+    def _write(self, who: int, message: Any, descriptors: Sequence[int]) -> None:
+        connection = self._connections.get(who)
+        if connection is None:
+            return
+        try:
+            connection.send(message, descriptors)
+        except Closed:
+            self._closed_by_coordinator(who)
+        if isinstance(message, LeaveTeam):
+            self.close(who)
+
+    def retry(self) -> None:
+        """Connects members that came before the coordinator, if it is there by now."""
+        for who in list(self._waiting):
+            try:
+                connection = connect(self._context.config.coordinator, ToWorker if who >= 0 else ToShard, 0.0)
+            except JoinError:
+                return
+            self._connections[who] = connection
+            self._context.poller.watch(connection.descriptor, lambda _, who=who: self._receive(who))  # type: ignore[misc]
+            for message, descriptors in self._waiting.pop(who):
+                self._write(who, message, descriptors)
+
+    # -- from the coordinator ----------------------------------------------------------------------------------------
+
+    def _receive(self, who: int) -> None:
+        try:
+            message = self._connections[who].receive()
+        except Closed:
+            self._closed_by_coordinator(who)
+            return
+        self._deliver(who, _encode(message))
+
+    def _closed_by_coordinator(self, who: int) -> None:
+        self.close(who)
+        self._closed(who)
+
+    def fail(self, who: int, message: msgspec.Struct) -> None:
+        """Tells the coordinator why a member is lost, and closes its connection."""
+        with contextlib.suppress(Closed):
+            self._connections[who].send(message)
+        self.close(who)
+
+    def close(self, who: int) -> None:
+        self._waiting.pop(who, None)
+        connection = self._connections.pop(who, None)
+        if connection is not None:
+            self._context.poller.unwatch(connection.descriptor)
+            connection.close()

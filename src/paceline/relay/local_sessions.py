@@ -1,0 +1,261 @@
+"""The workers and servers of this machine, to which their relay is the server.
+
+A push goes on to the coordinator once the gradient is where the servers need it; an answer of the coordinator goes to
+its worker once the version that it names is on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from paceline.events.forwarding import FIRST_MACHINE
+from paceline.relay.context import RelayContext
+from paceline.relay.coordinator_sessions import CoordinatorSessions
+from paceline.relay.messages import MemberGone
+from paceline.server.memory import MEMORIES
+from paceline.server.messages import (
+    BuffersCopied,
+    CancelStep,
+    EpochOver,
+    FromWorker,
+    Frozen,
+    GradientReady,
+    Hello,
+    LeaseGranted,
+    LeaveTeam,
+    Proceed,
+    PushGradient,
+    Ready,
+    RunFailed,
+    SessionOpened,
+    ShardHello,
+    StepCancelled,
+    Thaw,
+    ToShard,
+    ToWorker,
+)
+from paceline.transport.unix_connection import Closed, Listener, UnixConnection
+
+_READS = 64
+"""Messages of one session that are handled before others have their turn."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_to_shard = msgspec.msgpack.Decoder(ToShard)
+
+
+@dataclasses.dataclass(slots=True)
+class LocalSession:
+    """A worker (or below 0, a server) of this machine."""
+
+    who: int
+    connection: UnixConnection[Any]
+    buffer: int = 0
+    """The number of the buffer with the worker's version."""
+    answers: deque[Any] = dataclasses.field(default_factory=deque)
+    """Messages to the worker, in order, until what they name is here."""
+    fetching: bool = False
+    held: list[Any] | None = None
+    """Messages that came since the worker wrote parameters and state, until these are where they belong."""
+    left: bool = False
+    """True if it has said that it leaves."""
+    hyperparameters: int = -1
+    """Number of its hyperparameters that were last sent to the coordinator."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Fetched:
+    """An answer for which everything is here, or on its way."""
+
+    message: Frozen | SessionOpened
+
+
+class LocalSessions:
+    """All of this machine."""
+
+    def __init__(self, context: RelayContext, listener: Listener, coordinator: CoordinatorSessions) -> None:
+        self._context, self._listener, self._coordinator = context, listener, coordinator
+        self._transfers = context.transfers
+        self._sessions: dict[int, LocalSession] = {}
+        context.poller.watch(listener.descriptor, self._accept)
+
+    @property
+    def active(self) -> bool:
+        return bool(self._sessions)
+
+    def __contains__(self, who: int) -> bool:
+        return who in self._sessions
+
+    # -- from workers ------------------------------------------------------------------------------------------------
+
+    def _accept(self, _: int) -> None:
+        connection = self._listener.accept(FromWorker, 0.0)
+        if connection is None:
+            return
+        try:
+            hello, descriptors = connection.receive_with_descriptors(MEMORIES)
+        except Closed:
+            return
+        if not isinstance(hello, Hello | ShardHello):
+            connection.close()
+            return
+        context = self._context
+        who = hello.rank if isinstance(hello, Hello) else -1 - hello.index
+        joins = isinstance(hello, Hello) and hello.joins and self._coordinator.may_join(who)
+        if who in self._sessions or not (joins or context.machine_of.get(who) == context.machine):
+            connection.close()
+            return
+        if joins:
+            context.adopt(who, context.machine)
+            self._transfers.adopt(who)
+        self._sessions[who] = session = LocalSession(who, connection)
+        context.came = True
+        context.poller.watch(connection.descriptor, lambda _: self._receive(session))
+        self._coordinator.send(who, hello, descriptors)
+
+    def _receive(self, session: LocalSession) -> None:
+        for _ in range(_READS):
+            try:
+                message = session.connection.receive()
+            except Closed:
+                self._ended(session)
+                return
+            self._handle(session, message)
+            if session.who not in self._sessions or not session.connection.ready:
+                return
+
+    def _handle(self, session: LocalSession, message: Any) -> None:
+        who = session.who
+        if session.held is not None:
+            session.held.append(message)
+            return
+        match message:
+            case GradientReady():
+                self._transfers.made(who, message.parameters)
+                return
+            case PushGradient() if not message.skip:
+                self._transfers.push(who, lambda: self._send_push(session, message))
+                return
+            case StepCancelled() | PushGradient():
+                self._transfers.restart(who)
+            case LeaveTeam():
+                session.left = True
+            case BuffersCopied():
+                self._transfers.show(who, lambda: self._coordinator.send(who, message))
+                return
+            case Thaw() if message.reload:
+                session.held = []  # the coordinator is frozen until this message, and must get none before it
+                self._transfers.load(who, session.buffer, lambda: self._reloaded(session, message))
+                return
+        self._coordinator.send(who, message)
+
+    def _reloaded(self, session: LocalSession, message: Thaw) -> None:
+        self._coordinator.send(session.who, message)
+        held, session.held = session.held or [], None
+        for later in held:
+            self._handle(session, later)
+
+    def _send_push(self, session: LocalSession, message: PushGradient) -> None:
+        table = used = None
+        if message.hyperparameters != session.hyperparameters:
+            slot = self._context.table.slots[session.who]
+            table = bytes(slot[: 8 + int.from_bytes(slot[:8], "little")])
+            session.hyperparameters = message.hyperparameters
+        if not message.complete:
+            used = bytes(self._context.table.used[session.who])
+        self._coordinator.send(session.who, message, table=table, used=used)
+
+    def _ended(self, session: LocalSession) -> None:
+        """The process of a session has closed its connection, or died."""
+        if not session.left:
+            self._context.streams.worker_lost(session.who)
+        self.close(session.who)
+        if self._context.at_coordinator:
+            self._coordinator.close(session.who)
+        else:
+            self._context.control[FIRST_MACHINE].send(_encode(MemberGone(session.who)))
+
+    # -- to workers --------------------------------------------------------------------------------------------------
+
+    def deliver(self, who: int, data: bytes) -> None:
+        """Passes on a message of the coordinator."""
+        session = self._sessions.get(who)
+        if session is None:
+            return
+        if who < 0:
+            message = _to_shard.decode(data)
+            # At the start it gets this machine's memory, in place of the coordinator's.
+            self._send(session, message, with_memories=isinstance(message, Ready))
+            return
+        message = _to_worker.decode(data)
+        if isinstance(message, CancelStep):
+            self._context.flags.floors.stamp(who, time.perf_counter())
+            self._context.flags.floors.write(who, message.version & 0xFFFFFFFF)
+        elif isinstance(message, RunFailed):
+            self._send(session, message)
+        else:
+            session.answers.append(message)
+            self._answer(session)
+
+    def _answer(self, session: LocalSession) -> None:
+        """Sends a worker its answers, as far as the versions that they name are here."""
+        transfers = self._transfers
+        while session.answers and not session.fetching and session.who in self._sessions:
+            message = session.answers[0]
+            if isinstance(message, Proceed | LeaseGranted | EpochOver | Frozen | SessionOpened):
+                if not transfers.holds(message.buffer, message.version):
+                    self._fetch(session, functools.partial(transfers.fetch, message.buffer, message.version))
+                    return
+                session.buffer = message.buffer
+                if isinstance(message, Frozen | SessionOpened):
+                    # It also needs the optimizer's state; a worker that joins, the rest of the model.
+                    session.answers[0] = _Fetched(message)
+                    frozen = isinstance(message, Frozen)
+                    self._fetch(session, transfers.fetch_state if frozen else transfers.fetch_rest)
+                    continue
+            session.answers.popleft()
+            plain = message.message if isinstance(message, _Fetched) else message
+            # A worker that joins gets this machine's memory.
+            self._send(session, plain, with_memories=isinstance(plain, SessionOpened))
+
+    def _fetch(self, session: LocalSession, fetch: Callable[[Callable[[], None]], None]) -> None:
+        """Fetches something before the next answer."""
+
+        def done() -> None:
+            session.fetching = False
+            self._answer(session)
+
+        session.fetching = True
+        fetch(done)
+
+    def _send(self, session: LocalSession, message: msgspec.Struct, *, with_memories: bool = False) -> None:
+        memories = self._context.memory.descriptors if with_memories else []
+        try:
+            session.connection.send(message, memories)
+        except Closed:
+            self._ended(session)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, who: int) -> None:
+        session = self._sessions.pop(who, None)
+        if session is not None:
+            self._context.poller.unwatch(session.connection.descriptor)
+            session.connection.close()
+            self._transfers.forget(who)
+
+    def fail(self, failure: RunFailed) -> None:
+        """Tells all workers why the run has failed, and closes all sessions."""
+        for session in list(self._sessions.values()):
+            if session.who >= 0:
+                with contextlib.suppress(Closed):
+                    session.connection.send(failure)
+            self.close(session.who)

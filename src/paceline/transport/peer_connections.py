@@ -1,0 +1,302 @@
+"""The connections of one member of a barrier over machines: short frames, at once, and the end of a peer is known.
+
+The lead of each machine has one to the lead of every other; in an elastic team each member has one to rank 0.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+from paceline.errors import JoinError, TeamError
+from paceline.transport.handshake import Handshake, PortListener, begin_call
+from paceline.transport.keys import Secret
+from paceline.transport.poller import Poller
+from paceline.transport.tcp_connection import TcpConnection, damage, make_frame, read_header
+
+_LARGEST = 1 << 31
+"""Bytes of a frame: the notes of all members."""
+_SLICE = 0.1
+"""Seconds between looks at the clock while nothing comes."""
+_CLOCK = struct.Struct("!d")
+_TICKS = 5
+"""Round trips in which two clocks are compared; the quickest counts."""
+
+
+class FrameKind(IntEnum):
+    """The kinds of frames between members of a barrier; a frame's message is its kind."""
+
+    NOTES = 1
+    """The notes of one machine's workers, at one barrier."""
+    FAILURE = 2
+    """An error that ends the sender's run."""
+    BYE = 3
+    """The sender's script has ended."""
+    STREAM = 4
+    """Events, for the run's folder."""
+    END = 5
+    """The last frame of its sender."""
+    CLOCK = 6
+    """The time of its sender."""
+    TABLE = 7
+    """The notes of all members, at one barrier."""
+
+
+_MESSAGES = {kind: bytes([kind]) for kind in FrameKind}
+_KINDS = {message: kind for kind, message in _MESSAGES.items()}
+
+
+class PeerConnection:
+    """The connection to one peer."""
+
+    def __init__(self, poller: Poller, connection: socket.socket, host: str, patience: float, index: int = 0) -> None:
+        """index: the number of this member's machine, or its rank in an elastic team."""
+        self.host, self._index = host, index
+        self.left = False
+        """True if the peer's script has ended."""
+        self.ended = False
+        """True if nothing comes any more."""
+        self.frames: deque[tuple[FrameKind, memoryview]] = deque()
+        """Frames that have come and were not taken yet."""
+        self._sent = self._received = 0
+        self._failure: TeamError | None = None
+        self._connection = TcpConnection(poller, connection, host, patience, _LARGEST, self._take, self._end)
+
+    @property
+    def open(self) -> bool:
+        return self._connection.open
+
+    @property
+    def pending(self) -> bool:
+        """True if something waits to be sent."""
+        return self._connection.pending
+
+    def send(self, kind: FrameKind, *parts: bytes | memoryview) -> None:
+        """Begins to send a frame; the parts are copied."""
+        self._sent += 1
+        payload = parts[0] if len(parts) == 1 and isinstance(parts[0], bytes) else b"".join(parts)
+        self._connection.send(make_frame("", self._index, self._sent, _MESSAGES[kind], payload))
+
+    def pull(self) -> None:
+        """Takes what has come; TeamError if it is not what a member sends."""
+        self._connection.pull()
+        self.check()
+
+    def check(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _take(self, parts: list[Any]) -> None:
+        try:
+            header = read_header(parts)
+            kind = _KINDS[bytes(parts[1])]
+        except (ValueError, KeyError):
+            raise TeamError(f"what came from {self.host} is not a frame of this team") from None
+        if damage(header, parts):
+            raise TeamError(f"a frame from {self.host} was damaged on its way")
+        self._received += 1
+        if header.number != self._received:
+            raise TeamError(f"{self.host} has sent frame {header.number}, but its next one is {self._received}")
+        if kind is FrameKind.BYE:
+            self.left = True
+        elif kind is FrameKind.END:
+            self.left = self.ended = True
+        else:
+            self.frames.append((kind, parts[2]))
+
+    def _end(self, error: TeamError | None) -> None:
+        self.ended, self._failure = True, error
+
+    def close(self) -> None:
+        self.ended = True
+        self._connection.close()
+
+
+class PeerConnections:
+    """All connections of one member, by the number of the peer's machine (in an elastic team, by its rank)."""
+
+    def __init__(self, poller: Poller, connections: dict[int, PeerConnection]) -> None:
+        self.connections = connections
+        self.heard: Callable[[int, memoryview], None] | None = None
+        """Takes the events that come, with the peer's number."""
+        self._poller = poller
+
+    def send_all(self, kind: FrameKind, *parts: bytes | memoryview) -> None:
+        payload = parts[0] if len(parts) == 1 else b"".join(parts)
+        for connection in self.connections.values():
+            connection.send(kind, payload)
+
+    def move(self, seconds: float = 0.0) -> None:
+        """Sends and takes what can be, waiting at most so long for anything to happen."""
+        if not len(self._poller):
+            time.sleep(min(seconds, 0.01))
+        else:
+            self._poller.wait(seconds)
+        for number, connection in self.connections.items():
+            connection.check()
+            if self.heard is not None and connection.frames:
+                self._take_events(number, connection)
+
+    def _take_events(self, number: int, connection: PeerConnection) -> None:
+        assert self.heard is not None
+        for _ in range(len(connection.frames)):
+            kind, payload = connection.frames.popleft()
+            if kind is FrameKind.STREAM:
+                self.heard(number, payload)
+            else:
+                connection.frames.append((kind, payload))
+
+    def settle(self, seconds: float) -> None:
+        """Waits until all is sent, at most so many seconds."""
+        until = time.monotonic() + seconds
+        while any(connection.pending for connection in self.connections.values()) and time.monotonic() < until:
+            self.move(_SLICE)
+
+    def close(self) -> None:
+        for connection in self.connections.values():
+            connection.close()
+
+
+Publish = Callable[[int, int], None]
+"""Leaves the port of this member for the others."""
+Find = Callable[[int], int]
+"""Finds the port of another member."""
+
+
+def connect(
+    index: int, hosts: list[str], secret: Secret, publish: Publish, find: Find, patience: tuple[float, float]
+) -> PeerConnections:
+    """Connects the leads of all machines: each calls those before it and is called by those behind it.
+
+    patience: seconds until all must be connected, and later of a host's silence.
+    """
+    return _Joining(index, hosts, secret, patience).run(range(index), range(index + 1, len(hosts)), publish, find)
+
+
+def connect_to_first(
+    rank: int, hosts: list[str], secret: Secret, publish: Publish, find: Find, patience: tuple[float, float]
+) -> PeerConnections:
+    """Connects every member to rank 0: `hosts` gives each rank's host. The rest is as of `connect`."""
+    joining = _Joining(rank, hosts, secret, patience)
+    return joining.run(range(min(rank, 1)), range(0) if rank else range(1, len(hosts)), publish, find)
+
+
+class _Joining:
+    """The connecting of one member."""
+
+    def __init__(self, index: int, hosts: list[str], secret: Secret, patience: tuple[float, float]) -> None:
+        self._index, self._hosts, self._secret, self._patience = index, hosts, secret, patience
+        self._until = time.monotonic() + patience[0]
+        self._poller = Poller()
+        self._connections: dict[int, PeerConnection] = {}
+        self._missing: set[int] = set()
+
+    def run(self, call: range, expect: range, publish: Publish, find: Find) -> PeerConnections:
+        host = self._hosts[self._index]
+        self._missing = set(expect)
+        if not expect:
+            self._call(call, find)
+        else:
+            listener = PortListener(self._poller, host, self._secret, self._called, lambda: None)
+            try:
+                publish(self._index, listener.port)
+                self._call(call, find)
+                self._wait(host, listener)
+            finally:
+                listener.close()
+        return PeerConnections(self._poller, dict(sorted(self._connections.items())))
+
+    def _call(self, call: range, find: Find) -> None:
+        for other in call:
+            host = self._hosts[other]
+            connection = _call(host, find(other), self._secret, str(self._index), self._until)
+            self._add(other, connection)
+
+    def _called(self, name: str, connection: socket.socket) -> None:
+        if name.isdecimal() and int(name) in self._missing:
+            self._missing.discard(int(name))
+            self._add(int(name), connection)
+        else:
+            connection.close()
+
+    def _add(self, other: int, connection: socket.socket) -> None:
+        host, silence = self._hosts[other], self._patience[1]
+        self._connections[other] = PeerConnection(self._poller, connection, host, silence, self._index)
+
+    def _wait(self, host: str, listener: PortListener) -> None:
+        while self._missing:
+            if time.monotonic() > self._until:
+                names = ", ".join(dict.fromkeys(self._hosts[other] for other in sorted(self._missing)))
+                raise JoinError(
+                    f"{names} did not call {host} in {self._patience[0]:g} s; are all ports open between the machines?"
+                )
+            self._poller.wait(min(_SLICE, self._until - time.monotonic()))
+            listener.expire()
+
+
+def _call(host: str, port: int, secret: Secret, name: str, until: float) -> socket.socket:
+    """Calls a listener until it answers with its proof."""
+    error: OSError | None = None
+    while time.monotonic() < until:
+        handshake: Handshake | None = None
+        try:
+            handshake = begin_call(host, port, secret, name)
+            return _finish(handshake, until)
+        except OSError as failed:
+            error = failed
+            if handshake is not None:
+                handshake.close()
+            time.sleep(0.2)
+    raise JoinError(f"cannot reach {host} on port {port}: {error}; are all ports open between the machines?")
+
+
+def _finish(handshake: Handshake, until: float) -> socket.socket:
+    poller = Poller()
+    try:
+        while not handshake.advance():
+            if time.monotonic() > until:
+                raise TimeoutError("no answer")
+            poller.watch(handshake.socket.fileno(), lambda _: None, handshake.events)
+            poller.wait(min(_SLICE, until - time.monotonic()))
+        return handshake.socket
+    finally:
+        poller.close()
+
+
+def compare_clocks(connections: PeerConnections, index: int, patience: float) -> float:
+    """By how many seconds the first machine's clock is ahead of this one's; all machines do this at the same time."""
+    until = time.monotonic() + patience
+    if index == 0:
+        for machine in connections.connections:
+            for _ in range(_TICKS):
+                _time_of(connections, machine, until)
+                connections.connections[machine].send(FrameKind.CLOCK, _CLOCK.pack(time.perf_counter()))
+        return 0.0
+    best, ahead = float("inf"), 0.0
+    for _ in range(_TICKS):
+        start = time.perf_counter()
+        connections.connections[0].send(FrameKind.CLOCK, _CLOCK.pack(start))
+        theirs = _time_of(connections, 0, until)
+        took = time.perf_counter() - start
+        if took < best:
+            best, ahead = took, theirs - (start + took / 2)
+    return ahead
+
+
+def _time_of(connections: PeerConnections, machine: int, until: float) -> float:
+    """The time that a machine's clock shows."""
+    connection = connections.connections[machine]
+    while not connection.frames:
+        if not connection.open or time.monotonic() > until:
+            raise JoinError(f"{connection.host} has not sent its clock's time")
+        connections.move(_SLICE)
+    kind, payload = connection.frames.popleft()
+    if kind is not FrameKind.CLOCK:
+        raise JoinError(f"{connection.host} has failed while the team came together")
+    return float(_CLOCK.unpack(payload)[0])
