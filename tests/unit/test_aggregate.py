@@ -311,7 +311,7 @@ def overlap(buckets: Buckets, stretches: Sequence[tuple[float, float]]) -> list[
 def test_a_stretch_is_divided_among_the_buckets_that_it_lies_in() -> None:
     buckets = Buckets(100.0)
     width = buckets.width
-    buckets.add_stretches(("a",), np.array([100 + 1.5 * width]), np.array([2.75 * width]))
+    buckets.add_intervals(("a",), np.array([100 + 1.5 * width]), np.array([2.75 * width]))
     assert buckets.get(("a",), 6) == pytest.approx([0.0, 0.5 * width, width, width, 0.25 * width, 0.0])
     assert buckets.get(("b",), 3) == [0.0] * 3
     assert buckets.count(100.0) == 1
@@ -334,7 +334,7 @@ def test_sums_are_conserved_and_rightly_divided_however_wide_buckets_get(
     buckets = Buckets(begin)
     for part in (stretches[:cut], stretches[cut:]):
         starts, seconds = np.array([one[0] for one in part]), np.array([one[1] for one in part])
-        buckets.add_stretches(("busy",), starts, seconds)
+        buckets.add_intervals(("busy",), starts, seconds)
         buckets.add_points(("count",), starts, np.ones(len(part)))
     assert now - begin <= buckets.width * MOST
     assert sum(buckets.get(("busy",), MOST)) == pytest.approx(sum(seconds for _, seconds in stretches))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.events import Cancel, Compute, Event, Join, Load, Pull, Push, Reduce, Update, Wait
 from paceline.report.aggregate import RunAggregate
-from paceline.report.attribution import CAUSES, Blame
+from paceline.report.attribution import CAUSES, WaitAttribution
 from paceline.report.facts import facts
 from paceline.report.rows import Rows, by_kind, rows_of
 
@@ -85,14 +85,14 @@ def naive(events: Sequence[Event]) -> dict[int, dict[str, float]]:
     return found
 
 
-def same(blame: Blame, wanted: dict[int, dict[str, float]]) -> None:
+def same(blame: WaitAttribution, wanted: dict[int, dict[str, float]]) -> None:
     assert set(blame.seconds) == set(wanted)
     for rank, causes in wanted.items():
         assert blame.seconds[rank] == pytest.approx(causes, abs=1e-9)
 
 
-def blamed(events: Sequence[Event]) -> Blame:
-    blame = Blame()
+def blamed(events: Sequence[Event]) -> WaitAttribution:
+    blame = WaitAttribution()
     blame.add(rows(events), FOREVER)
     return blame
 
@@ -160,7 +160,7 @@ LATE = [Load(1, 0.0, 1.0), Compute(1, 1.0, 1.0, 0, 1, 1, 0.0, 0.5)]
 
 
 def test_a_wait_is_looked_at_only_when_all_is_known_until_its_end() -> None:
-    blame = Blame()
+    blame = WaitAttribution()
     blame.add(rows([OWN, WAIT]), 1.5)
     assert dict(blame.seconds) == {}
     blame.add(rows(LATE), 2.0)
@@ -168,7 +168,7 @@ def test_a_wait_is_looked_at_only_when_all_is_known_until_its_end() -> None:
 
 
 def test_what_was_done_before_a_wait_came_in_is_still_known() -> None:
-    blame = Blame()
+    blame = WaitAttribution()
     blame.add(rows(LATE), 0.5)
     blame.add(rows([OWN]), 0.9)
     blame.add(rows([WAIT]), 1.5)
@@ -177,7 +177,7 @@ def test_what_was_done_before_a_wait_came_in_is_still_known() -> None:
 
 
 def test_what_no_wait_can_be_for_any_more_is_forgotten() -> None:
-    blame = Blame()
+    blame = WaitAttribution()
     for number in range(200):
         start = float(number)
         happened: list[Event] = [Load(1, start, 0.75), Load(0, start, 0.5), Wait(0, start + 0.5, 0.25, 1)]
@@ -230,7 +230,7 @@ def test_blame_is_what_one_finds_wait_by_wait(events: list[Event]) -> None:
 @settings(max_examples=50)
 @given(events=teams(), moments=st.lists(st.integers(0, 80), max_size=6))
 def test_blame_does_not_depend_on_when_it_is_asked(events: list[Event], moments: list[int]) -> None:
-    blame, before = Blame(), -FOREVER
+    blame, before = WaitAttribution(), -FOREVER
     for until in [*sorted(moment / 4 for moment in moments), FOREVER]:
         blame.add(rows([event for event in events if before <= event.start < until]), until)
         before = until

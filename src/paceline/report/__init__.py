@@ -1,4 +1,4 @@
-"""Pictures of runs, made from their events and from nothing else."""
+"""Figures, reports and the live page of runs, made from their events only."""
 
 from paceline.report.messages import draw_messages
 from paceline.report.timeline import timeline

@@ -1,4 +1,4 @@
-"""A run, of whatever length, reduced to what pictures need, in bounded memory and in one pass."""
+"""Aggregates a run of any length for its figures, in bounded memory and in one pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.events import Event, Join, Leave, Lost, Message, Metric, Pass
 from paceline.events.bubbles import Bubbles
-from paceline.report.attribution import Blame
+from paceline.report.attribution import WaitAttribution
 from paceline.report.buckets import Buckets
 from paceline.report.detail import Detail
 from paceline.report.rows import (
@@ -33,15 +33,15 @@ from paceline.report.rows import (
 _FINE = math.log(1.02)
 _BINS = 1500
 _POINTS = 2000
-"""Values of a metric that a curve has at most."""
+"""The most points of a metric's curve."""
 
 
 @dataclasses.dataclass(slots=True)
 class Tally:
-    """What is counted of one worker, or server."""
+    """The totals of one worker or server."""
 
     seconds: NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(len(KINDS)))
-    """By kind."""
+    """By kind, in the order of `KINDS`."""
     forward: float = 0.0
     slowed: float = 0.0
     minibatches: int = 0
@@ -49,25 +49,25 @@ class Tally:
     updates: int = 0
     cancelled: int = 0
     read: int = 0
-    """Bytes from other workers' memory."""
+    """Bytes read from other workers' memory."""
     pushed: int = 0
     saved: int = 0
     sent: int = 0
-    """Bytes in observed messages."""
+    """Bytes of observed messages."""
     steps: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.zeros(_BINS, np.int64))
-    """How many steps were of which length, on a fine logarithmic scale."""
+    """A histogram of step lengths, on a fine logarithmic scale."""
     longest: float = 0.0
     state: str = "joined"
     heard: float = 0.0
-    """When it last did something."""
+    """The time of its last activity."""
     came: float = -math.inf
-    """When it joined; the last of those who had this rank."""
+    """The time at which it joined; if several had this rank, the last one."""
     version: int = 0
     stale: float = 0.0
-    """Of its last push."""
+    """Staleness of its last push."""
 
     def quantile(self, share: float) -> float:
-        """The length of a step that this share of the steps does not reach."""
+        """A quantile of the step lengths, in seconds."""
         total = int(self.steps.sum())
         if not total:
             return 0.0
@@ -77,7 +77,7 @@ class Tally:
 
 @dataclasses.dataclass(slots=True)
 class Curve:
-    """A metric over time: moments, versions, values; of a long one each point is the mean of several values."""
+    """A metric over time: moments, versions, values. In a long one each point is the mean of several values."""
 
     rank: int
     points: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)
@@ -100,7 +100,7 @@ class Curve:
             self.points = [_mean(pair) for pair in zip(self.points[::2], self.points[1::2], strict=True)]
 
     def series(self) -> tuple[list[float], list[float], list[float]]:
-        """Moments, versions and values, with the newest."""
+        """Moments, versions and values, the newest included."""
         points = [*self.points, *([_mean(self._rest)] if self._rest else [])]
         moments, versions, values = zip(*points, strict=True) if points else ((), (), ())
         return list(moments), list(versions), list(values)
@@ -112,7 +112,7 @@ def _mean(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, f
 
 
 class SampleCounts:
-    """Samples over time, and how many of them lie between the first update and the last."""
+    """Counts the samples between the first update and the last."""
 
     def __init__(self, name: str) -> None:
         self.key = (name,)
@@ -121,7 +121,7 @@ class SampleCounts:
         """Moments and samples after the last update so far."""
 
     def add(self, moments: Numbers, samples: Numbers, first: float, last: float) -> None:
-        """These have come; first, last: when the first and the last update so far were made."""
+        """Adds samples; first, last: the times of the first and the last update so far."""
         self._later = np.concatenate([self._later, np.stack([moments, samples], axis=1)])
         inside = (self._later[:, 0] > first) & (self._later[:, 0] <= last)
         self.inside += int(self._later[inside, 1].sum())
@@ -129,27 +129,27 @@ class SampleCounts:
 
 
 class RunAggregate:
-    """Takes events as they come; what it keeps does not grow with the run."""
+    """Aggregates events as they arrive; its memory does not grow with the run."""
 
     def __init__(self, limit: int = 100_000) -> None:
-        """limit: how many single stretches to keep for close looks."""
+        """limit: single intervals to keep for the zoomed timeline."""
         self.tallies: defaultdict[int, Tally] = defaultdict(Tally)
-        self.blame = Blame()
+        self.blame = WaitAttribution()
         self.detail = Detail(limit)
         self.staleness: Counter[int] = Counter()
         self.curves: dict[str, Curve] = {}
         self.strategy: str | None = None
         self.wall: float | None = None
-        """The calendar's seconds at the steady clock's 0."""
+        """Unix time at the monotonic clock's 0."""
         self.served = False
-        """Whether gradients are pushed to a server."""
+        """True if gradients are pushed to a server."""
         self.joined = math.inf
-        """When the first worker came."""
+        """The time at which the first worker joined."""
         self.first, self.last = math.inf, -math.inf
-        """When training began and, as far as is counted, ended."""
+        """The start of training, and its end as far as counted."""
         self.updates = 0
         self._newest = -1
-        """The newest version that is counted, of workers who all update alike."""
+        """The newest counted version, if all workers make the same updates."""
         self._first_update: tuple[int, float] = (-1, math.inf)
         """Version and moment."""
         self._last_update = -math.inf
@@ -160,7 +160,7 @@ class RunAggregate:
         self._pushes = np.zeros(0, PUSH)
 
     def feed(self, events: Sequence[Event]) -> None:
-        """Take events, in any order."""
+        """Adds events, in any order."""
         groups = by_kind(events)
         for join in groups.get(Join, ()):
             self.strategy = join.strategy
@@ -173,7 +173,7 @@ class RunAggregate:
         for kind, word in ((Leave, "left"), (Lost, "died")):
             for event in groups.get(kind, ()):
                 if event.start < self.tallies[event.rank].came:
-                    continue  # another had this rank before
+                    continue  # about an earlier worker with this rank
                 self.tallies[event.rank].state = word
                 self.tallies[event.rank].heard = event.start
         for metric in groups.get(Metric, ()):
@@ -185,14 +185,14 @@ class RunAggregate:
             self.bubbles.add(one)
         rows, pushes = rows_of(groups), pushes_of(groups)
         for rank in np.unique(rows["rank"]):
-            self._hear(self.tallies[int(rank)], rows[rows["rank"] == rank])
+            self._note_activity(self.tallies[int(rank)], rows[rows["rank"] == rank])
         self.served = self.served or len(pushes) > 0
         self._pending = np.concatenate([self._pending, rows])
         self._pushes = np.concatenate([self._pushes, pushes])
 
     @staticmethod
-    def _hear(tally: Tally, rows: Rows) -> None:
-        """A worker lives, and does something."""
+    def _note_activity(tally: Tally, rows: Rows) -> None:
+        """Updates the state and the time of the last activity."""
         moments = ends(rows)
         final = int(np.argmax(moments))
         if moments[final] >= tally.heard:
@@ -201,7 +201,7 @@ class RunAggregate:
                 tally.state = KINDS[int(rows["kind"][final])]
 
     def advance(self, until: float = math.inf) -> None:
-        """Count what began before this moment: all of it has come."""
+        """Counts all that began before `until`; no earlier event may follow."""
         now = self._pending["start"] < until
         rows = self._pending[now]
         if self.buckets is None:
@@ -228,7 +228,7 @@ class RunAggregate:
         for kind in range(len(KINDS)):
             mine = rows[rows["kind"] == kind]
             tally.seconds[kind] += mine["seconds"].sum()
-            self.buckets.add_stretches((rank, kind), mine["start"], mine["seconds"])
+            self.buckets.add_intervals((rank, kind), mine["start"], mine["seconds"])
             if kind == COMPUTING and len(mine):
                 self._count_steps(tally, mine)
         tally.cancelled += int((rows["kind"] == KINDS.index("cancelled")).sum())
@@ -259,7 +259,7 @@ class RunAggregate:
         """Updates and samples over time."""
         assert self.buckets is not None
         updates = rows[(rows["kind"] == UPDATING) & ~rows["skipped"]]
-        # Of workers that all update alike, the first one counts; the version is there when the last one has done it.
+        # If all workers make the same update, the first one counts; the version exists when the last one is done.
         counted = self._each_once(updates)
         moments = ends(counted)
         self.updates += len(moments)
@@ -275,7 +275,7 @@ class RunAggregate:
             self.buckets.add_points(samples.key, when, many)
 
     def _each_once(self, updates: Rows) -> Rows:
-        """Every version once: as the first worker made it or, when that is gone, the lowest that is left."""
+        """One row per version: the first worker's or, if that is gone, the lowest remaining rank's."""
         if not (updates["rank"] >= 0).any():
             by_server: Rows = updates[updates["rank"] == -1]
             return by_server
@@ -289,11 +289,11 @@ class RunAggregate:
         return counted
 
     def _span(self, updates: Rows) -> None:
-        """When the first and the last update were made."""
+        """Extends the span from the first update to the last."""
         first = updates[np.argmin(ends(updates))]
         same = updates["version"] == first["version"]
         version, moment = int(first["version"]), float(ends(updates[same]).max())
-        # Of workers who all update alike the last one counts, and it may come in the next block.
+        # If all workers make the same update, the last one counts, and it may be in the next block.
         if not self.update_span[0] <= moment or version == self._first_update[0]:
             before = self._first_update[1] if version == self._first_update[0] else -math.inf
             self._first_update = version, max(moment, before)
@@ -301,16 +301,16 @@ class RunAggregate:
 
     @property
     def update_span(self) -> tuple[float, float]:
-        """When the first and the last update were made."""
+        """The times of the first and the last update."""
         return self._first_update[1], self._last_update
 
     @property
     def samples(self) -> SampleCounts:
-        """Those of the gradients that a server has used, or of all that were made."""
+        """The samples of gradients that a server used; without a server, of all gradients."""
         return self._pushed if self.served else self._computed
 
     def _report(self, metric: Metric) -> None:
-        """The lead's word counts; another's only where the lead says nothing."""
+        """Adds a metric; the lead's values replace those of others."""
         for name, value in metric.values.items():
             curve = self.curves.get(name)
             if curve is None or metric.rank < curve.rank:
@@ -320,5 +320,5 @@ class RunAggregate:
 
 
 def own_seconds(tally: Tally) -> float:
-    """What a worker spent on its own steps: waiting for others, and what was cancelled, taken out."""
+    """Seconds of a worker's own steps, without waiting and cancelled work."""
     return float(tally.seconds[[COMPUTING, KINDS.index("loading"), COMMUNICATING, UPDATING]].sum())

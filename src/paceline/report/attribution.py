@@ -1,8 +1,8 @@
-"""For whom the team waited, and what that worker spent the time on.
+"""Attributes waiting time to the workers that were waited for, and to causes.
 
-A wait begins when a worker is ready and ends when the last one is. Since they last met, the last one has spent more
-time on something than the one who waits: that excess is the cause. (What it does in the very moment somebody waits is
-not: whoever loads slowly is waited for while it computes, as everybody does.)
+A wait begins when a worker is ready and ends when the last one is. Since they were last in step, the last one has spent
+more time on some activity than the waiting one: that excess is the cause. Its activity during the wait is not: a worker
+that loads slowly is waited for while it computes.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ CAUSES = {
     "elsewhere": "what its script does between steps",
 }
 _MOST = 60_000
-"""Rows that are kept because a wait may still be about them."""
+"""The most rows that are kept for waits that are not yet attributed."""
 
 
-class Blame:
-    """Seconds that workers waited, by whom they waited for and by what that worker spent them on."""
+class WaitAttribution:
+    """Seconds of waiting, by the worker that was waited for and by cause."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(CAUSES, 0.0))
-        """By worker that was waited for, and by cause."""
+        """By the worker that was waited for, and by cause."""
         self._open = np.zeros(0, ROW)
-        """Waits that have not been looked at, because what happened until their end is not all known."""
+        """Waits that are not attributed, because not all events until their end have arrived."""
         self._known = np.zeros(0, ROW)
-        """What workers did that a wait may still be about."""
+        """Activities of workers that an open or later wait may need."""
 
     def add(self, rows: Rows, until: float) -> None:
-        """These rows have come, and none that begins before `until` will come any more."""
+        """Adds rows; no later row begins before `until`."""
         rows = rows[rows["rank"] >= 0]
         self._known = np.concatenate([self._known, rows])
         self._open = np.concatenate([self._open, rows[(rows["kind"] == WAITING) & (rows["on"] >= 0)]])
         ready = ends(self._open) <= until
         workers = {
-            int(rank): WorkerBlame(self._known[self._known["rank"] == rank]) for rank in np.unique(self._known["rank"])
+            int(rank): WorkerTime(self._known[self._known["rank"] == rank]) for rank in np.unique(self._known["rank"])
         }
-        self._look(self._open[ready], workers)
+        self._attribute(self._open[ready], workers)
         self._open = self._open[~ready]
         self._forget(workers, until)
 
-    def _forget(self, workers: dict[int, WorkerBlame], until: float) -> None:
-        """Leave what no wait can be about any more: all that was over when everybody had last met the others."""
+    def _forget(self, workers: dict[int, WorkerTime], until: float) -> None:
+        """Drops rows that no wait can need: those that ended before all workers were last in step."""
         if until == np.inf:
             self._known = self._known[:0]
             return
@@ -70,16 +70,16 @@ class Blame:
         for rank, worker in workers.items():
             waits = self._open["start"][self._open["rank"] == rank]
             before = min(until, float(waits.min())) if len(waits) else until
-            moments.append(float(worker.met(np.array([before]))[0]))
+            moments.append(float(worker.last_in_step(np.array([before]))[0]))
         self._known = self._known[ends(self._known) >= min(moments)][-_MOST:]
 
-    def _look(self, waits: Rows, workers: dict[int, WorkerBlame]) -> None:
+    def _attribute(self, waits: Rows, workers: dict[int, WorkerTime]) -> None:
         for rank, on in {(int(wait["rank"]), int(wait["on"])) for wait in np.unique(waits[["rank", "on"]])}:
             mine = waits[(waits["rank"] == rank) & (waits["on"] == on)]
             if on not in workers:
                 self.seconds[on]["elsewhere"] += float(mine["seconds"].sum())
                 continue
-            begin = workers[rank].met(mine["start"])
+            begin = workers[rank].last_in_step(mine["start"])
             theirs = workers[on].spent(begin, ends(mine))
             own = workers[rank].spent(begin, mine["start"])
             excess = {cause: np.maximum(0.0, theirs[cause] - own[cause]) for cause in CAUSES}
@@ -90,8 +90,8 @@ class Blame:
             self.seconds[on]["elsewhere"] += float(mine["seconds"][total <= 0].sum())
 
 
-class WorkerBlame:
-    """What one worker spent its time on, from one moment to another."""
+class WorkerTime:
+    """The time of one worker by activity, between any two moments."""
 
     def __init__(self, rows: Rows) -> None:
         computing = rows[rows["kind"] == COMPUTING]
@@ -108,13 +108,13 @@ class WorkerBlame:
         }
         self._idle = _busy(waiting["start"], waiting["seconds"])
         updates = rows[rows["kind"] == UPDATING]
-        pulls = rows[(rows["kind"] == COMMUNICATING) & (rows["bytes"] == 0)]  # what is summed has bytes
+        pulls = rows[(rows["kind"] == COMMUNICATING) & (rows["bytes"] == 0)]  # an all-reduce has bytes
         self._barriers = np.sort(np.concatenate([ends(waiting), updates["start"], ends(pulls)]))
-        """When it was last in step with the others: after a wait, at an update of all, or with a new version."""
+        """Times at which it was in step with the others: after a wait, at a common update, or with a new version."""
         self._first = float(rows["start"].min())
 
-    def met(self, moments: Numbers) -> Numbers:
-        """When it last met the others before these moments."""
+    def last_in_step(self, moments: Numbers) -> Numbers:
+        """The last time before each moment at which it was in step with the others."""
         index = np.searchsorted(self._barriers, moments, "left") - 1
         if not len(self._barriers):
             return np.full(len(moments), self._first)
@@ -122,7 +122,7 @@ class WorkerBlame:
         return found
 
     def spent(self, begins: Numbers, finishes: Numbers) -> dict[str, Numbers]:
-        """Seconds by cause between these moments; waiting for others is none."""
+        """Seconds by cause between these moments, without waiting."""
         seconds = {cause: busy(finishes) - busy(begins) for cause, busy in self._busy.items()}
         idle = self._idle(finishes) - self._idle(begins)
         seconds["elsewhere"] = np.maximum(0.0, finishes - begins - idle - sum(seconds.values()))

@@ -14,17 +14,17 @@ _NARROWEST = 2.0**-10
 
 
 class Buckets:
-    """Series of sums, all over the same buckets."""
+    """Series of sums over the same buckets."""
 
     def __init__(self, start: float) -> None:
         self.start = start
         self.width = _NARROWEST
         self._used = 0
-        """How many buckets something has been put into, or lies behind."""
+        """Buckets in use, counted from the first."""
         self._series: dict[tuple[object, ...], NDArray[np.float64]] = {}
 
-    def add_stretches(self, key: tuple[object, ...], starts: Numbers, seconds: Numbers) -> None:
-        """Seconds of stretches that follow each other, each in the buckets that it lies in."""
+    def add_intervals(self, key: tuple[object, ...], starts: Numbers, seconds: Numbers) -> None:
+        """Adds the seconds of successive intervals to the buckets that they overlap."""
         if not len(starts):
             return
         first, last = float(starts.min()), float((starts + seconds).max())
@@ -35,6 +35,7 @@ class Buckets:
         self._of(key)[low : high + 1] += np.diff(busy)
 
     def add_points(self, key: tuple[object, ...], moments: Numbers, amounts: Numbers) -> None:
+        """Adds amounts to the buckets of their moments."""
         if not len(moments):
             return
         self._reach(float(moments.min()), float(moments.max()))
@@ -42,12 +43,12 @@ class Buckets:
         np.add.at(self._of(key), index, amounts)
 
     def get(self, key: tuple[object, ...], count: int) -> list[float]:
-        """The first so many sums."""
+        """The first `count` sums."""
         series = self._series.get(key)
         return [0.0] * count if series is None else [float(value) for value in series[:count]]
 
     def count(self, last: float) -> int:
-        """How many buckets there are until a moment."""
+        """Buckets from the start until a moment."""
         return min(MOST, self._index(last) + 1)
 
     def _index(self, moment: float) -> int:
@@ -59,7 +60,7 @@ class Buckets:
         return self._series[key]
 
     def _reach(self, first: float, last: float) -> None:
-        """Make the buckets so wide, and begin so early, that these moments lie in them."""
+        """Widens and shifts the buckets until they contain these moments."""
         while first < self.start:
             more = math.ceil((self.start - first) / self.width)
             if self._used + more > MOST:

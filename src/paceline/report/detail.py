@@ -1,6 +1,6 @@
-"""The single steps of a run, as many as a picture can use: all of a short run, evenly spread pieces of a long one.
+"""Keeps single steps of a run for the zoomed timeline: all of a short run, evenly spread pieces of a long one.
 
-The slowest steps are always among them.
+The slowest steps are always kept.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import numpy as np
 from paceline.report.rows import COMPUTING, PUSH, ROW, Rows, ends
 
 _FIRST, _LAST = 2, 6
-"""Pieces that are kept at both ends."""
+"""Pieces that are kept at each end."""
 SLOWEST = 40
-"""Steps per worker that are kept wherever they are."""
+"""Slowest steps per worker that are always kept."""
 
 
 @dataclasses.dataclass(slots=True)
 class DetailPiece:
-    """Everything that happened in a stretch of time."""
+    """All rows and pushes of an interval of time."""
 
     rows: Rows
     pushes: Rows
 
 
 class Detail:
-    """Keeps pieces of a run, and its slowest steps."""
+    """Pieces of a run, and its slowest steps."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._piece = max(128, limit // 48)
         self.pieces: list[DetailPiece] = []
         self._numbers: list[int] = []
-        """Of the pieces, counted from the beginning of the run."""
+        """The numbers of the pieces, counted from the start of the run."""
         self._every = 1
-        """Between the first and the last pieces, every so many are kept."""
+        """One of so many pieces is kept between the first and the last ones."""
         self._count = 0
         self._rows: list[Rows] = []
         self._pushes: list[Rows] = []
@@ -45,11 +45,11 @@ class Detail:
 
     @property
     def whole(self) -> bool:
-        """Whether everything is there."""
+        """True if nothing was left out."""
         return not self._dropped
 
     def add(self, rows: Rows, pushes: Rows) -> None:
-        """What happened next, in the order of its beginning."""
+        """Adds rows and pushes, in the order of their starts."""
         self._rows.append(rows)
         self._pushes.append(pushes)
         self._pending += len(rows)
@@ -63,7 +63,7 @@ class Detail:
             self._slowest[int(rank)] = steps
 
     def _cut(self) -> None:
-        """Make pieces of what has come, and leave out some if there are too many."""
+        """Makes pieces of the pending rows, and drops some if there are too many."""
         rows, pushes = self._collected()
         for begin in range(0, len(rows), self._piece):
             part = rows[begin : begin + self._piece]
@@ -85,7 +85,7 @@ class Detail:
             self._keep()
 
     def _keep(self) -> None:
-        """Keep those at both ends, and evenly spread ones between them."""
+        """Keeps the pieces at both ends, and evenly spread ones between them."""
         count = len(self.pieces)
         kept = [
             place
@@ -101,17 +101,17 @@ class Detail:
         return rows, pushes[np.argsort(pushes["start"], kind="stable")]
 
     def seal(self) -> list[DetailPiece]:
-        """All pieces, with what has come last."""
+        """All pieces, with the pending rows as the last one."""
         rows, pushes = self._collected()
         return [*self.pieces, DetailPiece(rows, pushes)] if len(rows) else self.pieces
 
     def slowest(self, rank: int, above: float) -> Rows:
-        """A worker's slowest steps that took longer than this, the slowest first."""
+        """A worker's slowest steps of more than `above` seconds, the slowest first."""
         steps = self._slowest.get(rank, np.zeros(0, ROW))
         steps = steps[steps["seconds"] > above]
         return steps[np.argsort(-steps["seconds"])]
 
 
 def covers(piece: DetailPiece) -> tuple[float, float]:
-    """From when to when."""
+    """Start and end of a piece."""
     return float(piece.rows["start"][0]), float(ends(piece.rows).max())

@@ -1,4 +1,4 @@
-"""What a report says of a run: numbers, sentences, and what its pictures are drawn from, as plain values for JSON."""
+"""The facts of a run for its report: numbers, sentences and the data of the figures, as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.report.detail import DetailPiece, covers
 from paceline.report.rows import COMMUNICATING, KINDS, ROW, UPDATING, WAITING, Rows, ends
 
 _TYPICAL = 10
-"""Updates that the timeline shows at first."""
+"""Updates in the timeline's first view."""
 _NOTABLE = 0.02
-"""Share of the time below which waiting is not worth a word."""
+"""Share of the time above which waiting is called notable."""
 _WORTH = 5e-4
-"""Share of the time below which nobody waited."""
+"""Share of the time below which waiting counts as none."""
 _SLOW = 1.25
-"""How many times as long as the others' a worker's steps take, to be called slow."""
+"""Ratio of a worker's step time to the others' from which on it is called slow."""
 _OUTLIER = 3.0
-"""How many times as long as usual a step takes, to be marked."""
+"""Ratio of a step's length to the median from which on it is marked."""
 
 
 def facts(
@@ -34,10 +34,10 @@ def facts(
     pictures: bool = True,
     columns: int = MOST,
 ) -> dict[str, Any]:
-    """Everything about one run.
+    """All facts of one run.
 
-    pictures: with what is only drawn, not read.
-    columns: how finely the timeline shows the whole run.
+    pictures: include the data of the figures.
+    columns: the most buckets of the timeline of the whole run.
     """
     ranks = sorted(rank for rank in run.tallies if rank >= 0)
     trained = run.last >= run.first
@@ -131,7 +131,7 @@ def _server(tally: Tally, rank: int) -> dict[str, Any]:
 
 
 def _compare(workers: list[dict[str, Any]]) -> None:
-    """How many times as long as the others' each worker's steps take, who is slow, and in what."""
+    """Adds to each worker the ratio of its step time to the others', and whether and why it is slow."""
     waits = any(worker["blame"] > 0 for worker in workers)
     for worker in workers:
         others = [other for other in workers if other is not worker and other["pace"]]
@@ -153,12 +153,12 @@ def _compare(workers: list[dict[str, Any]]) -> None:
 
 
 def _mostly_cancelled(worker: dict[str, Any]) -> bool:
-    """Whether the others are mostly done before it is: what it finishes are its quick steps, which tell nothing."""
+    """True if most of its steps were cancelled: those it finished are its quick ones, and say nothing of its pace."""
     return bool(worker["cancelled"] > worker["minibatches"])
 
 
 def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
-    """Who is slow and where the time goes, in words."""
+    """Sentences that name the slow workers and the share of waiting."""
     words = []
     whole = sum(worker["seconds"]["waiting"] for worker in workers) or 1.0
     for worker in sorted(workers, key=lambda worker: -worker["blame"]):
@@ -173,7 +173,7 @@ def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
                 f"; the team waited {worker['blame']:.3g} s for it ({worker['blame'] / whole:.0%} of all waiting)"
             )
         elif bubbles > _WORTH:
-            sentence += "; hardly anybody waited for it"
+            sentence += "; the others hardly waited for it"
         words.append(sentence + ".")
     for worker in workers:
         if _mostly_cancelled(worker):
@@ -188,7 +188,7 @@ def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
 
 
 def _bubble(run: RunAggregate) -> dict[str, float | None] | None:
-    """A pipeline's, measured and by the formula."""
+    """A pipeline's bubble, measured and by the formula; None without a pipeline."""
     measured = run.bubbles.measured()
     return None if measured is None else {"measured": measured, "formula": run.bubbles.formula(run.strategy)}
 
@@ -214,7 +214,7 @@ def _rate(run: RunAggregate) -> float | None:
 
 
 def _efficiency(run: RunAggregate, workers: list[dict[str, Any]]) -> float | None:
-    """Samples per second, as a share of what the same workers would do if each just loaded and computed."""
+    """Samples per second over those of the same workers if each only loaded and computed."""
     rate = _rate(run)
     alone = 0.0
     for worker in workers:
@@ -239,7 +239,7 @@ def _curves(run: RunAggregate) -> dict[str, Any]:
 
 
 def _throughput(run: RunAggregate) -> dict[str, list[float]]:
-    """Samples and updates per second over time, in at most 200 stretches, each of several updates."""
+    """Samples and updates per second over time, in at most 200 intervals of several updates each."""
     if run.buckets is None:
         return {"seconds": [], "samples": [], "updates": [], "versions": []}
     count = run.buckets.count(run.last)
@@ -248,7 +248,7 @@ def _throughput(run: RunAggregate) -> dict[str, list[float]]:
     samples, updates = (np.array(run.buckets.get(key, count)) for key in (run.samples.key, ("updates",)))
     edges = np.arange(0, count, together)
     per_sample, per_update = np.add.reduceat(samples, edges), np.add.reduceat(updates, edges)
-    # The last one is not over yet.
+    # The last interval is incomplete.
     widths = np.full(len(edges), width)
     widths[-1] = max(width * 0.05, run.last - run.first - width * (len(edges) - 1))
     return {
@@ -295,7 +295,7 @@ def _timeline(run: RunAggregate, ranks: list[int], columns: int) -> dict[str, An
 
 
 def _shares(run: RunAggregate, key: tuple[object, ...], count: int, together: int) -> list[int]:
-    """Of each stretch of time, how many thousandths were spent so."""
+    """The share of each bucket that one activity took, in thousandths."""
     if run.buckets is None:
         return []
     sums = np.add.reduceat(np.array(run.buckets.get(key, count)), np.arange(0, count, together))
@@ -329,13 +329,13 @@ def _piece(piece: DetailPiece, run: RunAggregate) -> dict[str, Any]:
 
 
 def _updates(rows: Rows, served: bool) -> Any:
-    """When versions were published: by the server, or by the lead of workers who all update alike."""
+    """The times at which versions were published: by the server, or by the lead if all workers make the same update."""
     who = -1 if served else 0
     return ends(rows[(rows["kind"] == UPDATING) & (rows["rank"] == who) & ~rows["skipped"]])
 
 
 def _arrows(piece: DetailPiece, begin: float) -> list[list[int]]:
-    """Pushes and what came back: worker, and in µs when sent, arrived, answered, received; whether it was used."""
+    """Pushes and their replies: worker; times of sending, arrival, reply and receipt in µs; 1 if it was used."""
     published = np.sort(_updates(piece.rows, served=True))
     arrows = []
     for rank in np.unique(piece.pushes["rank"]):
@@ -357,7 +357,7 @@ def _arrows(piece: DetailPiece, begin: float) -> list[list[int]]:
 
 
 def _typical(pieces: list[DetailPiece], run: RunAggregate) -> list[float]:
-    """From when to when: of all stretches of so many updates in the middle of the run, the one of middling length."""
+    """Start and end of a typical view: the run of `_TYPICAL` updates of median length, from the middle of the run."""
     if not pieces:
         return [0.0, 1.0]
     rows: Rows = np.concatenate([np.zeros(0, ROW), *(piece.rows for piece in pieces[len(pieces) // 2 :][:1])])
@@ -366,6 +366,6 @@ def _typical(pieces: list[DetailPiece], run: RunAggregate) -> list[float]:
         begin, end = covers(pieces[len(pieces) // 2])
         return [round(begin - run.first, 6), round(max(end, begin + 1e-6) - run.first, 6)]
     count = min(_TYPICAL, len(moments) - 1)
-    stretches = sorted((moments[i + count] - moments[i], moments[i]) for i in range(len(moments) - count))
-    seconds, begin = stretches[len(stretches) // 2]
+    spans = sorted((moments[i + count] - moments[i], moments[i]) for i in range(len(moments) - count))
+    seconds, begin = spans[len(spans) // 2]
     return [round(float(begin - run.first), 6), round(float(begin + seconds - run.first), 6)]

@@ -1,4 +1,4 @@
-"""The live page: the report's figures while a run goes on, and its metrics for Prometheus. It only ever reads."""
+"""The live page: the report's figures during a run, and its metrics for Prometheus. It is read-only."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from paceline.report.page import html, plotly, static
 from paceline.report.source import RunSource
 
 _INTERVAL = 1.0
-"""Seconds between two pictures."""
+"""Seconds between two refreshes."""
 _EXIT_REPORT = 5.0
-"""Seconds in which the pages hear that the run is over, before the server ends with it."""
+"""Seconds from the run's end until the server stops, in which open pages learn of the end."""
 _COLUMNS = 600
 LIMIT = 6000
-"""Single stretches that are sent."""
+"""Single intervals that are sent to the page."""
 _SAFE = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -42,8 +42,8 @@ _SAFE = {
 }
 
 
-class Newest:
-    """The facts of a run, made anew at most once in a while, and only when somebody asks."""
+class CurrentFacts:
+    """The facts of a run, recomputed on request, at most once per refresh interval."""
 
     def __init__(self, source: RunSource) -> None:
         self._source = source
@@ -53,11 +53,12 @@ class Newest:
 
     @property
     def going(self) -> bool:
+        """True if the run is not over."""
         return self._source.going
 
     @property
     def behind(self) -> bool:
-        """Whether there is more to read than was read yet."""
+        """True if not all recorded events are read."""
         return self._source.share < 1.0
 
     async def facts(self) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class Newest:
 
 
 class Guard:
-    """Lets through only what may read: right method, host, origin, and token where there is one."""
+    """Admits only requests with an allowed method, host, origin and, if set, token."""
 
     def __init__(self, app: Any, *, hosts: set[str], token: str | None) -> None:
         self._app, self._hosts, self._token = app, hosts, token
@@ -129,7 +130,7 @@ def _name(host: str) -> str:
 
 
 def application(source: RunSource, token: str | None) -> Starlette:
-    newest = Newest(source)
+    current = CurrentFacts(source)
     query = "" if token is None else f"?token={quote(token)}"
     names = ("plotly.js", "timeline.js", "page.js", "live.js")
     page = html("Paceline live", "\n".join(f'<script src="{name}{query}"></script>' for name in names))
@@ -149,34 +150,34 @@ def application(source: RunSource, token: str | None) -> Starlette:
         return answer
 
     async def stream(_: Request) -> Response:
-        return StreamingResponse(_stream(newest), media_type="text/event-stream")
+        return StreamingResponse(_stream(current), media_type="text/event-stream")
 
     async def facts(_: Request) -> Response:
-        data = msgspec.json.encode(await newest.facts())
+        data = msgspec.json.encode(await current.facts())
         return Response(data, media_type="application/json")
 
     async def prometheus(_: Request) -> Response:
-        return Response(metrics(await newest.facts()), media_type=CONTENT_TYPE)
+        return Response(metrics(await current.facts()), media_type=CONTENT_TYPE)
 
     routes = [Route("/", index), Route("/stream", stream), Route("/facts.json", facts), Route("/metrics", prometheus)]
     return Starlette(routes=[*routes, *(Route(f"/{name}", serve(name)) for name in names)])
 
 
-async def _stream(newest: Newest) -> AsyncIterator[bytes]:
+async def _stream(current: CurrentFacts) -> AsyncIterator[bytes]:
     while True:
         began = time.monotonic()
-        facts = await newest.facts()
+        facts = await current.facts()
         yield b"event: facts\ndata: " + msgspec.json.encode(facts) + b"\n\n"
         if facts["over"]:
             return
-        # A busy machine gets fewer pictures; the last one comes at once.
+        # A busy machine refreshes less often; the last refresh comes at once.
         until = time.monotonic() + max(_INTERVAL, 3 * (time.monotonic() - began))
-        while newest.going and not newest.behind and time.monotonic() < until:
+        while current.going and not current.behind and time.monotonic() < until:
             await asyncio.sleep(0.1)
 
 
 def allowed_hosts(host: str) -> set[str]:
-    """The names by which the page may be asked for."""
+    """The host names under which the page may be requested."""
     hosts = {host.lower()}
     if _is_loopback(host):
         return hosts | {"127.0.0.1", "localhost", "::1"}
@@ -201,7 +202,7 @@ def needs_token(host: str) -> bool:
 
 
 def serve(source: RunSource, listener: socket.socket, host: str, token: str | None, *, until_over: bool) -> None:
-    """Serve the page until interrupted or, if so wished, until the run is over."""
+    """Serves the page until interrupted or, with `until_over`, until the run is over."""
     app = Guard(application(source, token), hosts=allowed_hosts(host), token=token)
     config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
@@ -212,7 +213,7 @@ def serve(source: RunSource, listener: socket.socket, host: str, token: str | No
         while not server.should_exit:
             await asyncio.sleep(0.25)
             if os.getppid() != parent:
-                server.should_exit = True  # whoever ran the run is gone
+                server.should_exit = True  # the launcher is gone
             elif not source.going and (source.folder / "events.jsonl").exists():
                 over = over or time.monotonic()
                 idle = not server.server_state.connections

@@ -1,4 +1,4 @@
-"""The picture of a collective: a row per worker, time to the right, an arrow for each message."""
+"""Draws a collective: a row per worker, time to the right, an arrow per message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDTH, _ROW, _LEFT, _TOP = 960, 62, 76, 62
 
 
 class Arrow(NamedTuple):
-    """A message from when it was sent until it had been received."""
+    """A message between two workers, from its sending to its arrival."""
 
     sender: int
     receiver: int
@@ -25,7 +25,7 @@ class Arrow(NamedTuple):
 
 
 def arrows(messages: Iterable[Message]) -> list[Arrow]:
-    """Sends and receives put together: between two workers messages arrive in the order in which they were sent."""
+    """Pairs sends with receives: between two workers, messages arrive in the order in which they were sent."""
     sent: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
     received: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
     direct = []

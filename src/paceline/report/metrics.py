@@ -1,4 +1,4 @@
-"""The facts of a run as Prometheus reads them; the names are stable."""
+"""The facts of a run as Prometheus metrics; the names are stable."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ class _Facts(Collector):
         for name, words in (
             ("minibatches", "Gradients computed."),
             ("samples", "Samples computed on."),
-            ("cancelled", "Steps left in their middle."),
+            ("cancelled", "Cancelled steps."),
         ):
             yield _by_worker(CounterMetricFamily(f"paceline_{name}", words, labels=["worker"]), workers, name)
         yield _by_worker(
             GaugeMetricFamily("paceline_pace_seconds", "Own seconds per minibatch.", labels=["worker"]), workers, "pace"
         )
-        spent = CounterMetricFamily("paceline_seconds", "What a worker spent its time on.", labels=["worker", "kind"])
+        spent = CounterMetricFamily("paceline_seconds", "Seconds of a worker by activity.", labels=["worker", "kind"])
         blame = CounterMetricFamily(
-            "paceline_waited_for_seconds", "What the team waited for a worker.", labels=["worker", "cause"]
+            "paceline_waited_for_seconds",
+            "Seconds that the team waited for a worker, by cause.",
+            labels=["worker", "cause"],
         )
         moved = CounterMetricFamily("paceline_bytes", "Bytes read, pushed, saved, sent.", labels=["worker", "how"])
         for worker in workers:
             for family, key in ((spent, "seconds"), (blame, "causes"), (moved, "bytes")):
                 for label, value in worker[key].items():
-                    # What is left of the time grows and shrinks while a step is not over: no counter.
+                    # The remaining time can shrink while a step is incomplete, so it is no counter.
                     if (key, label) != ("seconds", "elsewhere"):
                         family.add_metric([str(worker["rank"]), label], value)
         yield spent
@@ -70,13 +72,13 @@ def _staleness(histogram: dict[int, int]) -> Metric:
         total += histogram[age]
         weighted += age * histogram[age]
     buckets += [(str(limit), total), ("+Inf", total)]
-    family = HistogramMetricFamily("paceline_staleness", "Staleness of the gradients that came.")
+    family = HistogramMetricFamily("paceline_staleness", "Staleness of pushed gradients, in updates.")
     family.add_metric([], buckets, sum_value=weighted)
     return family
 
 
 def metrics(facts: dict[str, Any]) -> bytes:
-    """The text that Prometheus scrapes."""
+    """The text of the metrics endpoint."""
     registry = CollectorRegistry()
     registry.register(_Facts(facts))
     text: bytes = generate_latest(registry)

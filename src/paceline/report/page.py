@@ -1,4 +1,4 @@
-"""One page for one or several runs: a single file that needs nothing else, not even a network."""
+"""Writes the page for one or several runs: a single file that needs no network."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _STATIC = resources.files("paceline.report") / "static"
 
 
 def static(name: str) -> str:
+    """The text of a static file."""
     return (_STATIC / name).read_text(encoding="utf-8")
 
 
 def plotly() -> str:
-    """Plotly's own script, as its package carries it."""
+    """Plotly's script, from its package."""
     import plotly.offline
 
     source: str = plotly.offline.get_plotlyjs()
@@ -39,7 +40,7 @@ def _inline(script: str) -> str:
 
 
 def write_report(path: Path, title: str, runs: list[dict[str, Any]]) -> None:
-    """Write the page for the facts of these runs."""
+    """Writes the page for the facts of these runs."""
     data = msgspec.json.encode({"title": title, "runs": runs}).decode().replace("<", "\\u003c")
     scripts = [plotly(), static("timeline.js"), static("page.js"), f"report({data});"]
     page = html(title, "\n".join(_inline(script) for script in scripts))

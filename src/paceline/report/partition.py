@@ -1,4 +1,4 @@
-"""A picture of a cut: the model's operations in their order, the stages, what goes over each cut, and the schedule."""
+"""Draws a partition: the model's operations in order, the stages, the bytes over each cut, and the schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOP, _BAR = 130, 46
 
 
 def partition_figure(sheet: ModelProfile, cut: Partition, schedule: ScheduleTiming, title: str) -> str:
-    """An SVG."""
+    """An SVG of a partition and one step of its schedule."""
     inner = _WIDTH - _LEFT - _RIGHT
     total = sum(cost.seconds for cost in sheet.costs) or 1.0
     edges = [0.0]
@@ -80,7 +80,7 @@ def _stage(sheet: ModelProfile, place: Sequence[float], number: int, first: int,
 
 
 def _arcs(sheet: ModelProfile, cut: Partition, place: Sequence[float]) -> list[str]:
-    """Values that skip operations: an arc from where each is made to where it is last needed."""
+    """Arcs of values that skip operations, from the producer to the last consumer."""
     last: dict[int, int] = {}
     for number, inputs in enumerate(sheet.inputs):
         for one in inputs:

@@ -1,4 +1,4 @@
-"""Pictures of a report's figures, taken by the browser that is installed."""
+"""PNG files of a report's figures, drawn by an installed browser."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _WIDTH, _EDGE = 1220, 20
 _PLUG = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
-"""Becomes the browser, which reads from 3 and writes to 4, whatever these were here."""
+"""A program that moves the pipes to descriptors 3 and 4, which the browser uses, and then becomes the browser."""
 _LONG = 40
-"""Letters of a folder's name from which a browser's socket in it may have too long a one."""
+"""Length of a folder's path above which the path of the browser's socket in it may be too long."""
 
 
 def find_browser() -> str:
+    """The path of an installed browser."""
     for name in _BROWSERS:
         path = shutil.which(name)
         if path:
@@ -40,7 +41,7 @@ def find_browser() -> str:
 
 
 def take_pictures(page: Path, folder: Path) -> list[Path]:
-    """Write each figure of a report to a PNG of its own; returns where."""
+    """Writes each figure of a report to a PNG; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with Browser(find_browser()) as browser:
@@ -57,7 +58,7 @@ def take_pictures(page: Path, folder: Path) -> list[Path]:
 
 
 class Browser:
-    """A browser without a window and one page in it, told over pipes what to do (the DevTools protocol)."""
+    """A headless browser with one page, driven over pipes by the DevTools protocol."""
 
     def __init__(self, path: str) -> None:
         self._name = Path(path).name
@@ -68,7 +69,7 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(prefix="paceline-png-", dir=near, ignore_cleanup_errors=True)
         options = ["--headless=new", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--remote-debugging-pipe"]
         if os.geteuid() == 0:
-            options.append("--no-sandbox")  # which a browser refuses to have as root
+            options.append("--no-sandbox")  # a browser refuses to run with one as root
         orders, self._orders = _pipe()
         self._answers, answers = _pipe()
         self._process = subprocess.Popen(
@@ -98,7 +99,7 @@ class Browser:
         self._profile.cleanup()
 
     def open(self, address: str) -> None:
-        """Show a report, and wait until it is drawn."""
+        """Opens a report, and waits until it is drawn."""
         target = self._call("Target.createTarget", url=address)["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         until = time.monotonic() + _PATIENCE
@@ -131,14 +132,14 @@ class Browser:
             raise UsageError(f"{self._name} ended before it had drawn the report") from None
         until = time.monotonic() + _PATIENCE
         while (answer := self._answer(until)).get("id") != self._calls:
-            pass  # what it tells by itself
+            pass  # an event of the browser
         if "error" in answer:
             raise UsageError(f"{self._name} could not draw the report: {answer['error'].get('message')}")
         result: dict[str, Any] = answer["result"]
         return result
 
     def _answer(self, until: float) -> dict[str, Any]:
-        """The next that it says."""
+        """The browser's next message."""
         while b"\0" not in self._heard:
             if not select.select([self._answers], [], [], max(0.0, until - time.monotonic()))[0]:
                 raise self._late()
@@ -155,7 +156,7 @@ class Browser:
 
 
 def _pipe() -> tuple[int, int]:
-    """A pipe whose ends are none of the numbers that a browser uses."""
+    """A pipe whose descriptors differ from those that a browser uses."""
     ends = os.pipe()
     moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
     for end in ends:

@@ -1,4 +1,4 @@
-"""Events as columns of numbers: what a worker did, from when, for how long."""
+"""Events as structured arrays: rank, activity, start, length and counts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PUSH = np.dtype(
     ]
 )
 _AGE = 1e10
-"""Seconds that no machine has been up."""
+"""Seconds above which a time of the monotonic clock must be damaged."""
 _KIND: dict[type, int] = {
     Compute: COMPUTING,
     Pass: COMPUTING,
@@ -70,6 +70,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
 
 
 def by_kind(events: Iterable[Event]) -> dict[type, list[Any]]:
+    """Events by class."""
     groups: dict[type, list[Any]] = defaultdict(list)
     for event in events:
         groups[type(event)].append(event)
@@ -77,7 +78,7 @@ def by_kind(events: Iterable[Event]) -> dict[type, list[Any]]:
 
 
 def rows_of(groups: dict[type, list[Any]]) -> Rows:
-    """What was done, in the order of its beginning."""
+    """The activities among these events, in the order of their starts."""
     count = sum(len(groups[kind]) for kind in _KIND if kind in groups)
     rows = np.zeros(count, ROW)
     begin = 0
@@ -94,12 +95,12 @@ def rows_of(groups: dict[type, list[Any]]) -> Rows:
 
 
 def _sane(starts: Numbers, seconds: Numbers) -> NDArray[np.bool_]:
-    """Which of them a steady clock can have shown; a damaged file can have others."""
+    """True where the monotonic clock can have such times; a damaged file may have others."""
     return (np.abs(starts) < _AGE) & (seconds >= 0) & (seconds < _AGE)
 
 
 def pushes_of(groups: dict[type, list[Any]]) -> Rows:
-    """What came to the server."""
+    """The pushes among these events, in the order of their starts."""
     group = groups.get(Push, [])
     pushes = np.zeros(len(group), PUSH)
     _fill(pushes, group, ("rank", "start", "version", "staleness", "samples", "bytes", "saved"))
@@ -119,12 +120,13 @@ def _fill(target: Rows, group: Sequence[Any], fields: Iterable[str]) -> None:
 
 
 def ends(rows: Rows) -> Numbers:
+    """The end of each row."""
     moments: Numbers = rows["start"] + rows["seconds"]
     return moments
 
 
 def busy_until(starts: Numbers, seconds: Numbers) -> Callable[[Numbers], Numbers]:
-    """How many seconds of these stretches, which follow each other, lie before a moment."""
+    """A function from moments to the seconds of these successive intervals before each of them."""
     order = np.argsort(starts, kind="stable")
     starts, seconds = starts[order], seconds[order]
     before = np.concatenate([[0.0], np.cumsum(seconds)])

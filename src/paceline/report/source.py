@@ -1,4 +1,4 @@
-"""Opens a run for a report: its folder, or just its events."""
+"""Reads a run for a report, from its folder or from a file of events."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from paceline.report.aggregate import RunAggregate
 from paceline.report.facts import facts
 
 _LATE = 1.5
-"""Seconds by which an event can be late in its file."""
+"""The most seconds by which an event is out of order in its file."""
 _PIECE = 2 << 20
-"""Bytes of a file that are read before the others have their turn."""
+"""Bytes that are read from one file before the next has its turn."""
 
 
 class RunSource:
-    """A run that is over, or was ended; or one that goes on, with `follow`."""
+    """A run that is read at once with `read`, or while it goes on with `follow`."""
 
     def __init__(self, path: Path, limit: int = 100_000) -> None:
-        """limit: how many single stretches to keep for close looks."""
+        """limit: single intervals to keep for the zoomed timeline."""
         self._limit = limit
         self.folder = path if path.is_dir() else path.parent
         self.name = self.folder.resolve().name if path.is_dir() else path.name
@@ -37,9 +37,9 @@ class RunSource:
         self.run = RunAggregate(limit)
         self._readers: dict[Path, Reader] = {}
         self._reached: defaultdict[Path, float] = defaultdict(lambda: -math.inf)
-        """The moment up to which a file has been read."""
+        """The time up to which each file is read."""
         self.share = 1.0
-        """How much of what there is has been read."""
+        """The share of the recorded bytes that is read."""
 
     @property
     def files(self) -> list[Path]:
@@ -54,11 +54,11 @@ class RunSource:
 
     @property
     def going(self) -> bool:
-        """Whether events are still being written, or were when the run was ended."""
+        """True if events are still written, or the run was killed before they were merged."""
         return self._only is None and self._streams.is_dir()
 
     def read(self) -> None:
-        """Everything that is there."""
+        """Reads all recorded events."""
         ordered = not self.going
         for path in self.files:
             reader = self._readers[path] = Reader(path)
@@ -69,7 +69,7 @@ class RunSource:
         self.run.advance()
 
     def follow(self, seconds: float = math.inf) -> None:
-        """What has come since, or as much of it as can be read in so long: of all streams evenly."""
+        """Reads new events of all streams evenly, for at most `seconds`."""
         until = time.monotonic() + seconds
         going = self.going
         if going or not self._readers:
@@ -82,7 +82,7 @@ class RunSource:
             try:
                 events = reader.read(_PIECE)
             except FileNotFoundError:
-                del self._readers[path], behind[path]  # it was merged before the first look
+                del self._readers[path], behind[path]  # it was merged before it was first read
                 continue
             if events:
                 self._reached[path] = max(self._reached[path], events[-1].start)
@@ -99,7 +99,7 @@ class RunSource:
 
     @property
     def notes(self) -> list[str]:
-        """What could not be read, in a sentence per file."""
+        """A sentence per file that could not be read completely."""
         return [reader.damage for reader in self._readers.values() if reader.damage]
 
     @property
@@ -120,7 +120,7 @@ class RunSource:
 
 
 def open_run(path: Path, limit: int = 100_000) -> RunSource:
-    """A run with all that is known of it; refuses one of which nothing is."""
+    """A run with all its events read; an error if there are none."""
     source = RunSource(path, limit)
     source.read()
     if source.empty:

@@ -1,4 +1,4 @@
-"""A report for the terminal: a timeline in characters, and where the time went."""
+"""The report for the terminal: a timeline in characters, and a table of each worker's time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red")
 
 
 def text_report(source: RunSource, facts: dict[str, Any], width: int) -> RenderableType:
-    """One run, as a person reads it."""
+    """The report of one run."""
     head = [f"{facts['name']}: {facts['strategy']}, {len(facts['workers'])} workers, {facts['updates']:,} updates"]
     if facts["samples_per_second"]:
         head.append(f"{facts['samples_per_second']:,.0f} samples/s")
@@ -34,7 +34,7 @@ def text_report(source: RunSource, facts: dict[str, Any], width: int) -> Rendera
 
 
 def _timeline(source: RunSource, timeline: dict[str, Any], width: int) -> RenderableType:
-    """Some typical updates: a line per worker, a character per moment."""
+    """Some typical updates: a line per worker, a character per interval."""
     if not timeline["pieces"]:
         return Text("nothing was trained on", style="dim")
     begin, end = (moment + source.run.first for moment in timeline["typical"])

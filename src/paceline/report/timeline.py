@@ -1,7 +1,7 @@
-"""The picture that explains a run: a row per worker, time to the right, the gaps where a worker waits left empty.
+"""Draws the timeline of a run: a row per worker, time to the right, white gaps where a worker waits.
 
-Where workers can be on different versions, computing has the colour of its version, cancelled work is light, and arrows
-go to the server and back.
+If workers may be on different versions, computing has the colour of its version, cancelled work is light, and arrows
+show pushes and pulls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PASSES = {
 }
 _VERSIONS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _OTHER = "#f0f0f0"
-_TALK = "#555555"
+_EXCHANGE = "#555555"
 _WIDTH, _ROW, _LEFT, _TOP = 960, 34, 76, 46
 _RIGHT = 16
 
@@ -41,16 +41,16 @@ class _Bar(NamedTuple):
     colour: str
     light: bool = False
     label: str = ""
-    """Written into it, where there is room."""
+    """Drawn inside the bar if there is room."""
 
 
 class _Scale(NamedTuple):
-    """From moments to places."""
+    """Maps times to coordinates."""
 
     begin: float
     end: float
     rows: dict[int, int]
-    """Where each rank's row begins."""
+    """The y coordinate of each rank's row."""
 
     def x(self, moment: float) -> float:
         return _LEFT + (moment - self.begin) * (_WIDTH - _LEFT - _RIGHT) / (self.end - self.begin)
@@ -62,10 +62,10 @@ class _Scale(NamedTuple):
 def timeline(
     events: Iterable[Event], title: str, updates: int = 8, *, staleness: bool = False, whole: bool = False
 ) -> str:
-    """An SVG of some updates in a row that are typical for a run.
+    """An SVG of some successive updates that are typical for a run.
 
-    staleness: with a number at every push, how many versions old it was.
-    whole: of the whole run, from its first gradient to its last; without arrows, which would be too many.
+    staleness: draw each push's staleness.
+    whole: draw the whole run, from its first update to its last, without arrows, of which there would be too many.
     """
     events = list(events)
     served = any(isinstance(event, Push) for event in events)
@@ -96,25 +96,25 @@ def timeline(
 
 
 def _moments(events: list[Event], served: bool) -> list[float]:
-    """When versions were published: by the server, or by workers who all update alike."""
+    """The times at which versions were published: by the server, or by workers that all make the same update."""
     made = [event for event in events if isinstance(event, Update) and (event.rank == -1) == served]
     if served:
         return sorted(event.start + event.seconds for event in made)
-    # Of workers who all update alike the lowest that is there counts.
+    # If all workers make the same update, the lowest remaining rank counts.
     first = {event.version: event.start for event in sorted(made, key=lambda event: event.rank, reverse=True)}
     return sorted(first.values())
 
 
 def _window(moments: list[float], updates: int) -> tuple[float, float]:
-    """From when to when: of all stretches of so many updates, the one of middling length."""
+    """Start and end of the series of `updates` updates of median length."""
     count = min(updates, len(moments) - 1)
-    stretches = sorted((moments[i + count] - moments[i], moments[i]) for i in range(len(moments) - count))
-    seconds, begin = stretches[len(stretches) // 2]
+    spans = sorted((moments[i + count] - moments[i], moments[i]) for i in range(len(moments) - count))
+    seconds, begin = spans[len(spans) // 2]
     return begin, begin + seconds
 
 
 def _bars(event: Event, served: bool) -> list[_Bar]:
-    """What an event shows as."""
+    """The bars of an event."""
     match event:
         case Compute() | Pass():
             return _computed(event, served)
@@ -126,7 +126,7 @@ def _bars(event: Event, served: bool) -> list[_Bar]:
             return [_Bar("loading", event.start, event.seconds, words, _COLOURS["loading"])]
         case Update() | Reduce() | Pull():
             words = f"{event.seconds * 1e3:.2f} ms"
-            return [_Bar("updating", event.start, event.seconds, words, _TALK if served else _COLOURS["updating"])]
+            return [_Bar("updating", event.start, event.seconds, words, _EXCHANGE if served else _COLOURS["updating"])]
         case Wait():
             words = f"{event.seconds * 1e3:.2f} ms for worker {event.on}"
             return [_Bar("waiting", event.start, event.seconds, words, _COLOURS["waiting"])]
@@ -184,7 +184,7 @@ def _drawn(scale: _Scale, rank: int, bar: _Bar) -> str:
 
 
 def _arrows(events: list[Event], scale: _Scale, published: list[float], staleness: bool) -> list[str]:
-    """Pushes, and the pulls that answer them."""
+    """Arrows of pushes and of the pulls that follow them."""
     talks: dict[int, list[Pull | Wait]] = {}
     for event in events:
         if isinstance(event, Pull | Wait) and event.rank >= 0:
@@ -240,7 +240,7 @@ def _axis(seconds: float, y: int) -> str:
 
 
 def _legend(events: list[Event], served: bool) -> list[tuple[str, list[str], str]]:
-    """Words, the colours of their boxes, and how the boxes are filled."""
+    """The labels, the colours of their boxes, and the boxes' fill style."""
     if not served:
         slowed = any(isinstance(event, Compute) and event.slowed > 0 for event in events)
         loads = any(isinstance(event, Load) for event in events)
@@ -253,7 +253,7 @@ def _legend(events: list[Event], served: bool) -> list[tuple[str, list[str], str
         known = [
             ("computing, a colour per version", list(_VERSIONS), ""),
             ("cancelled", [_VERSIONS[0]], " fill-opacity='.25'"),
-            ("pushing, updating, pulling", [_TALK], ""),
+            ("pushing, updating, pulling", [_EXCHANGE], ""),
             ("waiting", ["#ffffff"], ""),
         ]
     return [*known, ("not training", [_OTHER], "")]

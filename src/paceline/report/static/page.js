@@ -1,4 +1,4 @@
-// Draws a page from the facts of one or several runs; a report has them inside, the live page gets them sent.
+// Draws a page from the facts of one or several runs: embedded in a report, streamed to the live page.
 "use strict";
 
 const PARTS = ["computing", "loading", "communicating", "updating", "waiting", "cancelled", "elsewhere"];
@@ -241,7 +241,7 @@ function report(data) {
 let shown = [];
 
 
-// What pictures are taken of: the names of all figures; and one of them alone, with its height.
+// For --png: the names of all figures, and one figure alone, with its height.
 function figures() {
   const main = document.getElementById("page");
   main.style.maxWidth = "none";
@@ -283,10 +283,10 @@ function live() {
   source.addEventListener("facts", (event) => {
     newest = JSON.parse(event.data);
     window.paceline.messages++;
-    state.textContent = newest.over ? "the run is over" : newest.read < 1 ? "reading what there is so far: " + Math.round(100 * newest.read) + " %" : "live";
+    state.textContent = newest.over ? "the run is over" : newest.read < 1 ? "reading the events so far: " + Math.round(100 * newest.read) + " %" : "live";
     dot.className = newest.over ? "dot over" : "dot";
     if (newest.over) source.close();
-    // A page in the background draws nothing; what it missed is in the next facts.
+    // A page in the background does not draw; the next facts contain all it missed.
     if (!waiting && !document.hidden) { waiting = true; requestAnimationFrame(draw); }
   });
   document.addEventListener("visibilitychange", () => { if (!document.hidden) draw(); });

@@ -1,4 +1,4 @@
-// The timeline: a row per worker, time to the right. Close up it shows every stretch; from afar, shares of buckets.
+// The timeline: a row per worker, time to the right. Zoomed in, it shows every interval; zoomed out, shares per bucket.
 "use strict";
 
 const VERSIONS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"];
@@ -220,7 +220,7 @@ class Timeline {
       const rows = piece.lanes.get(String(lane.rank));
       if (!rows) return;
       const y = this.y(index);
-      // A stretch that began before the view may reach into it.
+      // An interval that began before the view may extend into it.
       const low = Math.max(0, this.find(rows.start, (from - piece.begin) * 1e6) - 12);
       const high = this.find(rows.start, (to - piece.begin) * 1e6);
       for (let n = low; n < high; n++) {
@@ -390,7 +390,7 @@ class Timeline {
     pen.lineWidth = 1;
   }
 
-  // -- hearing -------------------------------------------------------------------------------------------------------
+  // -- input ---------------------------------------------------------------------------------------------------------
 
   listen() {
     const moment = (event) => {
