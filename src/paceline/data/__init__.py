@@ -1,4 +1,4 @@
-"""Which worker trains on which samples: the split of every epoch and batch, and loaders made of it."""
+"""The assignment of samples to workers: ledger, split of epochs and batches, and the loaders on top of them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["Balancer", "TeamLoader"]
 
 
-def __getattr__(name: str) -> Any:  # loaders need torch, which a relay does without
+def __getattr__(name: str) -> Any:  # loaders need torch, which a relay does not load
     if name == "TeamLoader":
         from paceline.data.loader import TeamLoader
 

@@ -1,8 +1,7 @@
 """Splits batches by the workers' measured paces, so that uneven devices finish together.
 
-Every worker sees the same measurements (they are exchanged at each update), so every worker comes to the same split
-by itself. Loaders fetch ahead, each worker by a different amount, so a new split counts from a round that none of them
-can have fetched yet.
+Every worker has the same measurements (they are exchanged at each update), so all compute the same split. Loaders fetch
+ahead, each worker by a different amount, so a new split applies from a round that none of them can have fetched yet.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _FIRST = 3
 _EVERY = 10
 """Updates between later ones."""
 _TOLERANCE = 0.05
-"""How much the slowest worker must gain for a new split to be worth it."""
+"""The least relative gain of the slowest worker for which the split changes."""
 
 
 class Balancer:
@@ -25,31 +24,31 @@ class Balancer:
     def __init__(self, workers: int, total: int, *, on: bool, changed: Callable[[int, list[int]], None]) -> None:
         self._workers, self._total, self._on, self._changed = workers, total, on, changed
         self._splits: list[tuple[int, list[int]]] = [(0, even(total, workers))]
-        """Shares, each from the round on that stands before them."""
+        """First round and shares of each split."""
         self._seconds = [0.0] * workers
         self._samples = [0] * workers
         self._updates = 0
         self._due = _FIRST
 
     def shares(self, round_number: int) -> list[int]:
-        """Who gets how many samples of that round; rounds are counted over all epochs."""
+        """The samples of each worker in a round; rounds are counted over all epochs."""
         for start, shares in reversed(self._splits):
             if start <= round_number:
                 return shares
         return self._splits[0][1]
 
     def measure(self, paces: Sequence[tuple[float, int]], round_number: int, ahead: int) -> None:
-        """Take in what each worker needed for `round_number`, when loaders fetch up to `ahead` rounds before."""
+        """Adds each worker's seconds and samples of a round; loaders fetch up to `ahead` rounds in advance."""
         if not self._on or any(samples == 0 or seconds <= 0 for seconds, samples in paces):
             return
         self._updates += 1
-        if self._updates > 1:  # the first is full of first times
+        if self._updates > 1:  # the first includes start-up costs
             for rank, (seconds, samples) in enumerate(paces):
                 self._seconds[rank] += seconds
                 self._samples[rank] += samples
         if self._updates <= self._due or round_number < self._splits[-1][0]:
             if round_number < self._splits[-1][0]:
-                self._forget()  # measured under a split that is on its way out
+                self._forget()  # measured under the previous split
             return
         speeds = [samples / seconds for seconds, samples in zip(self._seconds, self._samples, strict=True)]
         current, wanted = self._splits[-1][1], proportional(self._total, speeds)

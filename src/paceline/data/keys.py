@@ -1,6 +1,6 @@
-"""Keys of samples on their way between workers: plain values, with which no code can travel.
+"""Encodes the keys of samples for other workers, as plain values that cannot carry code.
 
-A tuple is told from a list, since a dataset may look a key up: `{(scene, frame): …}[key]`.
+Tuples and lists stay distinct, since a dataset may look a key up: `{(scene, frame): …}[key]`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from msgspec.msgpack import Ext
 from paceline.errors import UsageError
 
 _TUPLE = 1
-"""Marks a tuple among the extensions of msgpack."""
+"""The msgpack extension code of a tuple."""
 
 
 def pack(drawn: Iterable[Any], *, batches: bool) -> bytes:
-    """What a sampler gives; `batches` if each of it is a whole batch of keys."""
+    """Encodes the output of a sampler; `batches` if each item is a whole batch of keys."""
     try:
         if batches:
             return msgspec.msgpack.encode([[_plain(key) for key in batch] for batch in drawn])
         return msgspec.msgpack.encode([_plain(key) for key in drawn])
     except (TypeError, OverflowError) as error:
         raise UsageError(
-            f"the loader's sampler gives keys that cannot travel between workers ({error}); "
+            f"the loader's sampler gives keys that cannot be sent to other workers ({error}); "
             "they must be numbers, strings, or lists of them"
         ) from None
 
 
 def restored(keys: list[Any]) -> list[Any]:
-    """The same keys as they were before they travelled."""
+    """The original keys, from decoded ones."""
     return [key if type(key) is int else _restored(key) for key in keys]
 
 
@@ -44,7 +44,7 @@ def _plain(key: Any) -> Any:
         return [_plain(part) for part in key]
     if isinstance(key, dict):
         return {name: _plain(part) for name, part in key.items()}
-    return key.tolist() if hasattr(key, "tolist") else key  # numbers of NumPy, and tensors
+    return key.tolist() if hasattr(key, "tolist") else key  # NumPy numbers, and tensors
 
 
 def _restored(key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An ordinary DataLoader whose samples are leased: a worker gets the next minibatch when it needs one.
+"""A DataLoader whose samples are leased: a worker gets the next minibatch when it needs one.
 
 Datasets, collate functions, loader processes and pinned memory are the user's own: only the batch sampler is replaced
 by one that asks for leases.
@@ -23,45 +23,45 @@ from paceline.errors import TeamError
 
 
 class LeasedEpoch(msgspec.Struct, frozen=True):
-    """What there is to give out."""
+    """The samples of an epoch, to be leased."""
 
     order: bytes
     """Keys of samples, or of whole batches, as msgpack."""
     sizes: list[int]
-    """Of minibatches, in turns; none for whole batches."""
+    """Sizes of the minibatches, in turn; empty for whole batches."""
     drop_last: bool
 
 
 class Lender(Protocol):
-    """Who gives leases."""
+    """The source of leases."""
 
     size: int
 
     def ask_batch(self) -> None:
-        """The script asks for its next batch."""
+        """Notes that the script asks for its next batch."""
 
     def enter(self, loader: int, epoch: int, draw: Callable[[], LeasedEpoch]) -> None:
-        """Begin an epoch, and wait until it is open; `draw` is called on one worker."""
+        """Begins an epoch, and waits until it is open; `draw` is called on one worker."""
 
     def ask(self, loader: int, epoch: int, *, ahead: bool) -> Lease | None:
-        """The next lease; None when the epoch is over or, `ahead` of need, when there is none for now."""
+        """The next lease; None if the epoch is over or, if fetched `ahead`, there is none for now."""
 
     def begin(self, lease: Lease) -> None:
-        """Its samples are about to be handed to the script."""
+        """Notes that the lease's samples go to the script now."""
 
     def quit(self, loader: int, epoch: int) -> None:
-        """The script has left the epoch before its end."""
+        """Notes that the script has left the epoch before its end."""
 
 
 class _Leases:
-    """A batch sampler that asks for leases, and remembers what it got."""
+    """A batch sampler that asks for leases, and keeps them until their batches are used."""
 
     def __init__(self, lender: Lender, loader: int, length: int, *, ahead: bool) -> None:
         self._lender, self._loader, self._length, self._ahead = lender, loader, length, ahead
         self.epoch = 0
         self.given: deque[Lease] = deque()
         self.enter: Callable[[], None] = lambda: None
-        """Called when the first lease is about to be asked for."""
+        """Called before the first lease is asked for."""
 
     def __len__(self) -> int:
         return self._length
@@ -74,24 +74,24 @@ class _Leases:
 
 
 class LeasedLoader:
-    """What a worker is leased of a DataLoader; iterate it as the DataLoader itself."""
+    """The minibatches of a DataLoader that are leased to this worker; iterated like the DataLoader itself."""
 
     def __init__(
         self, loader: DataLoader[Any], lender: Lender, number: int, *, global_batch: int | None = None
     ) -> None:
         self._loader, self._lender, self._number = loader, lender, number
         self.global_batch = global_batch_of(loader, lender.size, global_batch)
-        """Samples in so many minibatches as there are workers."""
+        """Samples in one minibatch of every worker together."""
         self._sizes = even(self.global_batch, lender.size)
-        # A loader that was given a batch sampler has no batch size: not even if it is one of torch's own.
+        # A loader that was given a batch sampler has no batch size: not even with torch's own BatchSampler.
         self._custom = loader.batch_sampler is not None and loader.batch_size is None
         self._epoch = 0
         here = _Leases(lender, number, len(self), ahead=False)
         self._parts = [(here, with_batches_from(loader, here, workers=0))]
         if loader.num_workers:
-            # The loader's own processes fetch ahead; what comes back at the end of an epoch is loaded here.
+            # The loader's own processes fetch ahead; samples returned at the end of an epoch are loaded here.
             ahead = _Leases(lender, number, len(self), ahead=True)
-            # Loading here draws no random number of the user's, as plain torch has only one loader that does.
+            # Loading here must not draw from the user's random numbers: in plain torch only one loader does.
             self._parts[0][1].generator = torch.Generator()
             self._parts.insert(0, (ahead, with_batches_from(loader, ahead, workers=loader.num_workers)))
 
@@ -113,7 +113,7 @@ class LeasedLoader:
             self._lender.enter(self._number, epoch, self._draw)
             entered = True
 
-        # Not before the loader has drawn its own seed: so the order is plain torch's for the same seed.
+        # After the loader has drawn its own seed, so that the order is plain torch's for the same seed.
         self._parts[0][0].enter = enter
         try:
             for leases, inner in self._parts:
@@ -124,20 +124,20 @@ class LeasedLoader:
                     yield batch
             over = True
         except TeamError:
-            over = True  # there is nobody left to give anything back to
+            over = True  # there is no server left to return samples to
             raise
         finally:
             if entered and not over:
                 self._lender.quit(self._number, epoch)
 
     def _draw(self) -> LeasedEpoch:
-        """Let the user's own sampler draw the order of an epoch."""
+        """Draws the order of an epoch with the user's own sampler."""
         sampler: Any = self._loader.batch_sampler if self._custom else self._loader.sampler
         order = pack(sampler, batches=self._custom)
         return LeasedEpoch(order, [] if self._custom else self._sizes, bool(self._loader.drop_last))
 
     def __getattr__(self, name: str) -> Any:
-        """What is not ours is the user's own loader's: dataset, collate_fn, batch_size, …"""
+        """Other attributes are those of the user's loader: dataset, collate_fn, batch_size, …"""
         if name.startswith("__") or "_loader" not in vars(self):
             raise AttributeError(name)
         return getattr(self._loader, name)

@@ -1,8 +1,8 @@
-"""The ledger of leases: who may train on which samples. Pure: the server asks, it answers.
+"""The ledger of leases: which worker may train on which samples. Pure: no clock, no socket.
 
-The samples of an epoch are given out in minibatches, to whoever asks, so that a fast worker gets more. A lease ends as
-done, once its gradient is part of a version, or as returned: then somebody else gets it. An epoch is over when every
-sample is done.
+The samples of an epoch are leased in minibatches on request, so that a fast worker gets more. A lease ends as done,
+when its gradient is part of a version, or as returned: then another worker gets it. An epoch is over when every sample
+is done.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class Lease(msgspec.Struct, frozen=True):
     """The right of one worker to train on certain samples."""
 
     number: int
-    """Never the same twice in a run."""
+    """Unique in a run."""
     loader: int
     epoch: int
     first: int
-    """Place of its first sample in the order of the epoch; of its batch, where the loader brings its own batches."""
+    """Index of its first sample in the order of the epoch; of its batch, if the loader has a batch sampler."""
     keys: list[Any]
-    """What the loader's sampler called them."""
+    """The sampler's keys of the samples."""
 
 
 class _Epoch:
@@ -35,22 +35,23 @@ class _Epoch:
         self.size = len(parts)
         self.done = 0
         self.common: deque[tuple[int, list[Any]]] = deque()
-        """What anybody may have."""
+        """Minibatches for any worker."""
         self.own: dict[int, deque[tuple[int, list[Any]]]] = {}
-        """What only one worker may have."""
+        """Minibatches for one worker only."""
         if workers is None:
             self.common.extend(parts)
         else:
             for place, part in enumerate(parts):
                 self.own.setdefault(workers[place % len(workers)], deque()).append(part)
         self.here: set[int] = set()
-        """Who takes part."""
+        """Workers that take part."""
         self.given: dict[int, int] = {}
-        """How many leases each worker has had."""
+        """Leases given to each worker so far."""
         self.over = False
 
     @property
     def left(self) -> int:
+        """Minibatches that are not leased."""
         return len(self.common) + sum(len(queue) for queue in self.own.values())
 
 
@@ -60,28 +61,29 @@ class Ledger:
     def __init__(self, workers: Iterable[int], *, in_turns: bool) -> None:
         self._workers = set(workers)
         self._in_turns = in_turns
-        """Whether the workers take samples in the order of their ranks, so that a run can be repeated exactly."""
+        """True if the workers take samples in the order of their ranks, so that a run can be repeated exactly."""
         self._epochs: dict[int, _Epoch] = {}
         """The running epoch of each loader."""
         self._out: dict[int, tuple[int, Lease]] = {}
-        """Leases that have not ended, with their workers."""
+        """Open leases, with their workers."""
         self._carried: set[int] = set()
-        """Of those, the ones that will be pushed in a later epoch, and are counted as done in their own."""
+        """Open leases that will be pushed in a later epoch, and count as done in their own."""
         self._number = 0
 
     # -- epochs ------------------------------------------------------------------------------------------------------
 
     def is_open(self, loader: int, epoch: int) -> bool:
+        """True if this is the loader's current epoch."""
         running = self._epochs.get(loader)
         return running is not None and running.number == epoch
 
     def is_past(self, loader: int, epoch: int) -> bool:
-        """Whether a later epoch runs already: those who took part in this one have all left it."""
+        """True if a later epoch is current: all workers of this one have left it."""
         running = self._epochs.get(loader)
         return running is not None and running.number > epoch
 
     def may_open(self, loader: int, epoch: int) -> bool:
-        """Whether this is the next epoch, and the one before is over for all."""
+        """True if this is the next epoch, and the one before is over for all."""
         running = self._epochs.get(loader)
         return running is None or (running.number < epoch and self.is_over(loader))
 
@@ -95,10 +97,10 @@ class Ledger:
         drop_last: bool,
         turns: bool = True,
     ) -> int:
-        """Begin an epoch; returns how many samples it has.
+        """Opens an epoch; returns its number of samples.
 
-        sizes: of the minibatches, in turns; none if the order is one of whole batches.
-        turns: the workers may have to take their turns, where runs are to be repeatable.
+        sizes: of the minibatches, in turn; empty if the order is one of whole batches.
+        turns: False if the workers need not take turns even in a repeatable run.
         """
         in_turns = self._in_turns and turns
         parts: list[tuple[int, list[Any]]] = []
@@ -114,25 +116,26 @@ class Ledger:
             if parts and sizes and len(parts[-1][1]) < sizes[(len(parts) - 1) % whole]:
                 parts.pop()
             if in_turns and sizes:
-                del parts[len(parts) // whole * whole :]  # an update is made of a whole round
+                del parts[len(parts) // whole * whole :]  # an update takes a whole round
         self._epochs[loader] = _Epoch(epoch, parts, sorted(self._workers) if in_turns else None)
         return sum(len(keys) for _, keys in parts)
 
     def is_over(self, loader: int) -> bool:
-        """Whether every sample of the running epoch is done, or nobody takes part any more."""
+        """True if every sample of the current epoch is done, or no worker takes part any more."""
         epoch = self._epochs[loader]
         return epoch.done == epoch.size or not (epoch.here & self._workers)
 
     def close(self, loader: int) -> bool:
-        """Note that an epoch is over; whether it was not noted before."""
+        """Marks the epoch as over; True if it was not marked before."""
         noted, self._epochs[loader].over = self._epochs[loader].over, True
         return not noted
 
     def enter(self, worker: int, loader: int) -> None:
+        """Adds a worker to the current epoch."""
         self._epochs[loader].here.add(worker)
 
     def quit(self, worker: int, loader: int, epoch: int, pushed: Iterable[int] = ()) -> list[Lease]:
-        """A worker has left the epoch before its end: what it holds goes back, but for what it has pushed."""
+        """Removes a worker from the epoch before its end, and returns the leases it held and has not pushed."""
         if not self.is_open(loader, epoch):
             return []
         self._epochs[loader].here.discard(worker)
@@ -147,8 +150,8 @@ class Ledger:
     def lease(self, worker: int, loader: int, *, ahead: bool = False) -> Lease | None:
         """The next minibatch for this worker, if there is one for it now.
 
-        ahead: it is fetched before it is needed; then nobody gets more than is fair, or the others would have nothing
-        to do at the end of the epoch while this one still has a lot.
+        ahead: it is fetched before it is needed; then a worker gets no more than its fair share, or others would be
+        idle at the end of the epoch while this one still holds many.
         """
         epoch = self._epochs[loader]
         if ahead and not self._fair(worker, loader, epoch):
@@ -174,6 +177,7 @@ class Ledger:
         return holds < 1 + epoch.left * pace / max(pace, paces)
 
     def done(self, numbers: Iterable[int]) -> None:
+        """Ends leases whose gradients are part of a version."""
         for number in numbers:
             _, lease = self._out.pop(number)
             if number in self._carried:
@@ -182,11 +186,11 @@ class Ledger:
                 self._epochs[lease.loader].done += 1
 
     def give_back(self, numbers: Iterable[int]) -> None:
-        """These were not trained on; the next one who asks gets them."""
+        """Returns leases that were not trained on; the next request gets them."""
         for number in reversed(list(numbers)):
             _, lease = self._out.pop(number)
             epoch = self._epochs[lease.loader]
-            if epoch.number != lease.epoch:  # its own epoch has ended: it is an extra of the one that runs now
+            if epoch.number != lease.epoch:  # its own epoch has ended: it is added to the current one
                 epoch.size += 1
             elif number in self._carried:
                 epoch.done -= 1
@@ -194,7 +198,7 @@ class Ledger:
             epoch.common.appendleft((lease.first, lease.keys))
 
     def carry(self, worker: int, loader: int) -> None:
-        """A worker waits for the end of the epoch with minibatches that it will push in the next one."""
+        """Counts a worker's open leases as done: it waits for the epoch's end, and pushes them in the next epoch."""
         epoch = self._epochs[loader]
         for number, (owner, lease) in self._out.items():
             of_this = (lease.loader, lease.epoch) == (loader, epoch.number)
@@ -203,10 +207,11 @@ class Ledger:
                 epoch.done += 1
 
     def held_by(self, worker: int) -> list[Lease]:
+        """The open leases of a worker."""
         return [lease for owner, lease in self._out.values() if owner == worker]
 
     def leave(self, worker: int, pushed: Iterable[int] = ()) -> list[Lease]:
-        """A worker has gone: what it held goes back, but for what it has pushed."""
+        """Removes a worker, and returns the leases it held and has not pushed."""
         self._workers.discard(worker)
         for epoch in self._epochs.values():
             self._share(epoch, worker)
@@ -216,7 +221,7 @@ class Ledger:
         return mine
 
     def join(self, worker: int) -> None:
-        """A worker has come. Where workers take turns, what is left of the epochs is dealt out anew."""
+        """Adds a worker. If workers take turns, the rest of the current epochs is dealt out anew."""
         if worker in self._workers:
             return
         self._workers.add(worker)
@@ -228,11 +233,11 @@ class Ledger:
             epoch.own = {rank: deque(left[turn :: len(ranks)]) for turn, rank in enumerate(ranks)}
 
     def spread(self, loader: int) -> None:
-        """Those who have not come to this epoch will not: their turns are anybody's."""
+        """Gives the turns of workers that have not entered the epoch to all."""
         epoch = self._epochs[loader]
         for worker in sorted(epoch.own.keys() - epoch.here):
             self._share(epoch, worker)
 
     def _share(self, epoch: _Epoch, worker: int) -> None:
-        """What was one worker's turn is anybody's now."""
+        """Gives a worker's turns to all."""
         epoch.common.extend(epoch.own.pop(worker, ()))

@@ -1,8 +1,8 @@
-"""An ordinary DataLoader, of which each worker gets its share.
+"""A DataLoader of which each worker gets its share.
 
-The lead draws the order of an epoch with the user's own sampler and tells the others. The order is cut into rounds, one
-global batch each, and a round into one batch per worker. Datasets, collate functions, loader processes and pinned
-memory are the user's own: only the batch sampler is replaced.
+The lead draws the order of an epoch with the user's own sampler and sends it to the others. The order is cut into
+rounds, one global batch each, and a round into one batch per worker. Datasets, collate functions, loader processes and
+pinned memory are the user's own: only the batch sampler is replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.errors import UsageError
 
 
 class TeamView(Protocol):
-    """What a loader needs of the team."""
+    """The part of a team that a loader uses."""
 
     @property
     def rank(self) -> int: ...
@@ -34,52 +34,52 @@ class TeamView(Protocol):
 
     @property
     def lead(self) -> int:
-        """Who draws the order of an epoch."""
+        """The rank that draws the order of an epoch."""
 
     @property
     def replica(self) -> int:
-        """Which replica of the model the worker is of; those of one replica get the same batches."""
+        """The worker's replica of the model; workers of one replica get the same batches."""
 
     @property
     def replicas(self) -> int: ...
 
     @property
     def lockstep(self) -> bool:
-        """Whether every worker needs a batch in every round, if only one that counts for nothing."""
+        """True if every worker needs a batch in every round, if only one of weight 0."""
 
     def ask_batch(self) -> None:
-        """The script asks for its next batch."""
+        """Notes that the script asks for its next batch."""
 
     def from_lead(self, payload: bytes) -> bytes:
         """The lead's payload, on every worker."""
 
     def take_batch(self, samples: int, weight: float, loader: TeamLoader, round_number: int) -> None:
-        """A batch is about to be handed to the script."""
+        """Notes that a batch goes to the script now."""
 
     def finish_epoch(self) -> None:
-        """This worker has no more batches in this epoch."""
+        """Notes that this worker has no more batches in this epoch."""
 
 
 class _Shares:
-    """A batch sampler that gives this worker's part of every round, and remembers how large each part was."""
+    """A batch sampler of this worker's part of every round, which keeps the size of each part until it is used."""
 
     def __init__(
-        self, loader: DataLoader[Any], crew: TeamView, balancer: Balancer, total: int, each: int | None = None
+        self, loader: DataLoader[Any], team: TeamView, balancer: Balancer, total: int, each: int | None = None
     ) -> None:
-        """each: the batch of one worker, if it stays when a worker is lost, and not the whole."""
-        self._loader, self._crew, self._balancer, self._total, self._each = loader, crew, balancer, total, each
-        self.orphans = OrphanedSamples(crew.replicas)
-        # A loader that was given a batch sampler has no batch size: not even if it is one of torch's own.
+        """each: the batch size of one worker, if that stays when a worker is lost; else the total stays."""
+        self._loader, self._team, self._balancer, self._total, self._each = loader, team, balancer, total, each
+        self.orphans = OrphanedSamples(team.replicas)
+        # A loader that was given a batch sampler has no batch size: not even with torch's own BatchSampler.
         self._custom = loader.batch_sampler is not None and loader.batch_size is None
         self.first = 0
         """The number of this epoch's first round, counted over all epochs."""
         self.given: deque[tuple[int, float, int]] = deque()
-        """Samples, weight and round of each part that was handed to the loader and not yet to the script."""
+        """Samples, weight and round of each part that the loader has and the script has not."""
 
     def __len__(self) -> int:
         """Rounds in an epoch, with or without a part for this worker."""
         if self._custom:
-            count, each = len(self._loader.batch_sampler), self._crew.replicas  # type: ignore[arg-type]
+            count, each = len(self._loader.batch_sampler), self._team.replicas  # type: ignore[arg-type]
         else:
             count, each = len(self._loader.sampler), self._total  # type: ignore[arg-type]
         return count // each if self._loader.drop_last else math.ceil(count / each)
@@ -87,12 +87,12 @@ class _Shares:
     def __iter__(self) -> Iterator[list[Any]]:
         number = self.first
         for parts in self._rounds():
-            mine = parts[self._crew.replica]
+            mine = parts[self._team.replica]
             if mine:
                 whole = sum(len(part) for part in parts)
                 self.given.append((len(mine), len(mine) / whole, number))
                 yield mine
-            elif self._crew.lockstep:
+            elif self._team.lockstep:
                 self.given.append((0, 0.0, number))
                 yield next(part for part in parts if part)
             number += 1
@@ -106,8 +106,8 @@ class _Shares:
             if len(order) - start < self._whole(ranks):
                 if start >= len(order):
                     ranks = orphans.takers
-                # What was for one who was lost comes with what is left: only the last round may be short, since whoever
-                # has no part in it is done with the epoch.
+                # The samples of lost workers follow here: only the last round may be short, since a worker without a
+                # part in it is done with the epoch.
                 left = orphans.take()
                 order += left if self._custom else [key for part in left for key in part]
             if start >= len(order):
@@ -125,18 +125,18 @@ class _Shares:
         """Samples, or batches, in a round of these workers."""
         if self._custom:
             return len(ranks)
-        return self._total if len(ranks) == self._crew.replicas or self._each is None else self._each * len(ranks)
+        return self._total if len(ranks) == self._team.replicas or self._each is None else self._each * len(ranks)
 
     def _batches(self, order: list[Any], start: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
-        """The next round, one whole batch for each of these."""
-        parts: list[list[Any]] = [[] for _ in range(self._crew.replicas)]
+        """The next round: one whole batch for each of these ranks, and the next start."""
+        parts: list[list[Any]] = [[] for _ in range(self._team.replicas)]
         for rank, batch in zip(ranks, order[start : start + len(ranks)], strict=False):
             parts[rank] = batch
         return parts, min(start + len(ranks), len(order))
 
     def _cut(self, order: list[Any], start: int, number: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
-        """The next round, a part of a batch for each of these; none if what is left is dropped."""
-        size = self._crew.replicas
+        """The next round: a part of a batch for each of these ranks, and the next start; empty if dropped."""
+        size = self._team.replicas
         total = self._whole(ranks)
         batch = order[start : start + total]
         if len(batch) < total and self._loader.drop_last:
@@ -145,17 +145,17 @@ class _Shares:
         return _placed(batch, scaled(shares, len(batch)), ranks, size), start + len(batch)
 
     def _order(self, sampler: Any) -> list[Any]:
-        """What the sampler says on the lead, on every worker."""
-        if self._crew.size == 1:
+        """The order drawn by the lead's sampler, on every worker."""
+        if self._team.size == 1:
             return list(sampler)
         payload = b""
         while True:
-            if self._crew.rank == self._crew.lead:
+            if self._team.rank == self._team.lead:
                 payload = self._draw(sampler)
-            # The one who should draw may be lost before it does; then another will.
-            if told := self._crew.from_lead(payload):
+            # The lead may be lost before it draws; then the next one does.
+            if payload_of_lead := self._team.from_lead(payload):
                 break
-        order = msgspec.msgpack.decode(told)
+        order = msgspec.msgpack.decode(payload_of_lead)
         if isinstance(order, dict):
             raise UsageError(order["error"])
         return restored(order)
@@ -163,12 +163,12 @@ class _Shares:
     def _draw(self, sampler: Any) -> bytes:
         try:
             return pack(sampler, batches=self._custom)
-        except UsageError as error:  # for all to hear
+        except UsageError as error:  # raised on all workers
             return msgspec.msgpack.encode({"error": str(error)})
 
 
 def _placed(batch: list[Any], shares: Sequence[int], ranks: list[int], size: int) -> list[list[Any]]:
-    """A batch cut into shares, one for each of these ranks; nothing for the others."""
+    """A batch cut into shares, one for each of these ranks; empty for the others."""
     parts: list[list[Any]] = [[] for _ in range(size)]
     begin = 0
     for rank, share in zip(ranks, shares, strict=True):
@@ -186,7 +186,7 @@ class Batches(Protocol):
 
 
 class _Singles:
-    """A batch sampler, for a loader without batches: one sample at a time."""
+    """A sampler for a loader without batches: one sample at a time."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -200,7 +200,7 @@ class _Singles:
 
 
 def with_batches_from(loader: DataLoader[Any], batches: Batches, *, workers: int) -> DataLoader[Any]:
-    """The user's loader, with so many processes and another batch sampler, and all else as it is."""
+    """The user's loader with `workers` processes and another batch sampler, and everything else as it is."""
     sampler: dict[str, Any] = {"batch_sampler": batches}
     if loader.batch_sampler is None:
         sampler = {"batch_size": None, "sampler": _Singles(batches)}
@@ -225,23 +225,23 @@ def with_batches_from(loader: DataLoader[Any], batches: Batches, *, workers: int
 
 
 class TeamLoader:
-    """This worker's share of a DataLoader; iterate it as the DataLoader itself."""
+    """This worker's share of a DataLoader; iterated like the DataLoader itself."""
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        crew: TeamView,
+        team: TeamView,
         *,
         global_batch: int | None = None,
         balance: bool = False,
         changed: Callable[[int, list[int]], None] = lambda _start, _shares: None,
     ) -> None:
-        self._loader, self._crew = loader, crew
-        self.global_batch = global_batch_of(loader, crew.replicas, global_batch)
+        self._loader, self._team = loader, team
+        self.global_batch = global_batch_of(loader, team.replicas, global_batch)
         """Samples in a round, all workers together."""
-        self._balancer = Balancer(crew.replicas, self.global_batch, on=balance, changed=changed)
+        self._balancer = Balancer(team.replicas, self.global_batch, on=balance, changed=changed)
         each = loader.batch_size if global_batch is None else None
-        self._shares = _Shares(loader, crew, self._balancer, self.global_batch, each)
+        self._shares = _Shares(loader, team, self._balancer, self.global_batch, each)
         self._inner = with_batches_from(loader, self._shares, workers=loader.num_workers)
         self._rounds = 0
 
@@ -253,37 +253,37 @@ class TeamLoader:
         self._shares.first = self._rounds
         self._shares.orphans.begin(self._rounds)
         self._rounds += len(self._shares)
-        for batch in announced(self._inner, self._crew.ask_batch):
+        for batch in announced(self._inner, self._team.ask_batch):
             samples, weight, number = self._shares.given.popleft()
-            self._crew.take_batch(samples, weight, self, number)
+            self._team.take_batch(samples, weight, self, number)
             yield batch
-        self._crew.finish_epoch()
+        self._team.finish_epoch()
 
     def lose(self, ranks: set[int], round_number: int, counted: bool, takers: list[int]) -> None:
-        """These are gone, in this round; `counted` if what they had of it was trained on.
+        """Removes workers that were lost in this round; `counted` if their parts of it were trained on.
 
-        takers: who still takes part in the epoch, and gets what they leave.
+        takers: the ranks that still take part in the epoch, and get the samples of the lost ones.
         """
         self._shares.orphans.lose(ranks, round_number + counted, round_number + self._ahead, takers)
 
     @property
     def _ahead(self) -> int:
-        """How many rounds the loader's processes may have been given before they are needed."""
+        """The most rounds that the loader's processes fetch ahead."""
         return 1 + self._loader.num_workers * (self._loader.prefetch_factor or 0)
 
     def measure(self, paces: Sequence[tuple[float, int]], round_number: int) -> None:
-        """What each worker needed for a round; from this a balanced loader splits later ones."""
+        """Adds each worker's seconds and samples of a round, by which a balanced loader splits later ones."""
         self._balancer.measure(paces, round_number, self._ahead)
 
     def __getattr__(self, name: str) -> Any:
-        """What is not ours is the user's own loader's: dataset, collate_fn, batch_size, …"""
+        """Other attributes are those of the user's loader: dataset, collate_fn, batch_size, …"""
         if name.startswith("__") or "_loader" not in vars(self):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
 
 def announced(batches: Iterable[Any], announce: Callable[[], None]) -> Iterator[Any]:
-    """The same, calling `announce` whenever the next one is asked for."""
+    """The same batches, with a call of `announce` before each is requested."""
     iterator = iter(batches)
     announce()
     for batch in iterator:
@@ -306,7 +306,7 @@ def global_batch_of(loader: DataLoader[Any], workers: int, global_batch: int | N
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse what cannot be shared out, in one sentence."""
+    """Raises a UsageError for a loader that cannot be shared out."""
     if not isinstance(loader, DataLoader):
         raise UsageError(f"setup takes torch.utils.data.DataLoader objects last; it got a {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset):

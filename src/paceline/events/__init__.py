@@ -1,4 +1,4 @@
-"""Everything that happens is an event: one typed record. Reports, figures and oracles are made from these alone."""
+"""Events: one typed record of each thing that happens. Reports, figures and test oracles are made from these only."""
 
 from paceline.events.recorder import Recorder, ReplicaRecorder, folder_of
 from paceline.events.schema import (

@@ -1,4 +1,4 @@
-"""The bubble of a pipeline, measured from its passes, and what the formulas say of it."""
+"""The bubble of a pipeline, measured from its passes and by formula."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from paceline.events.schema import Pass
 from paceline.schedules import EVEN, PassTimes, bubble
 
 _MOST = 10_000
-"""Steps that are looked at, the first ones: what is kept must not grow with the run."""
+"""The first steps, which alone are measured, so that memory does not grow with the run."""
 
 
 class Bubbles:
-    """Adds up how long devices compute in every step, and how long the step is; passes may come in any order."""
+    """Sums the devices' computing time and the length of every step; passes may come in any order."""
 
     def __init__(self) -> None:
         self._first: int | None = None
         self._steps: dict[int, list[float]] = {}
-        """By version: when the first pass began, when the last was over, and the seconds of all."""
+        """By version: the start of the first pass, the end of the last, and the seconds of all."""
         self._seconds = {"F": [0.0, 0], "B": [0.0, 0], "W": [0.0, 0]}
         self._ranks: set[int] = set()
         self._stages = self._microbatches = 0
 
     def add(self, event: Pass) -> None:
+        """Adds a pass."""
         self._first = event.version if self._first is None else self._first
         if event.version > self._first + _MOST:
             return
@@ -39,9 +40,9 @@ class Bubbles:
         self._microbatches = max(self._microbatches, event.microbatch + 1)
 
     def measured(self) -> float | None:
-        """The idle share; the first step is left out where there are more: in it everything is met for the first time.
+        """The median idle share of a step, without the first step if there are more: it includes start-up costs.
 
-        Of the others that of the middle, as other processes of a machine make some steps longer.
+        A median, because other processes of the machine lengthen some steps.
         """
         first = min(self._steps, default=0)
         shares = [
@@ -52,7 +53,7 @@ class Bubbles:
         return statistics.median(shares) if shares else None
 
     def formula(self, spec: str | None) -> float | None:
-        """The same for stages that all take equally long, and messages that take no time."""
+        """The idle share for stages of equal length and messages that take no time; None if there is no formula."""
         try:
             strategy = parse_strategy(spec or "")
         except UsageError:
@@ -60,7 +61,7 @@ class Bubbles:
         if not isinstance(strategy, Pipeline | Mesh) or not self._microbatches:
             return None
         if isinstance(strategy, Pipeline) and strategy.shared:
-            return None  # there is none
+            return None
         stages = strategy.stages if isinstance(strategy, Pipeline) else strategy.pipeline
         return bubble(strategy.schedule, stages, self._microbatches, max(1, self._stages // stages), self._means())
 

@@ -1,4 +1,4 @@
-"""Events for other tools: Chrome's trace format (Perfetto), CSV, TensorBoard. The names are stable."""
+"""Exports events to Chrome's trace format (Perfetto), CSV and TensorBoard. The names are stable."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NAMES: dict[type, str] = {
 
 
 def write_trace(path: Path, events: Iterable[Event]) -> None:
-    """Chrome's trace format: a track per worker and server, an arrow per push, a counter per metric."""
+    """Writes Chrome's trace format: a track per worker and server, an arrow per push, a counter per metric."""
     encode = msgspec.json.Encoder().encode
     with path.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -88,7 +88,7 @@ def _trace(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
 
 
 def write_csv(folder: Path, events: Iterable[Event]) -> list[Path]:
-    """A file per kind of event, with its fields as columns; returns where."""
+    """Writes a file per kind of event, with its fields as columns; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[type, tuple[IO[str], Any, tuple[str, ...]]] = {}
     paths = []
@@ -119,7 +119,7 @@ def _cell(value: object) -> object:
 
 
 def write_tensorboard(folder: Path, events: Iterable[Event]) -> None:
-    """What the script reported, and each worker's pace and staleness, as TensorBoard's scalars."""
+    """Writes reported metrics and each worker's pace and staleness as TensorBoard scalars."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

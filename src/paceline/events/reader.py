@@ -1,4 +1,4 @@
-"""Reads events back in blocks, also while they are being written, and says what could not be read."""
+"""Reads events in blocks, also while they are being written, and counts unreadable lines."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _NEWLINE = ord("\n")
 
 
 class Reader:
-    """One file of events, read from where the last reading ended."""
+    """Reads a file of events, each time from where the last read ended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lines = 0
-        """Read so far, readable or not."""
+        """Lines read so far, readable or not."""
         self.unreadable = 0
         self.first_unreadable = 0
         """The number of the first such line."""
         self.finished = False
         self.at_end = False
-        """Whether there was nothing more at the last reading."""
+        """True if the last read reached the end of the file."""
         self.places: list[tuple[int, int]] = []
-        """Where in the file the lines of the last events begin and end."""
+        """Start and end offsets of the last events' lines."""
         self._file: IO[bytes] | None = None
         self._offset = 0
         self._rest = b""
-        """The beginning of a line whose end is not there yet."""
+        """The start of a line whose end is not written yet."""
         self._decoder = msgspec.json.Decoder(Event)
 
     def read(self, size: int | None = None) -> list[Event]:
-        """The events that have come since, of a block at most, or of so many bytes."""
+        """The next events, from at most `size` bytes, or a block."""
         size = size or _BLOCK
         if self._file is None:
             self._file = self.path.open("rb", buffering=0)  # kept open: it can be read to its end even when removed
@@ -53,7 +53,7 @@ class Reader:
         return self._decode(data[:end], begin)
 
     def all(self) -> Iterator[list[Event]]:
-        """Block after block until the end; what is left there of a line counts as unreadable."""
+        """All events, block by block; an incomplete last line counts as unreadable."""
         try:
             size = self.path.stat().st_size
             while self._offset < size:
@@ -64,7 +64,7 @@ class Reader:
 
     @property
     def share(self) -> float:
-        """How much of the file has been read."""
+        """The share of the file that is read."""
         try:
             size = self.path.stat().st_size
         except FileNotFoundError:
@@ -72,7 +72,7 @@ class Reader:
         return min(1.0, self._offset / size) if size else 1.0
 
     def finish(self) -> None:
-        """Nothing more will come."""
+        """Closes the file; an incomplete last line counts as unreadable."""
         self.close()
         self.finished = True
         if self._rest:
@@ -86,7 +86,7 @@ class Reader:
 
     @property
     def damage(self) -> str | None:
-        """One sentence about what could not be read, if anything."""
+        """One sentence about unreadable lines; None if there are none."""
         if not self.unreadable:
             return None
         if self.unreadable == self.lines:
@@ -128,7 +128,7 @@ class Reader:
 
 
 def read_run(path: Path) -> Iterator[list[Event]]:
-    """The events of a run's folder, or of one file, block by block; those of one process are in their order."""
+    """The events of a run's folder or of one file, block by block; the events of one process are in order."""
     if not path.exists():
         raise UsageError(f"there is no run at {path}; give a folder of a run, such as runs/NAME")
     files = [path]

@@ -1,4 +1,4 @@
-"""Writes one process's events to its own file, cheaply enough to be always on."""
+"""Records one process's events to a file, cheaply enough to be always on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from paceline.events.schema import Event
 
 _INTERVAL = 0.5
-"""Seconds between writes: how far a reader of the file can be behind."""
+"""Seconds between writes, by which a reader of the file can lag."""
 
 
 class Recorder:
@@ -28,11 +28,12 @@ class Recorder:
             path = streams / f"{rank}.jsonl"
             cut_off = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
             self._file = path.open("ab", buffering=0)
-            if cut_off:  # whoever had this rank before was killed while it wrote
+            if cut_off:  # an earlier process of this rank was killed while it wrote
                 self._file.write(b"\n")
 
     @property
     def on(self) -> bool:
+        """True if events are recorded."""
         return self._file is not None
 
     def add(self, event: Event) -> None:
@@ -63,7 +64,7 @@ class Recorder:
 
 
 class ReplicaRecorder(Recorder):
-    """A server's, to which replicas of several workers are one each: what one did is its first worker's."""
+    """The recorder of a server whose replicas have several workers: a replica's events get its first worker's rank."""
 
     def __init__(self, folder: Path | None, rank: int, each: int) -> None:
         super().__init__(folder, rank)
@@ -74,6 +75,8 @@ class ReplicaRecorder(Recorder):
 
 
 def folder_of(folder: Path, machine: int) -> Path:
-    """Where the processes of a machine record: away from home beside the run's own streams, even on shared storage,
-    as their clock is another."""
+    """The folder in which a machine's processes record.
+
+    On other machines than rank 0's it is separate even on shared storage, since their clocks differ.
+    """
     return folder if machine == 0 else folder / f"machine-{machine}"

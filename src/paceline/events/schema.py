@@ -1,6 +1,6 @@
-"""The schema of events: one JSON object a line, `event` says which kind, times are in seconds of the steady clock.
+"""The schema of events: one JSON object per line, its kind in `event`, times in seconds of the monotonic clock.
 
-The steady clock counts from the machine's start and is the same in all its processes; `Join.wall` ties it to the
+The monotonic clock counts from the machine's start and is the same in all its processes; `Join.wall` ties it to the
 calendar. Names here are stable: scripts and exports rely on them.
 """
 
@@ -14,20 +14,20 @@ import msgspec
 
 class _Event(msgspec.Struct, frozen=True, array_like=False, tag_field="event", tag=str.lower, gc=False):
     rank: int
-    """Who did it: a worker, or below 0 a server, -1 being the first."""
+    """The worker, or below 0 the server, -1 being the first."""
     start: float
-    """When it began."""
+    """The time at which it began."""
 
 
 class Join(_Event, frozen=True, gc=False):
-    """A worker came to the team."""
+    """A worker joined the team."""
 
     pid: int
     host: str
     device: str
     strategy: str
     wall: float
-    """Seconds since 1970 at `start`."""
+    """Unix time at `start`."""
 
 
 class Leave(_Event, frozen=True, gc=False):
@@ -39,34 +39,34 @@ class Lost(_Event, frozen=True, gc=False):
 
 
 class Roster(_Event, frozen=True, gc=False):
-    """Who takes part from here on: somebody has joined a run that goes on, or is gone."""
+    """The members of a run changed: a worker has joined or is gone."""
 
     workers: list[int]
     version: int
-    """Of the parameters at that moment."""
+    """Version of the parameters at that time."""
 
 
 class Load(_Event, frozen=True, gc=False):
-    """A worker got its next batch: from when its script asked for it until it had it."""
+    """A worker loaded its next batch: from the script's request until it had it."""
 
     seconds: float
 
 
 class Compute(_Event, frozen=True, gc=False):
-    """A worker computed a gradient: from when it had its batch until the gradient was ready."""
+    """A worker computed a gradient: from the batch until the gradient was ready."""
 
     seconds: float
     version: int
-    """Of the parameters that it computed with."""
+    """Version of the parameters that it used."""
     minibatches: int
-    """How many; more than one when gradients are accumulated."""
+    """Minibatches in the gradient; more than one if gradients are accumulated."""
     samples: int
     slowed: float = 0.0
-    """Of `seconds`, how many at their end were slowness put on with --slow."""
+    """Seconds at the end that were slowness added with --slow."""
     forward: float = 0.0
-    """Of `seconds`, how many until the backward pass began."""
+    """Seconds until the backward pass began."""
     core: float = 0.0
-    """Seconds that it kept a core busy, loading included: fewer than it took where others needed the core, too."""
+    """Core seconds, loading included: fewer than it took if others needed the core, too."""
 
 
 class Pass(_Event, frozen=True, gc=False):
@@ -74,47 +74,47 @@ class Pass(_Event, frozen=True, gc=False):
 
     seconds: float
     kind: str
-    """`F` forward, `B` backward, `W` the gradients of weights where they are made apart."""
+    """`F` forward, `B` backward, `W` the gradients of the weights if those are separate."""
     stage: int
-    """Which part of the model."""
+    """The stage of the model."""
     chunk: int
-    """Which of the worker's own parts that is."""
+    """Its number among the worker's own stages."""
     microbatch: int
     size: int
     """Samples of the microbatch."""
     version: int
-    """Of the parameters that it computed with."""
+    """Version of the parameters that it used."""
 
     @property
     def forward(self) -> float:
-        """Of `seconds`, how many were a forward pass."""
+        """Seconds of a forward pass."""
         return self.seconds if self.kind == "F" else 0.0
 
     @property
     def samples(self) -> int:
-        """That have got their gradient by this: all stages see the same ones, so they count at the first."""
+        """Samples whose gradient this completes; counted at the first stage, since all stages see the same ones."""
         return self.size if self.kind == "B" and self.stage == 0 else 0
 
     @property
     def minibatches(self) -> int:
-        """That the worker has made a gradient of."""
+        """Minibatches whose gradient this completes."""
         return int(self.kind == "B" and self.chunk == 0 and self.microbatch == 0)
 
 
 class Wait(_Event, frozen=True, gc=False):
-    """A worker idled until another one came: a bubble."""
+    """A worker waited for another one: a bubble."""
 
     seconds: float
     on: int
-    """For whom: the last one to come."""
+    """The worker that was waited for: the last one to arrive."""
 
 
 class Reduce(_Event, frozen=True, gc=False):
-    """A worker made its shard of the mean gradient, or gathered the others' shards."""
+    """A worker reduced its shard of the gradient, or gathered the others' shards."""
 
     seconds: float
     bytes: int
-    """Read from other workers' memory."""
+    """Bytes read from other workers' memory."""
 
 
 class Update(_Event, frozen=True, gc=False):
@@ -122,46 +122,46 @@ class Update(_Event, frozen=True, gc=False):
 
     seconds: float
     version: int
-    """The version that came of it."""
+    """The new version."""
     bytes: int = 0
-    """Read from other workers' memory."""
+    """Bytes read from other workers' memory."""
     workers: int = 1
-    """How many gradients are in the mean."""
+    """Gradients in the mean."""
     skipped: bool = False
-    """The gradients were not finite, so the parameters stayed as they were."""
+    """True if the gradients were not finite, so that the parameters stayed as they were."""
     pushes: list[int] = []
-    """A server's: the tickets of the gradients that it used."""
+    """The tickets of the gradients that a server used."""
     rate: float = 1.0
-    """What the learning rate was multiplied with, because the gradients were stale."""
+    """The factor on the learning rate for the staleness of the gradients."""
 
 
 class Push(_Event, frozen=True, gc=False):
-    """A worker's gradient came to the server, which decided what to do with it."""
+    """A worker's gradient arrived at the server, and the policy decided on it."""
 
     ticket: int
     version: int
-    """That it was computed on."""
+    """The version that it was computed on."""
     staleness: int
     samples: int
     leases: list[int]
     bytes: int
-    """That it took to push it; fewer than it has when it is compressed."""
+    """Bytes of the push, after compression."""
     saved: int
-    """How many more it would have taken without compression."""
+    """Bytes saved by compression."""
     outcome: str
     """`used` at once, `held` for a later update, `dropped`, or `skipped` because it was not finite."""
     reason: str
 
 
 class Send(_Event, frozen=True, gc=False):
-    """A worker's gradient was sent to other machines: from its first bytes until all had come."""
+    """A worker's gradient was sent to other machines: from its first bytes until all had arrived."""
 
     seconds: float
     bytes: int
 
 
 class Refused(_Event, frozen=True, gc=False):
-    """A machine's relay refused what came over the network, and changed nothing for it."""
+    """A machine's relay rejected input from the network, without any effect."""
 
     machine: int
     why: str
@@ -169,62 +169,62 @@ class Refused(_Event, frozen=True, gc=False):
 
 
 class Brought(_Event, frozen=True, gc=False):
-    """A worker's part of its replica's gradient is where the server will read it."""
+    """A worker's part of its replica's gradient is ready for the server to read."""
 
     replica: int
     push: int
-    """Which of the replica's pushes it is a part of, counted from 1."""
+    """The number of the replica's push that it is part of, from 1."""
     version: int
-    """That it was computed on."""
+    """The version that it was computed on."""
     parts: int
-    """Of the model's parameters, how many are this worker's."""
+    """Parameters of the model that are this worker's."""
     of: int
-    """How many there are."""
+    """All parameters of the model."""
 
 
 class Pull(_Event, frozen=True, gc=False):
-    """A worker pushed its gradient and got its next version, without having to wait for another worker."""
+    """A worker pushed its gradient and pulled its next version, without waiting for another worker."""
 
     seconds: float
     version: int
 
 
 class Cancel(_Event, frozen=True, gc=False):
-    """A worker left a step whose gradient could no longer be used."""
+    """A worker cancelled a step whose gradient could no longer be used."""
 
     seconds: float
-    """That it had spent on it."""
+    """Seconds spent on the step."""
     version: int
-    """That it computed on."""
+    """The version that it computed on."""
     leases: list[int]
 
 
 class LeaseGiven(_Event, frozen=True, gc=False, tag="lease"):
-    """A worker was given samples to train on."""
+    """A worker was leased samples to train on."""
 
     number: int
     loader: int
     epoch: int
     first: int
-    """Place of the first of them in the order of the epoch."""
+    """Index of the first sample in the order of the epoch."""
     samples: int
 
 
 class Return(_Event, frozen=True, gc=False):
-    """A worker's samples go to somebody else: it was cancelled, its gradient dropped, or it is gone."""
+    """A worker's samples go to another worker: it was cancelled, its gradient dropped, or it is gone."""
 
     leases: list[int]
     why: str
 
 
 class Seen(_Event, frozen=True, gc=False):
-    """A worker has used samples without a gradient: to evaluate, say."""
+    """A worker used samples without a gradient, such as for evaluation."""
 
     leases: list[int]
 
 
 class Epoch(_Event, frozen=True, gc=False):
-    """An epoch began, or was over for all."""
+    """An epoch began, or ended for all."""
 
     loader: int
     epoch: int
@@ -233,40 +233,40 @@ class Epoch(_Event, frozen=True, gc=False):
 
 
 class Balance(_Event, frozen=True, gc=False):
-    """The split of the global batch was changed, from a round on."""
+    """The split of the global batch changes from this round on."""
 
     round: int
     shares: list[int]
 
 
 class Switch(_Event, frozen=True, gc=False):
-    """A server that was to choose its policy itself has chosen."""
+    """The strategy `auto` has chosen a policy."""
 
     version: int
-    """The last one that was made under the policy before."""
+    """The last version under the previous policy."""
     strategy: str
     reason: str
 
 
 class Message(_Event, frozen=True, gc=False):
-    """A worker sent a part of a collective to another, or received one; recorded inside `collectives.observe()`."""
+    """A worker sent or received a message of a collective; recorded inside `collectives.observe()`."""
 
     seconds: float
-    """Of a receive, with the wait for it."""
+    """Seconds; of a receive, including the wait."""
     operation: str
     topology: str
     direction: str
-    """`send` or `receive`; `read` or `write` of the other's memory, where nothing is sent."""
+    """`send` or `receive`; in shared memory `read` or `write`."""
     peer: int
     bytes: int
 
 
 class Metric(_Event, frozen=True, gc=False):
-    """What the script reported with `team.report`."""
+    """Values that the script reported with `team.report`."""
 
     version: int
     values: dict[str, float | None]
-    """None where it was not finite, which JSON cannot say."""
+    """None for a value that is not finite, which JSON cannot express."""
 
 
 Event = (
@@ -300,12 +300,13 @@ _DECODER = msgspec.json.Decoder(Event)
 
 
 def decode(line: bytes) -> Event:
+    """The event of one line."""
     event: Event = _DECODER.decode(line)
     return event
 
 
 def read(path: Path) -> Iterator[Event]:
-    """The events of a file, in its order; a last line that was cut off by a kill is left out."""
+    """The events of a file, in order, without an incomplete last line."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""From the streams of a run to `events.jsonl` and `summary.json`."""
+"""Merges the streams of a run into `events.jsonl`, and summarises them in `summary.json`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ from paceline.events.schema import (
 
 
 class Staleness(msgspec.Struct, kw_only=True):
+    """The staleness of gradients, in updates."""
+
     mean: float = 0.0
     max: int = 0
     histogram: dict[int, int] = {}
-    """How many gradients were of each staleness."""
+    """Gradients by staleness."""
 
 
 class WorkerSummary(msgspec.Struct, kw_only=True):
-    """Where one worker's time went, in seconds, and what it did."""
+    """One worker's time by activity, in seconds, and its counts."""
 
     computing: float = 0.0
     loading: float = 0.0
@@ -54,41 +56,41 @@ class Bubble(msgspec.Struct, kw_only=True):
 
     measured: float
     formula: float | None
-    """What it is with stages that all take equally long, and messages that take no time; None where none is known."""
+    """For stages of equal length and messages that take no time; None if there is no formula."""
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """What `summary.json` says; scripts rely on these names."""
+    """The content of `summary.json`; scripts rely on these names."""
 
     strategy: str | None
-    """None if no worker got as far as joining."""
+    """None if no worker joined."""
     world_size: int
     seconds: float
-    """From the first event to the last."""
+    """Seconds from the first event to the last."""
     updates: int
     minibatches: int
     cancelled: int = 0
     dropped: int = 0
     seconds_per_update: float | None
-    """From the first update to the last, so that start-up is left out."""
+    """Mean seconds from the first update to the last, without start-up."""
     samples_per_second: float | None
-    """In the same span."""
+    """Mean in the same span."""
     staleness: Staleness
     last: dict[str, float | None]
     """The last value of each reported metric; None if it was not finite."""
     pushed_bytes: int = 0
-    """What the gradients took that were pushed to a server."""
+    """Bytes of gradients pushed to a server."""
     saved_bytes: int = 0
-    """What they would have taken more without compression."""
+    """Bytes saved by compression."""
     refused: dict[str, int] = {}
-    """How often what came over the network was refused, by why."""
+    """Rejected inputs from the network, by reason."""
     bubble: Bubble | None = None
-    """Of a pipeline."""
+    """None without a pipeline."""
     workers: dict[int, WorkerSummary]
 
 
 _server = WorkerSummary()
-"""Servers are not counted among the workers."""
+"""Takes the counts of servers, which are not summarised."""
 
 
 def _staleness(ages: Counter[int]) -> Staleness:
@@ -98,23 +100,23 @@ def _staleness(ages: Counter[int]) -> Staleness:
 
 
 def _remember(last: dict[str, tuple[int, float | None]], event: Metric) -> None:
-    """The lead's word counts; another's only where the lead says nothing."""
+    """Keeps the last value of each metric; the lead's replace those of others."""
     for name, value in event.values.items():
         if name not in last or event.rank <= last[name][0]:
             last[name] = (event.rank, value)
 
 
 class Summariser:
-    """Counts events, in any order."""
+    """Summarises events, in any order."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._workers = {rank: WorkerSummary() for rank in range(world_size)}
         self._updates: dict[int, float] = {}
         self._gradients: tuple[array[float], array[int]] = array("d"), array("q")
-        """When they were made, and of how many samples."""
+        """End time and samples of each gradient."""
         self._pushes: tuple[array[float], array[int]] = array("d"), array("q")
-        """The same of those that a server used."""
+        """The same for the gradients that a server used."""
         self._ages: Counter[int] = Counter()
         self._refused: Counter[str] = Counter()
         self._last: dict[str, tuple[int, float | None]] = {}
@@ -124,6 +126,7 @@ class Summariser:
         self._bubbles = Bubbles()
 
     def add(self, event: Event) -> None:
+        """Adds an event."""
         end = event.start + getattr(event, "seconds", 0.0)
         self._first, self._final = min(self._first, event.start), max(self._final, end)
         worker = self._workers.setdefault(event.rank, WorkerSummary()) if event.rank >= 0 else _server
@@ -173,6 +176,7 @@ class Summariser:
             self._pushes[1].append(push.samples)
 
     def result(self) -> Summary:
+        """The summary of the events so far."""
         times = sorted(self._updates.values())
         span = times[-1] - times[0] if len(times) > 1 else 0.0
         gradients = len(self._gradients[0])
@@ -203,6 +207,7 @@ class Summariser:
 
 
 def summarise(events: Iterable[Event], world_size: int) -> Summary:
+    """The summary of these events."""
     summary = Summariser(world_size)
     for event in events:
         summary.add(event)
@@ -210,10 +215,10 @@ def summarise(events: Iterable[Event], world_size: int) -> Summary:
 
 
 def merge(folder: Path, world_size: int) -> Summary:
-    """Merge a run's streams by time into `events.jsonl`, and write `summary.json`."""
+    """Merges a run's streams by time into `events.jsonl`, and writes `summary.json`."""
     streams = sorted((folder / "streams").glob("*.jsonl"))
     summariser = Summariser(world_size)
-    starts, places = array("d"), array("q")  # of each event, when, and in which file from where to where
+    starts, places = array("d"), array("q")  # start; file, first and last offset of each event
     for number, path in enumerate(streams):
         reader = Reader(path)
         for events in reader.all():
@@ -240,7 +245,7 @@ def merge(folder: Path, world_size: int) -> Summary:
 
 @contextlib.contextmanager
 def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
-    """The bytes of a file, without reading them all."""
+    """The bytes of a file, mapped into memory."""
     if not path.stat().st_size:
         yield b""
         return
