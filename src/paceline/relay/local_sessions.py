@@ -197,8 +197,7 @@ class LocalSessions:
             return
         message = _to_worker.decode(data)
         if isinstance(message, CancelStep):
-            self._context.flags.floors.stamp(who, time.perf_counter())
-            self._context.flags.floors.write(who, message.version & 0xFFFFFFFF)
+            self._context.flags.cancel(who, message.version, time.perf_counter())
         elif isinstance(message, RunFailed):
             self._send(session, message)
         else:

@@ -1,4 +1,4 @@
-"""The server's door: it stays open while a run goes on, for workers who join it and engines that want one to leave."""
+"""Admits workers that join a run which has begun, and takes an engine's requests that one leave."""
 
 from __future__ import annotations
 
@@ -28,112 +28,118 @@ from paceline.server.sessions import Session, Sessions, SessionState
 from paceline.transport.unix_connection import Closed, Listener, UnixConnection
 
 _PATIENCE = 5.0
-"""Seconds that the server waits for somebody to take what it is sent."""
-_WAITING = (SessionState.PUSHED, SessionState.ASKING, SessionState.ENTERING)
-"""In these states a worker hears what it is told at once."""
+"""Seconds that the server waits for a new worker to receive what it is sent."""
+_WAITING = (SessionState.PUSHED, SessionState.REQUESTING, SessionState.ENTERING)
+"""States in which a worker receives messages at once."""
 _CALLS = (PushGradient, StepCancelled, RequestLease, BeginEpoch)
-"""After these it does."""
+"""Messages after which a worker is in one of them."""
 
 
 class Admission:
-    """Hears strangers, and lets them in once they have been shown what they need."""
+    """Holds new workers until a present one has copied its model's buffers for them, then admits them."""
 
     def __init__(self, listener: Listener, spec: RunSpec, text: bytes, memory: RunMemory, sessions: Sessions) -> None:
+        """text: the spec, encoded."""
         self._listener, self._spec, self._text, self._memory = listener, spec, text, memory
         self._sessions = sessions
-        self._strangers: dict[int, UnixConnection[Any]] = {}
-        self._arriving: list[Session] = []
-        """Who has said hello, and waits until somebody shows what its model has besides parameters."""
+        self._unknown: dict[int, UnixConnection[Any]] = {}
+        """Connections whose first message has not arrived, by descriptor."""
+        self._pending: list[Session] = []
+        """Workers that wait for a copy of the model's buffers."""
         self._epoll: select.epoll | None = None
-        self.session: Callable[[Session], None] = lambda _session: None
-        """Gives a newcomer its place among the others."""
+        self.admit: Callable[[Session], None] = lambda _session: None
+        """Adds a new worker to the run."""
         self.dismiss: Callable[[int], None] = lambda _rank: None
-        """Lets a worker know that it shall leave."""
+        """Asks a worker to leave."""
 
     def open(self, epoll: select.epoll) -> None:
         self._epoll = epoll
         epoll.register(self._listener.descriptor, select.EPOLLIN)
 
     def close(self) -> None:
-        for connection in [*self._strangers.values(), *(session.connection for session in self._arriving)]:
+        for connection in [*self._unknown.values(), *(session.connection for session in self._pending)]:
             connection.close()
         self._listener.close()
 
-    def hear(self, descriptor: int) -> None:
-        """Something has happened at the door."""
+    def receive(self, descriptor: int) -> None:
+        """Accepts a connection, or takes the first message of one."""
         assert self._epoll is not None
         if descriptor == self._listener.descriptor:
             connection = self._listener.accept(FromWorker, 0)
             if connection is not None:
-                self._strangers[connection.descriptor] = connection
+                self._unknown[connection.descriptor] = connection
                 self._epoll.register(connection.descriptor, select.EPOLLIN)
             return
-        if descriptor not in self._strangers:
+        if descriptor not in self._unknown:
             return
-        connection = self._strangers.pop(descriptor)
+        connection = self._unknown.pop(descriptor)
         self._epoll.unregister(descriptor)
         try:
             message = connection.receive()
-        except Exception:  # it has gone, or speaks another language; that changes nothing here
+        except Exception:  # closed, or not a message of ours; neither concerns the run
             connection.close()
             return
         if isinstance(message, Dismiss):
             self.dismiss(message.rank)
             connection.close()
         elif isinstance(message, Hello):
-            self._greet(Session(message.rank, message.pid, connection, host=message.host, joined=True, fresh=True))
+            self._add(Session(message.rank, message.pid, connection, host=message.host, joined=True, fresh=True))
         else:
             connection.close()
 
-    def _greet(self, session: Session) -> None:
+    def _add(self, session: Session) -> None:
         rank, capacity = session.rank, self._spec.capacity
         if not 0 <= rank < capacity:
-            self._refuse(session, f"rank {rank} cannot join: this run has room for ranks 0 to {capacity - 1}")
-        elif rank in self._sessions or any(other.rank == rank for other in self._arriving):
-            self._refuse(session, f"rank {rank} cannot join: there is a rank {rank} already")
+            self._reject(session, f"rank {rank} cannot join: this run has room for ranks 0 to {capacity - 1}")
+        elif rank in self._sessions or any(other.rank == rank for other in self._pending):
+            self._reject(session, f"rank {rank} cannot join: there is a rank {rank} already")
         else:
-            self._arriving.append(session)
+            self._pending.append(session)
             waiting = next((other for other in self._sessions.values() if other.state in _WAITING), None)
             if waiting is not None or not self._spec.buffers or not self._sessions:
-                self._admit(waiting)
+                self._admit_pending(waiting)
 
-    def _refuse(self, session: Session, why: str) -> None:
+    def _reject(self, session: Session, why: str) -> None:
         with contextlib.suppress(Closed):
             session.connection.send(RunFailed("JoinError", why, [session.rank]))
         session.connection.close()
 
-    def passing(self, session: Session, message: Any) -> None:
-        """A worker has said something: if it waits for the answer, it may show its model to those who have come."""
-        if self._arriving and isinstance(message, _CALLS):
-            self._admit(session)
+    def before(self, session: Session, message: Any) -> None:
+        """Called before a worker's message is handled: if it waits for the reply, it can copy its buffers first."""
+        if self._pending and isinstance(message, _CALLS):
+            self._admit_pending(session)
 
-    def settle(self) -> None:
-        """If nobody is left who could show anything, the newest that is known has to do."""
-        if self._arriving and not self._sessions:
-            self._admit(None)
+    def admit_without_copy(self) -> None:
+        """If no worker is left that could copy its buffers, the last copy is used."""
+        if self._pending and not self._sessions:
+            self._admit_pending(None)
 
-    def _admit(self, shows: Session | None) -> None:
-        if shows is not None and self._spec.buffers and not self._show(shows):
+    def _admit_pending(self, source: Session | None) -> None:
+        if source is not None and self._spec.buffers and not self._copy_buffers(source):
             return
-        for session in self._arriving:
-            self.session(session)
-        self._arriving.clear()
+        for session in self._pending:
+            self.admit(session)
+        self._pending.clear()
 
-    def _show(self, session: Session) -> bool:
-        self._sessions.tell(session, CopyBuffers())
+    def _copy_buffers(self, session: Session) -> bool:
+        self._sessions.send(session, CopyBuffers())
         try:
             answer = session.connection.receive_within(self._spec.timeouts.barrier)
         except Closed:
-            return False  # its end will be heard, and another one asked
+            return False  # the coordinator notices that, and another worker is asked
         if answer is None:
-            raise TeamTimeout(f"rank {session.rank} did not show its model to one who joins", [session.rank])
+            raise TeamTimeout(
+                f"rank {session.rank} did not copy its model's buffers for a worker that joins", [session.rank]
+            )
         if not isinstance(answer, BuffersCopied):
-            raise Mismatch(f"rank {session.rank} sent a {type(answer).__name__} instead of its model", [session.rank])
+            raise Mismatch(
+                f"rank {session.rank} sent a {type(answer).__name__} instead of its model's buffers", [session.rank]
+            )
         return True
 
-    def hand_over(self, session: Session) -> None:
-        """Give a newcomer the plan and all memory."""
+    def send_run(self, session: Session) -> None:
+        """Sends a new worker the run's spec and memory."""
         session.connection.patience_to_send(_PATIENCE)
-        with contextlib.suppress(Closed):  # its end will be heard
+        with contextlib.suppress(Closed):  # the coordinator notices that
             session.connection.send(SessionOpened(session.version, session.buffer), self._memory.descriptors)
             send_parts(session.connection, self._text)

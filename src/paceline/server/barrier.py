@@ -1,4 +1,4 @@
-"""Barriers and exchanges of values among whoever takes part at the moment."""
+"""Barriers and exchanges of values between the workers that take part at the moment."""
 
 from __future__ import annotations
 
@@ -12,45 +12,43 @@ from paceline.transport.unix_connection import Closed
 
 
 class ServerBarrier:
-    """Of workers who may come and go; one who has joined takes part once it has trained on something."""
+    """A barrier of workers that join and leave; one that has joined takes part once it has trained."""
 
     def __init__(self, sessions: Sessions, patience: float) -> None:
         self._sessions, self._patience = sessions, patience
 
-    def come(self, session: Session, message: EnterBarrier) -> None:
+    def enter(self, session: Session, message: EnterBarrier) -> None:
         data = receive_parts(session.connection, self._patience)
         if data is None:
-            raise Mismatch(f"rank {session.rank} did not say what it brought", [session.rank])
+            raise Mismatch(f"rank {session.rank} entered a barrier without its payload", [session.rank])
         if session.fresh:
-            self._answer([session], {session.rank: data})  # the others were through here before it came
+            self._release([session], {session.rank: data})  # the others passed this barrier before it joined
             return
-        session.brought = (message.intent, data)
-        session.into(SessionState.MEETING)
-        self.settle()
+        session.payload = (message.kind, data)
+        session.enter(SessionState.BARRIER)
+        self.release_if_complete()
 
-    def settle(self) -> None:
-        """If all are here who take part, let them go."""
+    def release_if_complete(self) -> None:
         due = [self._sessions[rank] for rank in self._sessions.trained]
-        if not due or any(session.state is not SessionState.MEETING for session in due):
+        if not due or any(session.state is not SessionState.BARRIER for session in due):
             return
-        first = due[0]
-        assert first.brought is not None
-        for session in due:
-            assert session.brought is not None
-            if session.brought[0] != first.brought[0]:
+        payloads = {session.rank: session.payload for session in due if session.payload is not None}
+        first, (kind, _) = next(iter(payloads.items()))
+        for rank, (other, _) in payloads.items():
+            if other != kind:
                 raise Mismatch(
-                    f"rank {session.rank} is at {BarrierKind(session.brought[0]).spoken} while rank {first.rank} is at "
-                    f"{BarrierKind(first.brought[0]).spoken}: all workers must do the same",
-                    [session.rank],
+                    f"rank {rank} is at {BarrierKind(other).spoken} while rank {first} is at "
+                    f"{BarrierKind(kind).spoken}: all workers must do the same",
+                    [rank],
                 )
-        self._answer(due, {session.rank: session.brought[1] for session in due if session.brought is not None})
+        self._release(due, {rank: data for rank, (_, data) in payloads.items()})
 
-    def _answer(self, sessions: list[Session], brought: dict[int, bytes]) -> None:
-        text = msgspec.msgpack.encode(brought)
+    def _release(self, sessions: list[Session], payloads: dict[int, bytes]) -> None:
+        text = msgspec.msgpack.encode(payloads)
         for session in sessions:
-            session.brought = None
-            self._sessions.answer(session, BarrierDone())
+            session.payload = None
+            self._sessions.reply(session, BarrierDone())
             try:
                 send_parts(session.connection, text)
             except Closed:
-                continue  # its end will be heard
+                continue  # the coordinator notices that

@@ -1,4 +1,4 @@
-"""A worker's side of the conversation with the server."""
+"""A worker's session with the coordinator."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from paceline.server.messages import (
 from paceline.transport.unix_connection import Closed, UnixConnection, connect
 
 _MARGIN = 5.0
-"""Seconds by which a worker is more patient than the server, who knows better who is late."""
+"""Seconds by which a worker waits longer than the server, which can name the worker that is late."""
 _SOON = 2.0
-"""Seconds in which a server answers that was there before."""
+"""Seconds in which a running server accepts a connection."""
 _LINGER = 0.0005
-"""Seconds to look for an answer before sleeping until it comes."""
+"""Seconds to poll for a reply before sleeping until it comes."""
 _LOOK = 0.5
-"""Seconds between looks at whether the server lives, while a worker sleeps on purpose."""
+"""Seconds between checks whether the server is alive, during an injected delay."""
 
 
 class ServerClient:
-    """Asks, and waits for the answer."""
+    """Sends requests to the coordinator, and waits for their replies."""
 
     def __init__(self, address: str, rank: int, timeouts: Timeouts, *, late: bool = False) -> None:
-        """late: the server should have been there for long."""
+        """late: True if the server must be running already."""
         self._rank, self._timeouts = rank, timeouts
         try:
             self._connection: UnixConnection[Any] = connect(address, ToWorker, _SOON if late else timeouts.join)
@@ -56,25 +56,25 @@ class ServerClient:
             raise
         self._connection.patience(timeouts.barrier + _MARGIN)
         self.reduce: Callable[[ReduceShare], None] = lambda _message: None
-        """Sums this worker's part of its group's gradient, when it is asked to."""
+        """Sums this worker's part of its group's gradient, on request."""
         self.copy: Callable[[], None] = lambda: None
-        """Shows what this worker's model has besides trained parameters, when it is asked to."""
+        """Copies the model's buffers to shared memory, on request."""
         self._closed = False
 
-    def watch(self, words: SharedFlags) -> None:
-        """Here the server says what must overtake its messages."""
-        self._words, self._floors = words, words.floors
-        self._place = self._rank * words.floors.step
+    def attach(self, flags: SharedFlags) -> None:
+        """Takes the flags that reach a worker before messages do."""
+        self._flags, self._min_version = flags, flags.min_version
+        self._place = self._rank * flags.min_version.step
 
     @property
     def present(self) -> int:
-        """How many workers there are."""
-        return self._words.present
+        """Workers that are present."""
+        return self._flags.present
 
     @property
     def dismissed(self) -> bool:
-        """Whether this worker shall leave."""
-        return self._words.dismissed(self._rank)
+        """True if this worker is asked to leave."""
+        return self._flags.dismissed(self._rank)
 
     def join(self) -> tuple[SessionOpened, RunSpec, RunMemory]:
         """Joins a run that has begun."""
@@ -106,7 +106,7 @@ class ServerClient:
         send_parts(self._connection, msgspec.msgpack.encode(spec))
 
     def wait_until_ready(self, look: Callable[[], None] = lambda: None) -> None:
-        """look: called now and then; may raise what makes it vain to wait."""
+        """look: called now and then; may raise an error that ends the wait."""
         until = time.monotonic() + self._timeouts.join
         try:
             while (answer := self._connection.receive_within(min(_LOOK, self._timeouts.join))) is None:
@@ -120,32 +120,32 @@ class ServerClient:
         if not isinstance(answer, Ready):
             raise JoinError(f"the server was not ready within {self._timeouts.join:g} s")
 
-    def tell(self, message: msgspec.Struct) -> None:
-        """Say something that needs no answer."""
+    def send(self, message: msgspec.Struct) -> None:
+        """Sends a message that has no reply."""
         try:
             self._connection.send(message)
         except Closed:
             raise self._lost() from None
 
     def call(self, message: msgspec.Struct) -> Any:
-        """Say something, and wait for the answer."""
+        """Sends a request, and waits for its reply."""
         try:
             self._connection.send(message)
-            return self._answer()
+            return self._receive_reply()
         except Closed:
             raise self._lost() from None
 
     def call_in_parts(self, data: bytes) -> Any:
-        """Say something that may be longer than a message, and wait for the answer."""
+        """Sends a request that may be longer than a message, and waits for its reply."""
         try:
             send_parts(self._connection, data)
-            return self._answer()
+            return self._receive_reply()
         except Closed:
             raise self._lost() from None
 
-    def meet(self, intent: int, data: bytes) -> dict[int, bytes]:
-        """Bring something, and wait for what all others bring; by rank."""
-        self.tell(EnterBarrier(intent))
+    def exchange(self, kind: int, data: bytes) -> dict[int, bytes]:
+        """Enters a barrier with a payload; returns all workers' payloads, by rank."""
+        self.send(EnterBarrier(kind))
         self.call_in_parts(data)
         try:
             text = receive_parts(self._connection, self._timeouts.barrier)
@@ -153,7 +153,7 @@ class ServerClient:
             raise self._lost() from None
         return msgspec.msgpack.decode(text or b"", type=dict[int, bytes])
 
-    def _answer(self) -> Any:
+    def _receive_reply(self) -> Any:
         while True:
             self._connection.linger(_LINGER)
             try:
@@ -173,7 +173,7 @@ class ServerClient:
                 return answer
 
     def _lost(self) -> TeamError:
-        # It may have said why before it ended.
+        # It may have sent the reason before it ended.
         try:
             while (answer := self._connection.receive_within(0)) is not None:
                 if isinstance(answer, RunFailed):
@@ -183,25 +183,25 @@ class ServerClient:
         return ServerLost("the server, which holds the parameters, died")
 
     def cancelled(self, version: int) -> bool:
-        """Whether a gradient of this version can no longer be used."""
-        return bool(self._floors.values[self._place] > version)
+        """True if a gradient of this version can no longer be used."""
+        return bool(self._min_version.values[self._place] > version)
 
     def cancelled_at(self) -> float:
         """When this worker was last cancelled, by the clock that all processes of a machine share."""
-        return self._floors.stamped(self._rank)
+        return self._min_version.stamped(self._rank)
 
     def sleep(self, seconds: float, version: int | None) -> bool:
-        """Sleep so long, or until a gradient of this version can no longer be used; whether that was so."""
+        """Sleeps, or until a gradient of this version can no longer be used; True if that was so."""
         until = time.perf_counter() + seconds
-        words, place = self._floors, self._place
+        flags, place = self._min_version, self._place
         while (left := until - time.perf_counter()) > 0:
-            seen = words.values[place]
+            seen = flags.values[place]
             if version is not None and seen > version:
                 return True
-            words.sleep(self._rank, seen, min(left, _LOOK))
+            flags.sleep(self._rank, seen, min(left, _LOOK))
             if left > _LOOK and not self._connection.open:
                 raise self._lost()
-        return version is not None and bool(words.values[place] > version)
+        return version is not None and bool(flags.values[place] > version)
 
     def close(self) -> None:
         if not self._closed:

@@ -1,4 +1,4 @@
-"""Words of shared memory in which the server says what must overtake its messages."""
+"""Flags in shared memory that reach a worker before the server's messages do."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from paceline.transport.futex import FutexArray
 
 
 class SharedFlags:
-    """For each worker the oldest version whose gradients can still be used, and whether it shall leave; for all, how
-    many there are."""
+    """Each worker's oldest usable version and its dismissal, and the number of workers present."""
 
     def __init__(self, memory: Memory, capacity: int) -> None:
         size = FutexArray.STRIDE * capacity
-        self.floors = FutexArray(memory.bytes(0, size), capacity)
-        self._leaving = FutexArray(memory.bytes(size, size), capacity)
+        self.min_version = FutexArray(memory.bytes(0, size), capacity)
+        """Per worker, the oldest version whose gradients can still be used."""
+        self._dismissed = FutexArray(memory.bytes(size, size), capacity)
         self._present = FutexArray(memory.bytes(2 * size, FutexArray.STRIDE), 1)
 
     @staticmethod
@@ -22,20 +22,26 @@ class SharedFlags:
 
     @property
     def present(self) -> int:
+        """Workers that are present."""
         return int(self._present.values[0])
 
     @present.setter
     def present(self, count: int) -> None:
         self._present.values[0] = count
 
-    def dismiss(self, rank: int) -> None:
-        """It shall leave, or as soon as it has come."""
-        if 0 <= rank < len(self._leaving.values) // self._leaving.step:
-            self._leaving.values[rank * self._leaving.step] = 1
+    def cancel(self, rank: int, version: int, now: float) -> None:
+        """Cancels a worker's step if it computes on a version older than this one."""
+        self.min_version.stamp(rank, now)
+        self.min_version.write(rank, version & 0xFFFFFFFF)
 
-    def stay(self, rank: int) -> None:
-        """Whoever has this rank next need not leave."""
-        self._leaving.values[rank * self._leaving.step] = 0
+    def dismiss(self, rank: int) -> None:
+        """Asks a worker to leave; one that is not there yet, as soon as it has joined."""
+        if 0 <= rank < len(self._dismissed.values) // self._dismissed.step:
+            self._dismissed.values[rank * self._dismissed.step] = 1
+
+    def clear_dismissal(self, rank: int) -> None:
+        """Lets the next worker of this rank stay."""
+        self._dismissed.values[rank * self._dismissed.step] = 0
 
     def dismissed(self, rank: int) -> bool:
-        return bool(self._leaving.values[rank * self._leaving.step])
+        return bool(self._dismissed.values[rank * self._dismissed.step])

@@ -1,4 +1,4 @@
-"""A server as a process of its own: started with the address, the number of the server and the seconds to wait."""
+"""Main module of a server process: takes the address, the server's number, seconds to wait, and import paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main() -> None:
     torch.set_num_threads(1)
     import_compiler_late()
     keep_freed_memory()
-    gc.freeze()  # what was imported is never garbage, and no collection need look at it
+    gc.freeze()  # imported objects never become garbage, so collections can skip them
     serve(address, index, patience, lambda message: print(f"paceline: {message}", file=sys.stderr, flush=True))
 
 

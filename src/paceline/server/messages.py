@@ -1,4 +1,4 @@
-"""What workers, the server and its shards say to each other. Gradients and parameters never travel here."""
+"""Messages between workers, the coordinator and the shards. Gradients and parameters are in shared memory."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class Hello(_Message, frozen=True, gc=False):
 
 
 class SessionOpened(_Message, frozen=True, gc=False):
-    """To one who joins: begin with this version. All memory comes with this message, and the plan follows in parts."""
+    """Admits a worker to a run that has begun. The memory comes with this message, the `RunSpec` follows in parts."""
 
     version: int
     buffer: int
 
 
 class ShardHello(_Message, frozen=True, gc=False):
-    """A process that holds a further shard has come."""
+    """Opens the connection of a server other than the first."""
 
     index: int
     pid: int
 
 
 class MessagePart(_Message, frozen=True, gc=False):
-    """A part of something that is longer than a message."""
+    """One part of a text that is longer than a message."""
 
     data: bytes
     more: bool
@@ -60,13 +60,13 @@ _PIECE = 1 << 16
 
 
 def send_parts(connection: UnixConnection[Any], data: bytes) -> None:
-    """Send something that may be longer than a message."""
+    """Sends a text that may be longer than a message."""
     for start in range(0, max(1, len(data)), _PIECE):
         connection.send(MessagePart(data[start : start + _PIECE], start + _PIECE < len(data)))
 
 
 def receive_parts(connection: UnixConnection[Any], seconds: float) -> bytes | None:
-    """What was sent so; None if something else came, or nothing in time."""
+    """Receives such a text; None if another message came, or none in time."""
     data = bytearray()
     while isinstance(part := connection.receive_within(seconds), MessagePart):
         data += part.data
@@ -76,60 +76,61 @@ def receive_parts(connection: UnixConnection[Any], seconds: float) -> bytes | No
 
 
 class Ready(_Message, frozen=True, gc=False):
-    """All are here: the training can begin, on version 0 in buffer 0."""
+    """The run begins, with version 0 in buffer 0."""
 
 
 # -- from workers ----------------------------------------------------------------------------------------------------
 
 
 class GradientReady(_Message, frozen=True, gc=False):
-    """My backward pass has made the gradients of these parameters. To the relay only; needs no answer."""
+    """The backward pass has computed the gradients of these parameters. Only a relay needs to know; no reply."""
 
     parameters: list[int]
 
 
 class PushGradient(_Message, frozen=True, gc=False):
-    """My gradient lies in my buffer."""
+    """A worker's gradient is in its buffer."""
 
     version: int
     samples: int
     leases: list[int]
     hyperparameters: int
-    """The number of their state."""
+    """The number of their state in the worker table."""
     complete: bool
-    """Whether every parameter has a gradient; if not, the table says which have."""
+    """True if every parameter has a gradient; if not, the worker table says which have."""
     factor: float = 1.0
-    """To multiply it with."""
+    """To multiply the gradient by, which undoes the scale of the loss."""
     bytes: int = 0
+    """Of the gradient as it was written."""
     loss: float | None = None
     clip: tuple[float, float] | None = None
-    """The limit, and which norm."""
+    """The limit, and the order of the norm."""
     skip: bool = False
-    """It is not finite, and must not be used."""
-    want: int | None = None
-    """The loader of which the next samples are wanted, too."""
+    """True if the gradient is not finite and must not be used."""
+    next_loader: int | None = None
+    """The loader from which the next lease is requested with the push."""
 
 
 class StepCancelled(_Message, frozen=True, gc=False):
-    """I have left a step, as I was told."""
+    """A worker has left a step that was cancelled."""
 
     leases: list[int]
-    want: int | None = None
+    next_loader: int | None = None
 
 
 class BeginEpoch(_Message, frozen=True, gc=False):
-    """I begin an epoch."""
+    """A worker begins an epoch."""
 
     loader: int
     epoch: int
-    renew: bool
-    """I can take a new version: I am not in the middle of a gradient."""
+    pull: bool
+    """True if the worker can pull a new version: it is not in the middle of a gradient."""
     training: bool = True
-    """I will train on it, and not only evaluate."""
+    """False if the worker only evaluates."""
 
 
 class EpochOrder(_Message, frozen=True, gc=False):
-    """The order of the epoch follows in parts, as I was told to draw it."""
+    """The order of an epoch, as the server requested it, follows in parts."""
 
     loader: int
     epoch: int
@@ -137,61 +138,64 @@ class EpochOrder(_Message, frozen=True, gc=False):
     """Of the minibatches, in turns; none if the order is one of whole batches."""
     drop_last: bool
     training: bool
-    """Not only evaluating."""
+    """False if the worker only evaluates."""
 
 
 class RequestLease(_Message, frozen=True, gc=False):
-    """I need samples; or I could fetch some ahead."""
+    """A worker needs samples, or can prefetch some."""
 
     loader: int
     epoch: int
     ahead: bool
-    renew: bool
-    """I begin a new gradient, so I can take a new version; if not, what I hold will be part of a later gradient."""
+    """True to prefetch."""
+    pull: bool
+    """True if the worker begins a new gradient, and so can pull a new version."""
 
 
 class LeaseDone(_Message, frozen=True, gc=False):
-    """I have used these without a gradient. Needs no answer."""
+    """A worker has used these leases without a gradient. No reply."""
 
     leases: list[int]
 
 
 class EnterBarrier(_Message, frozen=True, gc=False):
-    """I bring something that all shall know, in parts; what for is the number of an intent."""
+    """A worker enters a barrier; its payload follows in parts."""
 
-    intent: int
+    kind: int
+    """Number of the `BarrierKind`."""
 
 
 class BuffersCopied(_Message, frozen=True, gc=False):
-    """I have done as you said."""
+    """A worker has copied its model's buffers, as requested."""
 
 
 class LeaveEpoch(_Message, frozen=True, gc=False):
-    """I leave this epoch before its end. Needs no answer."""
+    """A worker leaves an epoch before its end. No reply."""
 
     loader: int
     epoch: int
 
 
 class Freeze(_Message, frozen=True, gc=False):
-    """Change nothing until I say so."""
+    """Stops all updates until `Thaw`."""
 
-    renew: bool = True
-    """I go on with the newest version then; if not, I only look at it."""
+    pull: bool = True
+    """True if the worker goes on with the newest version; if not, it only reads it."""
 
 
 class Thaw(_Message, frozen=True, gc=False):
-    """Go on; `reload` if the parameters and the state of the optimizer are others now. Needs no answer."""
+    """Ends a `Freeze`. No reply."""
 
     reload: bool
+    """True if the worker has changed the parameters and the optimizer's state."""
 
 
 class ShareReduced(_Message, frozen=True, gc=False):
-    """I have summed my part of the group's gradient."""
+    """A worker has summed its part of its group's gradient."""
 
 
 class LeaveTeam(_Message, frozen=True, gc=False):
-    """I leave the team. Needs no answer."""
+    """A worker leaves the team. No reply."""
 
 
 class MachineLost(_Message, frozen=True, gc=False):
@@ -204,29 +208,29 @@ class MachineLost(_Message, frozen=True, gc=False):
 
 
 class Proceed(_Message, frozen=True, gc=False):
-    """Go on, with this version."""
+    """A worker goes on, with this version."""
 
     version: int
     buffer: int
     outcome: str = ""
     """Of a push: `used`, `held` or `dropped`."""
-    on: int = -1
-    """Whose push it was that let this worker go on, if it had to wait for another's."""
+    waited_for: int = -1
+    """The rank whose push ended the wait of this worker; -1 if it did not wait for another."""
     lease: Lease | None = None
 
 
 class CancelStep(_Message, frozen=True, gc=False):
-    """To a relay: what its worker computes can no longer be used, if it is older than this version."""
+    """To a relay: cancels its worker's step if that computes on a version older than this one."""
 
     version: int
 
 
 class DrawOrder(_Message, frozen=True, gc=False):
-    """Let your sampler draw the order of the epoch, and tell me."""
+    """The worker shall draw the order of the epoch, and send it."""
 
 
 class LeaseGranted(_Message, frozen=True, gc=False):
-    """Samples for you; none for now, if you wanted to fetch ahead."""
+    """A lease; None if there is nothing to prefetch now."""
 
     lease: Lease | None
     version: int
@@ -234,22 +238,22 @@ class LeaseGranted(_Message, frozen=True, gc=False):
 
 
 class EpochOver(_Message, frozen=True, gc=False):
-    """The epoch is over for all."""
+    """The epoch is over for all workers."""
 
     version: int
     buffer: int
 
 
 class CopyBuffers(_Message, frozen=True, gc=False):
-    """Somebody joins: write what your model has besides trained parameters where it can read them."""
+    """The worker shall copy its model's buffers to shared memory, for one that joins."""
 
 
 class BarrierDone(_Message, frozen=True, gc=False):
-    """What all have brought follows in parts, by rank."""
+    """All have entered the barrier; their payloads follow in parts, by rank."""
 
 
 class ReduceShare(_Message, frozen=True, gc=False):
-    """Sum your part of the gradients of your group."""
+    """The worker shall sum its part of its group's gradients."""
 
     ranks: list[int]
     weights: list[float]
@@ -257,14 +261,17 @@ class ReduceShare(_Message, frozen=True, gc=False):
 
 
 class Frozen(_Message, frozen=True, gc=False):
+    """Updates have stopped at this version."""
+
     version: int
     buffer: int
 
 
 class RunFailed(_Message, frozen=True, gc=False):
-    """The run can not go on."""
+    """The run has failed."""
 
     kind: str
+    """Name of a class in `paceline.errors`."""
     message: str
     ranks: list[int]
 
@@ -276,18 +283,18 @@ class GradientRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A gradient, as an update uses it."""
 
     buffer: int
-    """Of which worker, or after those of which group."""
+    """Number of the worker's buffer, or after those, of the group's."""
     weight: float
     base: int = -1
-    """The buffer with the version that it was computed on, where a correction needs it."""
+    """The buffer of the version that it was computed on, where a correction needs it."""
     used: bytes | None = None
-    """Per parameter, whether it has a gradient; None if all have."""
+    """Per parameter, 1 if it has a gradient; None if all have."""
     factor: float = 1.0
-    """Of the weight, what undoes the scale of the loss."""
+    """The part of the weight that undoes the scale of the loss."""
 
 
 class ApplyUpdate(_Message, frozen=True, gc=False):
-    """Write the next version of the shard. With a norm, only sum up the gradients, and answer with their norm."""
+    """Writes the next version of a shard. With a norm, only sums the gradients, and replies with its norm."""
 
     sources: list[GradientRef]
     old: int
@@ -299,24 +306,26 @@ class ApplyUpdate(_Message, frozen=True, gc=False):
 
 
 class AddGradient(_Message, frozen=True, gc=False):
-    """Add a gradient to what the next update will use."""
+    """Adds a gradient to the sum that the next update uses."""
 
     source: GradientRef
     old: int
 
 
 class MeasureDistance(_Message, frozen=True, gc=False):
-    """How far are these versions apart, squared?"""
+    """Asks for the squared distance of two versions."""
 
     first: int
     second: int
 
 
 class ReloadState(_Message, frozen=True, gc=False):
-    """The optimizer's state was changed."""
+    """The optimizer's state was changed in shared memory."""
 
 
 class ShardAnswer(_Message, frozen=True, gc=False):
+    """A shard's reply to any of these."""
+
     value: float = 0.0
 
 

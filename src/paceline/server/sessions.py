@@ -1,4 +1,4 @@
-"""Where the workers sit at a server, and which version each of them holds."""
+"""Workers' sessions with the coordinator, and the version that each of them holds."""
 
 from __future__ import annotations
 
@@ -15,64 +15,65 @@ from paceline.transport.unix_connection import Closed, UnixConnection
 
 
 class SessionState(Enum):
-    """What a worker does, as far as the server knows."""
+    """A worker's state, as far as the server knows; the value completes "waits at" in messages."""
 
     COMPUTING = "computing"
     PUSHED = "an update"
-    ASKING = "the end of an epoch"
+    REQUESTING = "the end of an epoch"
     ENTERING = "the start of an epoch"
     DRAWING = "drawing the order of an epoch"
-    MEETING = "a barrier or an exchange of values"
+    BARRIER = "a barrier or an exchange of values"
 
 
 @dataclasses.dataclass(slots=True)
 class Session:
-    """One worker."""
+    """One worker's connection, and the state of its last request."""
 
     rank: int
     pid: int
     connection: UnixConnection[Any]
     host: str = ""
-    """The address of its machine, if it is on another one."""
+    """The address of its machine, if that is not the coordinator's."""
     version: int = 0
     buffer: int = 0
+    """The buffer of the version that it holds."""
     state: SessionState = SessionState.COMPUTING
     since: float = 0.0
-    """When it got into this state."""
+    """When it entered this state, by the monotonic clock."""
     request: PushGradient | StepCancelled | RequestLease | BeginEpoch | None = None
-    """What it waits for an answer to."""
+    """The request that it waits for a reply to."""
     outcome: str = ""
     """Of its last push."""
     joined: bool = False
-    """It has come while the run went on."""
+    """True if it joined after the run began."""
     fresh: bool = False
-    """It has, and has not trained on anything yet: nobody waits for it."""
-    brought: tuple[int, bytes] | None = None
-    """What it came to meet the others for, and with."""
+    """True if it joined and has not trained yet: no other worker waits for it."""
+    payload: tuple[int, bytes] | None = None
+    """At a barrier: the barrier's kind and this worker's payload."""
 
-    def into(self, state: SessionState) -> None:
+    def enter(self, state: SessionState) -> None:
         self.state, self.since = state, time.monotonic()
 
 
 class VersionPool:
-    """The buffers of versions: which are held, by how many, and which is free."""
+    """The buffers of versions, with the number of workers that hold each."""
 
     def __init__(self, buffers: int) -> None:
         self._holders = [0] * buffers
         self._free = list(range(buffers - 1, 0, -1))
-        """Those that nobody holds, and that are not the newest version."""
+        """Buffers that no worker holds, except the newest version's."""
         self._newest = 0
         self.version = 0
         """Of the newest."""
         self.most = 1
-        """How many buffers were ever in use at once."""
+        """Most buffers that were in use at once."""
 
     @property
     def newest(self) -> int:
         return self._newest
 
     def publish(self, buffer: int, version: int) -> None:
-        """This is the newest version now."""
+        """Makes a buffer the newest version."""
         self.version = version
         before, self._newest = self._newest, buffer
         if before != buffer and not self._holders[before]:
@@ -87,7 +88,7 @@ class VersionPool:
             self._free.append(buffer)
 
     def take(self) -> int:
-        """A buffer that nobody holds, and that is not the newest version: for the next one."""
+        """A free buffer for the next version."""
         if not self._free:  # one more exists than can be held at once
             raise RuntimeError("all buffers of versions are held")
         buffer = self._free.pop()
@@ -96,57 +97,58 @@ class VersionPool:
 
 
 class Sessions(dict[int, Session]):
-    """All workers who are here, by rank, and the versions that they hold."""
+    """The sessions of all present workers, by rank, and the versions that they hold."""
 
-    def __init__(self, sessions: dict[int, Session], capacity: int, replica: int = 1) -> None:
-        """replica: processes that are one worker here."""
+    def __init__(self, sessions: dict[int, Session], buffers: int, replica: int = 1) -> None:
+        """replica: processes of one replica, which is one worker here."""
         super().__init__(sessions)
         self._replica = replica
-        self.pool = VersionPool(capacity + 2)
+        self.pool = VersionPool(buffers)
         for session in sessions.values():
             self.pool.hold(session.buffer)
-            session.into(SessionState.COMPUTING)
+            session.enter(SessionState.COMPUTING)
 
     def add(self, session: Session) -> None:
-        """A worker has come; it begins with the newest version."""
+        """Adds a worker, which starts with the newest version."""
         session.buffer, session.version = self.pool.newest, self.pool.version
         self.pool.hold(session.buffer)
-        session.into(SessionState.COMPUTING)
+        session.enter(SessionState.COMPUTING)
         self[session.rank] = session
 
     @property
     def trained(self) -> list[int]:
-        """Who has trained on something, or began with the run: whom others may wait for."""
+        """Ranks that others may wait for: all but those that joined and have not trained yet."""
         return [rank for rank, session in self.items() if not session.fresh]
 
-    def named(self, ranks: list[int]) -> str:
-        """How messages speak of these workers."""
+    def names_and_hosts(self, ranks: list[int]) -> str:
+        """These workers, for a message, with the other machines that they are on."""
         hosts = sorted({self[rank].host for rank in ranks if rank in self and self[rank].host})
-        return f"{self.called(ranks)} on {' and '.join(hosts)}" if hosts else self.called(ranks)
+        return f"{self.names(ranks)} on {' and '.join(hosts)}" if hosts else self.names(ranks)
 
-    def called(self, ranks: list[int]) -> str:
+    def names(self, ranks: list[int]) -> str:
+        """These workers, for a message."""
         if self._replica == 1:
             return names(ranks)
         return " and ".join(f"the replica of {names(self.processes([rank]))}" for rank in ranks)
 
     def processes(self, ranks: list[int]) -> list[int]:
-        """The ranks in the team of those whom the server has as these."""
+        """Ranks in the team of the processes of these workers."""
         return [rank * self._replica + place for rank in ranks for place in range(self._replica)]
 
-    def tell(self, session: Session, message: msgspec.Struct) -> None:
+    def send(self, session: Session, message: msgspec.Struct) -> None:
         try:
             session.connection.send(message)
         except Closed:
-            return  # its end will be heard
+            return  # the coordinator notices that when it next receives
 
-    def renew(self, session: Session) -> None:
-        """It takes the newest version, and lets go of the one that it has."""
+    def pull(self, session: Session) -> None:
+        """Moves a worker from the version that it holds to the newest."""
         self.pool.release(session.buffer)
         session.buffer, session.version = self.pool.newest, self.pool.version
         self.pool.hold(session.buffer)
 
-    def answer(self, session: Session, message: msgspec.Struct) -> None:
-        """Let a worker go on that has waited for this."""
-        session.into(SessionState.COMPUTING)
+    def reply(self, session: Session, message: msgspec.Struct) -> None:
+        """Answers the request that a worker waits for."""
+        session.enter(SessionState.COMPUTING)
         session.request = None
-        self.tell(session, message)
+        self.send(session, message)

@@ -1,4 +1,4 @@
-"""One shard of the parameters: the gradients, the optimizer and the versions of one server."""
+"""One shard of the parameters: its gradients, optimizer and versions."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ class Shard:
             self._codec = codec(layout, memory.gradients, spec.capacity)
         # Memory is taken when it is first written, so only this shard's part of it ever is.
         self._sum = [torch.empty(flat.count, dtype=flat.dtype) for flat in layout.flats]
-        """What has been summed before an update, as one more source after all others."""
+        """The gradients summed before an update, as one more source after all others."""
         self.collected = len(sources) if sources else spec.gradients
-        self._holds = False
+        self._has_sum = False
         corrections = Corrections(map(parse_correction, spec.corrections))
         self._compensate = corrections.compensator([(flat.count, flat.dtype) for flat in layout.flats])
         self._bases: dict[int, tuple[int, float]] = {}
-        """By source, the buffer with the version that it was computed on, and what undoes the scale of its loss."""
+        """By source, the buffer of the version that it was computed on, and the factor that undoes its loss scale."""
         self._newest = 0
         everything = Gradients(layout, [*sources, self._sum] if sources else [self._sum], 0)
         self._optimizer = kind(optimizer, layout, self._versions, everything, index, len(spec.servers))
@@ -125,12 +125,12 @@ class Shard:
         self._ranges = [flat.shards[index] for flat in layout.flats]
         self._everything = bytes([1]) * len(layout.slots)
         self._used_sum: bytes | None = None
-        """Of which parameters the collected sum has gradients; None for all."""
+        """Per parameter, 1 if the collected sum has a gradient of it; None if of all."""
 
-    # -- what the server asks for ------------------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------------------------
 
     def add(self, message: AddGradient) -> None:
-        """Take a gradient in, so that its worker can use its buffer again."""
+        """Adds a gradient to the sum, so that its worker can use its buffer again."""
         source = message.source
         self._newest = message.old
         self._bases = {source.buffer: (source.base, source.factor)}
@@ -139,37 +139,37 @@ class Shard:
             for begin in range(start, stop, self._step(flat)):
                 end = min(begin + self._step(flat), stop)
                 total = self._sum[flat][begin:end]
-                if used is None and not (self._holds and self._used_sum is not None):
+                if used is None and not (self._has_sum and self._used_sum is not None):
                     part = self._dense(source.buffer, flat, begin, end)
-                    if self._holds:
+                    if self._has_sum:
                         total.add_(part, alpha=source.weight)
                     else:
                         torch.mul(part, source.weight, out=total)
                 else:
                     self._add_used(total, flat, begin, end, source)
         before = self._used_sum if self._used_sum is not None else self._everything
-        if not self._holds:
+        if not self._has_sum:
             self._used_sum = used
         elif used is None or self._used_sum is None:
             self._used_sum = None
         else:
             self._used_sum = bytes(a | b for a, b in zip(before, used, strict=True))
-        self._holds = True
+        self._has_sum = True
 
     def _add_used(self, total: torch.Tensor, flat: int, begin: int, end: int, source: GradientRef) -> None:
-        """As `add`, parameter by parameter; what nobody has used so far is nought."""
+        """As `add`, parameter by parameter; a parameter without a gradient so far is zero."""
         for slot in self._layout.flats[flat].slots:
             first, last = max(begin, slot.offset), min(end, slot.offset + slot.count)
             if first >= last:
                 continue
             place = total[first - begin : last - begin]
-            if not self._holds or (self._used_sum is not None and not self._used_sum[slot.index]):
+            if not self._has_sum or (self._used_sum is not None and not self._used_sum[slot.index]):
                 place.zero_()
             if source.used is None or source.used[slot.index]:
                 place.add_(self._dense(source.buffer, flat, first, last), alpha=source.weight)
 
     def apply(self, message: ApplyUpdate) -> float:
-        """Write the next version, or only make the mean gradient and tell its norm."""
+        """Writes the next version, or only makes the mean gradient and returns its norm."""
         if message.groups is not None:
             self._optimizer.set_hyperparameters([_tuples(group) for group in message.groups])
         if self._compensate is not None:
@@ -180,12 +180,12 @@ class Shard:
         if message.norm is not None:
             return self._collect(message, weights, used)
         self._optimizer.update(weights, used, message.scale, (message.old, message.new))
-        if self._holds and any(source.buffer == self.collected for source in message.sources):
-            self._holds, self._used_sum = False, None
+        if self._has_sum and any(source.buffer == self.collected for source in message.sources):
+            self._has_sum, self._used_sum = False, None
         return 0.0
 
     def distance(self, message: MeasureDistance) -> float:
-        """The squared distance of two versions, as far as this shard knows them."""
+        """The squared distance of two versions in this shard."""
         first, second = self._versions.buffers[message.first], self._versions.buffers[message.second]
         total = 0.0
         for flat, (start, stop) in enumerate(self._ranges):
@@ -198,13 +198,13 @@ class Shard:
     def reload(self) -> None:
         self._optimizer.adopt_state()
 
-    # -- how ---------------------------------------------------------------------------------------------------------
+    # -- implementation ----------------------------------------------------------------------------------------------
 
     def _step(self, flat: int) -> int:
         return max(1, CHUNK // self._layout.flats[flat].dtype.itemsize)
 
     def _used(self, sources: list[GradientRef]) -> list[bytes] | None:
-        """Per source, which parameters have a gradient; None if all have, everywhere."""
+        """Per source and parameter, 1 if it has a gradient; None if all have, everywhere."""
         if self._used_sum is None and all(source.used is None for source in sources):
             return None
         known = {source.buffer: source.used for source in sources}
@@ -218,7 +218,7 @@ class Shard:
         return flags
 
     def _collect(self, message: ApplyUpdate, weights: Weights, used: list[bytes] | None) -> float:
-        """Make the mean gradient of this shard, and raise its norm to that power so that shards can be added."""
+        """Makes the mean gradient of this shard; returns its norm to the power of its order, which shards can add."""
         norm = message.norm or 2.0
         parts: list[float] = [0.0]
         for flat, (start, stop) in enumerate(self._ranges):
@@ -237,11 +237,11 @@ class Shard:
         if used is not None:
             taking_part = [used[buffer] for buffer, _ in weights]
             anywhere = bytes(any(flags) for flags in zip(*taking_part, strict=True))
-        self._holds, self._used_sum = True, anywhere
+        self._has_sum, self._used_sum = True, anywhere
         return together(parts, norm)
 
     def _dense(self, buffer: int, flat: int, start: int, stop: int) -> torch.Tensor:
-        """A gradient as it is used: whole, and corrected."""
+        """A gradient as it is used: decompressed and corrected."""
         if buffer == self.collected:
             return self._sum[flat][start:stop]
         if self._codec is not None:

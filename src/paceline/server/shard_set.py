@@ -1,4 +1,4 @@
-"""All shards of a run, seen from the first server: its own, and those of further servers."""
+"""The shards of all servers, as the first server calls them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from paceline.server.messages import (
     AddGradient,
     ApplyUpdate,
     MeasureDistance,
-    Ready,
     ReloadState,
     RunFailed,
     ShardAnswer,
@@ -20,19 +19,19 @@ from paceline.transport.unix_connection import Closed, UnixConnection
 
 
 class ShardSet:
-    """Does the same on every shard at once."""
+    """Runs one operation on all shards at once."""
 
     def __init__(self, own: Shard, others: dict[int, UnixConnection[Any]], patience: float) -> None:
         self._own, self._others, self._patience = own, others, patience
 
     @property
     def size(self) -> int:
-        """Bytes of a gradient as it is."""
+        """Bytes of an uncompressed gradient."""
         return self._own.size
 
     @property
     def collected(self) -> int:
-        """The source that stands for what was added."""
+        """Number of the buffer that stands for the sum of the added gradients."""
         return self._own.collected
 
     def add(self, message: AddGradient) -> None:
@@ -49,12 +48,8 @@ class ShardSet:
     def reload(self) -> None:
         self._all(ReloadState(), self._own.reload)
 
-    def ready(self) -> None:
-        for connection in self._others.values():
-            connection.send(Ready())
-
     def close(self) -> None:
-        """The run is over for all of them."""
+        """Ends the other servers."""
         for connection in self._others.values():
             connection.close()
 

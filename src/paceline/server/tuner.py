@@ -1,4 +1,4 @@
-"""Watches the workers' steps until a policy can be chosen for them."""
+"""Measures the workers' steps until a policy can be chosen for them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from paceline.planner.choose import Choice
 
 _LONG = 4
-"""Times as many steps as wanted, of all workers, after which those that have made too few are left out of account."""
+"""Multiple of the wanted steps, over all workers, after which workers with too few steps are ignored."""
 
 
 class Tuner:
-    """For the policy `auto`; for others it has nothing to do."""
+    """Chooses the policy of an `auto` run; does nothing under other policies."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy if isinstance(policy, Auto) and len(policy.workers) > 1 else None
@@ -25,20 +25,20 @@ class Tuner:
         self._lengths: defaultdict[int, list[float]] = defaultdict(list)
         self._updates: list[float] = []
         self._first: set[int] = set()
-        self._thinking: Future[Choice] | None = None
+        self._choosing: Future[Choice] | None = None
 
     @property
     def watching(self) -> bool:
         return self._policy is not None
 
     def step(self, rank: int, seconds: float, update_seconds: float) -> Choice | None:
-        """A worker's step took so long; the choice, if that was the last thing to know."""
+        """Takes the length of a worker's step; returns the choice once there is one."""
         policy = self._policy
         assert policy is not None
-        if self._thinking is not None:
-            return self._settle(policy, self._thinking)
+        if self._choosing is not None:
+            return self._take_choice(policy, self._choosing)
         if rank not in self._first:
-            self._first.add(rank)  # with what only the first step needs
+            self._first.add(rank)  # the first step also warms up
             return None
         self._lengths[rank].append(seconds)
         self._updates.append(update_seconds)
@@ -52,19 +52,19 @@ class Tuner:
         )
 
         middle = sorted(self._updates)[len(self._updates) // 2]
-        thinker = ThreadPoolExecutor(1, "paceline-tuner")
-        self._thinking = thinker.submit(best_policy, known, middle)
-        thinker.shutdown(wait=False)
+        pool = ThreadPoolExecutor(1, "paceline-tuner")
+        self._choosing = pool.submit(best_policy, known, middle)
+        pool.shutdown(wait=False)
         return None
 
-    def _settle(self, policy: Auto, thinking: Future[Choice]) -> Choice | None:
-        if not thinking.done():
+    def _take_choice(self, policy: Auto, choosing: Future[Choice]) -> Choice | None:
+        if not choosing.done():
             return None
-        choice, self._thinking = thinking.result(), None
+        choice, self._choosing = choosing.result(), None
         chosen = parse_policy(choice.strategy)
         try:
             chosen.for_workers(policy.workers)
-        except UsageError:  # a worker has gone meanwhile; think again
+        except UsageError:  # a worker has left meanwhile; choose again
             self._lengths = defaultdict(list, {rank: self._lengths[rank][:-1] for rank in policy.workers})
             return None
         policy.become(chosen)

@@ -1,4 +1,4 @@
-"""From gradients to versions: what has been pushed and is not used yet, and how an update is made of it."""
+"""Updates: the pushed gradients that are not used yet, and how an update makes a version from them."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from paceline.transport.unix_connection import Closed
 
 
 @dataclasses.dataclass(slots=True)
-class Pushed:
-    """A gradient that has come, until it is used or dropped."""
+class PendingPush:
+    """A pushed gradient, until it is used or dropped."""
 
     ticket: int
     rank: int
     message: PushGradient
     groups: list[dict[str, Any]]
-    """The optimizer's hyperparameters, as its worker has them."""
+    """Hyperparameters of its worker's optimizer."""
     used: bytes | None
-    """Per parameter, whether it has a gradient; None if all have."""
+    """Per parameter, 1 if it has a gradient; None if all have."""
     buffer: int
     """The buffer with the version that it was computed on."""
-    place: int
-    """Which source it lies in: its worker's, its group's, or what was collected."""
+    source: int
+    """Number of the buffer that it is in: its worker's, its group's, or the collected sum."""
     rate: float = 1.0
-    """What the learning rate is multiplied with for it, because it is stale."""
+    """Factor of the learning rate for it, because it is stale."""
 
     @property
-    def mass(self) -> float:
-        """Its weight in the mean, not yet divided by that of all: as many as it has samples, by its own rate."""
+    def weight(self) -> float:
+        """Its weight in the mean before normalization: its samples times its rate."""
         return self.samples * self.rate
 
     @property
@@ -59,7 +59,7 @@ class Pushed:
 
 
 class Updates:
-    """Gradients in, versions out; what the policy wants is done here."""
+    """Makes versions from gradients, as the policy decides."""
 
     def __init__(self, spec: RunSpec, sessions: Sessions, shards: ShardSet, recorder: Recorder, k: int) -> None:
         self._spec, self._sessions, self._shards, self._recorder = spec, sessions, shards, recorder
@@ -68,31 +68,31 @@ class Updates:
         self.bound = self._corrections.bound()
         """The staleness above which a gradient is dropped."""
         self.seconds = 0.0
-        """That the last update took."""
-        self.held: dict[int, Pushed] = {}
+        """Duration of the last update."""
+        self.held: dict[int, PendingPush] = {}
         """Gradients that are not used yet, by ticket."""
         self._last: tuple[list[dict[str, Any]], float] | None = None
-        """Hyperparameters of the last update, and what their rates were multiplied with."""
+        """Hyperparameters of the last update, and the factor of their learning rates."""
 
-    def expect(self, k: int) -> None:
-        """From here on so many gradients make an update, for learning rates that follow that."""
+    def set_k(self, k: int) -> None:
+        """Sets the number of gradients of an update, for learning rates that scale with it."""
         self._scaling = dataclasses.replace(self._scaling, workers=k)
 
-    def hold(self, pushed: Pushed, staleness: int) -> None:
-        """A gradient has come."""
+    def hold(self, pushed: PendingPush, staleness: int) -> None:
+        """Adds a gradient that has arrived."""
         if self._spec.corrections:
             pushed.rate = self._rate_of(pushed, staleness)
         self.held[pushed.ticket] = pushed
 
     def leases_of(self, rank: int) -> list[int]:
-        """The leases of a worker's gradients that are held; they are not the worker's any more."""
+        """The leases of a worker's gradients that are held."""
         return [number for held in self.held.values() if held.rank == rank for number in held.message.leases]
 
     def holds(self, rank: int) -> bool:
-        """Whether a gradient of this worker is held."""
+        """True if a gradient of this worker is held."""
         return any(held.rank == rank for held in self.held.values())
 
-    def _rate_of(self, pushed: Pushed, staleness: int) -> float:
+    def _rate_of(self, pushed: PendingPush, staleness: int) -> float:
         distance, newest = 0.0, self._sessions.pool.newest
         if self._corrections.needs_distance and pushed.buffer != newest:
             distance = self._shards.distance(MeasureDistance(newest, pushed.buffer))
@@ -100,24 +100,24 @@ class Updates:
         return self._corrections.rate(staleness, distance, rate)
 
     def collect(self, rank: int) -> None:
-        """If a worker's gradient is still held, take it in, as the worker is about to make its next one."""
+        """Adds a worker's held gradient to the sum, because the worker is about to overwrite its buffer."""
         for pushed in self.held.values():
-            if pushed.rank == rank and pushed.place == rank:
-                source = self._source(pushed, pushed.mass * pushed.message.factor)
+            if pushed.rank == rank and pushed.source == rank:
+                source = self._source(pushed, pushed.weight * pushed.message.factor)
                 self._shards.add(AddGradient(source, self._sessions.pool.newest))
-                pushed.place = self._shards.collected
+                pushed.source = self._shards.collected
 
-    def _source(self, pushed: Pushed, weight: float) -> GradientRef:
+    def _source(self, pushed: PendingPush, weight: float) -> GradientRef:
         base = pushed.buffer if self._corrections.compensates else -1
-        return GradientRef(pushed.place, weight, base, pushed.used, pushed.message.factor)
+        return GradientRef(pushed.source, weight, base, pushed.used, pushed.message.factor)
 
-    def make(self, tickets: list[int], version: int) -> list[Pushed]:
-        """Make this version from these gradients, which are not held any longer."""
+    def apply(self, tickets: list[int], version: int) -> list[PendingPush]:
+        """Makes this version from these gradients, which are not held any longer."""
         start = time.perf_counter()
         pushes = [self.held.pop(ticket) for ticket in tickets]
         if len(pushes) > 1:
             pushes.sort(key=lambda pushed: pushed.rank)
-        total = sum([pushed.mass for pushed in pushes]) or 1.0
+        total = sum([pushed.weight for pushed in pushes]) or 1.0
         rate = total / sum(pushed.samples for pushed in pushes) if self._spec.corrections else 1.0
         groups = self._hyperparameters(pushes[0].groups, rate, version)
         pool = self._sessions.pool
@@ -134,21 +134,21 @@ class Updates:
         self._recorder.add(events.Update(-1, start, seconds, version, read, len(pushes), pushes=used, rate=rate))
         return pushes
 
-    def _sources(self, pushes: list[Pushed], total: float) -> list[GradientRef]:
+    def _sources(self, pushes: list[PendingPush], total: float) -> list[GradientRef]:
         sources: dict[int, GradientRef] = {}
         for pushed in pushes:
-            place = pushed.place
-            if place == self._shards.collected:
-                sources[place] = GradientRef(place, 1.0 / total)
-            elif place >= self._spec.capacity:  # a group's mean
-                mass = sum(other.mass for other in pushes if other.place == place)
-                sources[place] = GradientRef(place, mass / total)
+            source = pushed.source
+            if source == self._shards.collected:
+                sources[source] = GradientRef(source, 1.0 / total)
+            elif source >= self._spec.capacity:  # a group's mean
+                mass = sum(other.weight for other in pushes if other.source == source)
+                sources[source] = GradientRef(source, mass / total)
             else:
-                sources[place] = self._source(pushed, pushed.mass * pushed.message.factor / total)
+                sources[source] = self._source(pushed, pushed.weight * pushed.message.factor / total)
         return list(sources.values())
 
     def _hyperparameters(self, groups: list[dict[str, Any]], rate: float, version: int) -> list[dict[str, Any]] | None:
-        """For an update; None if they are those of the last one."""
+        """Hyperparameters for an update; None if they are those of the last one."""
         factor = self._scaling.factor(version - 1) * rate
         if self._last is not None and self._last[0] is groups and self._last[1] == factor:
             return None
@@ -156,7 +156,7 @@ class Updates:
         return multiplied(groups, factor)
 
     def _clip(self, message: ApplyUpdate, limit: float, norm: float) -> ApplyUpdate:
-        """First make the mean gradient, to know its norm; the update then is with that, scaled."""
+        """Makes the mean gradient and measures its norm; returns the update that uses it, scaled."""
         parts = self._shards.apply(msgspec.structs.replace(message, norm=norm))
         length = together(parts, norm)
         if norm != float("inf"):
@@ -167,28 +167,28 @@ class Updates:
         collected = GradientRef(self._shards.collected, 1.0)
         return ApplyUpdate([collected], message.old, message.new, None, scale)
 
-    def sum_group(self, group: int, tickets: list[int]) -> None:
-        """Let the members of a group make the mean of their gradients, each a part of it."""
+    def reduce_group(self, group: int, tickets: list[int]) -> None:
+        """Has the members of a group sum their gradients, each a part of them."""
         pushes = [self.held[ticket] for ticket in tickets if ticket in self.held]
         sessions = [self._sessions[pushed.rank] for pushed in pushes if pushed.rank in self._sessions]
         plain = not self._spec.compressed and not self._corrections.compensates
         plain = plain and not any(session.host for session in self._sessions.values())  # they share no memory
         if not plain or len(sessions) < len(pushes) or any(pushed.used is not None for pushed in pushes):
             return  # the update takes them one by one
-        total = sum(pushed.mass for pushed in pushes) or 1.0
-        weights = [pushed.mass * pushed.message.factor / total for pushed in pushes]
+        total = sum(pushed.weight for pushed in pushes) or 1.0
+        weights = [pushed.weight * pushed.message.factor / total for pushed in pushes]
         for session in sessions:
-            self._sessions.tell(session, ReduceShare([pushed.rank for pushed in pushes], weights, group))
+            self._sessions.send(session, ReduceShare([pushed.rank for pushed in pushes], weights, group))
         whole = True
         for session in sessions:
             try:
                 answer = session.connection.receive_within(self._spec.timeouts.barrier)
             except Closed:
-                whole = False  # its death will be heard; the others' sums are not used
+                whole = False  # the coordinator notices that; the others' sums are not used
                 continue
             if answer is None:
                 raise TeamTimeout(f"rank {session.rank} did not sum its part of its group's gradient", [session.rank])
             if not isinstance(answer, ShareReduced):
                 raise Mismatch(f"rank {session.rank} sent a {type(answer).__name__} instead of a sum", [session.rank])
         for pushed in pushes if whole else ():
-            pushed.place = self._spec.capacity + group
+            pushed.source = self._spec.capacity + group

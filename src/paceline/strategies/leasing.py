@@ -89,7 +89,7 @@ class Leases:
         answer = self._client.call(BeginEpoch(loader, epoch, not self._open, training))
         if isinstance(answer, DrawOrder):
             drawn = draw()
-            self._client.tell(EpochOrder(loader, epoch, drawn.sizes, drawn.drop_last, training))
+            self._client.send(EpochOrder(loader, epoch, drawn.sizes, drawn.drop_last, training))
             answer = self._client.call_in_parts(drawn.order)
         self._follow(answer)
         self._stopwatch.away(time.perf_counter() - start)
@@ -103,7 +103,7 @@ class Leases:
             self.leave()
         training = torch.is_grad_enabled()
         if training and not ahead and not self._computed and (passed := self._forget(loader)):
-            self._client.tell(LeaseDone(passed))  # the script has passed over them
+            self._client.send(LeaseDone(passed))  # the script has passed over them
         start = time.perf_counter()
         answer = self._client.call(RequestLease(loader, epoch, ahead, training and not self._open and not ahead))
         self._stopwatch.away(time.perf_counter() - start)
@@ -135,7 +135,7 @@ class Leases:
             self._open[lease.number] = (lease.loader, len(lease.keys))
             self._stopwatch.start(len(lease.keys))
         else:
-            self._client.tell(LeaseDone([lease.number]))
+            self._client.send(LeaseDone([lease.number]))
 
     def quit(self, loader: int, epoch: int) -> None:
         if self._riding is not None and self._riding.loader == loader:
@@ -144,4 +144,4 @@ class Leases:
         self._trained.discard(loader)
         self._forget(loader)
         with contextlib.suppress(TeamError):
-            self._client.tell(LeaveEpoch(loader, epoch))
+            self._client.send(LeaveEpoch(loader, epoch))

@@ -179,7 +179,7 @@ class MeshServerTrainer(ParameterServerTrainer):
         if not self._coord.place:
             self._start(address, spare, context.say)
             client = ServerClient(address, self._rank, self._timeouts)
-            client.watch(SharedFlags(memory.flags, self.size))
+            client.attach(SharedFlags(memory.flags, self.size))
             client.reduce = self._sum_part
         self._client: Any = ReplicaClient(client, self._together, self._timeouts)
         if client is not None and self._worker == 0:
@@ -232,9 +232,9 @@ class MeshServerTrainer(ParameterServerTrainer):
         answer: Proceed = self._client.call(message)
         self._follow(answer)
         end = time.perf_counter()
-        self._exchanged = end - sent if answer.on < 0 else self._exchanged
-        if answer.on >= 0:
-            self._recorder.add(Wait(self._worker, start, end - start, answer.on * self._coord.shape.replica))
+        self._exchanged = end - sent if answer.waited_for < 0 else self._exchanged
+        if answer.waited_for >= 0:
+            self._recorder.add(Wait(self._worker, start, end - start, answer.waited_for * self._coord.shape.replica))
         else:
             self._recorder.add(Pull(self._worker, start, end - start, self._at))
         self._stopwatch.restart(end)
@@ -270,7 +270,7 @@ class MeshServerTrainer(ParameterServerTrainer):
         if self._frozen or self._client.client is None:
             yield
             return
-        frozen = self._client.client.call(Freeze(renew=False))
+        frozen = self._client.client.call(Freeze(pull=False))
         self._frozen = True
         before = self._buffer
         self._versions.pull(frozen.buffer)
@@ -279,7 +279,7 @@ class MeshServerTrainer(ParameterServerTrainer):
         finally:
             self._versions.pull(before)
             self._frozen = False
-            self._client.tell(Thaw(reload))
+            self._client.send(Thaw(reload))
 
     @contextlib.contextmanager
     def _all_still(self, reload: bool = False) -> Iterator[None]:
@@ -292,7 +292,7 @@ class MeshServerTrainer(ParameterServerTrainer):
                 self._together.gather(b"", BarrierKind.BARRIER)
         finally:
             self._frozen = False
-            self._client.tell(Thaw(reload))
+            self._client.send(Thaw(reload))
 
     def _state_dict(self) -> dict[str, Any]:
         if self._client.client is None:

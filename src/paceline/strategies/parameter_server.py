@@ -189,7 +189,7 @@ class ParameterServerTrainer(Trainer):
     def _made(self, parameter: int) -> None:
         """While the backward pass goes on, what it has made can travel."""
         if not self._accumulating:
-            self._client.tell(GradientReady([parameter]))
+            self._client.send(GradientReady([parameter]))
 
     def _describe_run(
         self, named: list[tuple[str, torch.nn.Parameter]], options: Options, context: TrainerContext
@@ -263,7 +263,7 @@ class ParameterServerTrainer(Trainer):
 
     def _connect(self, client: ServerClient, memory: RunMemory) -> None:
         self._client = client
-        client.watch(SharedFlags(memory.flags, self._spec.capacity))
+        client.attach(SharedFlags(memory.flags, self._spec.capacity))
         client.reduce = self._sum_part
         client.copy = functools.partial(self._rest.write, memory.buffers)
 
@@ -431,9 +431,9 @@ class ParameterServerTrainer(Trainer):
         answer: Proceed = self._client.call(message)
         self._follow(answer)
         end = time.perf_counter()
-        self._exchanged = end - sent if answer.on < 0 else self._exchanged
-        if answer.on >= 0:
-            self._recorder.add(Wait(self._rank, start, end - start, answer.on))
+        self._exchanged = end - sent if answer.waited_for < 0 else self._exchanged
+        if answer.waited_for >= 0:
+            self._recorder.add(Wait(self._rank, start, end - start, answer.waited_for))
         else:
             self._recorder.add(Pull(self._rank, start, end - start, self._at))
         self._stopwatch.restart(end)
@@ -465,7 +465,7 @@ class ParameterServerTrainer(Trainer):
 
     def gather(self, payload: bytes, intent: BarrierKind) -> list[bytes] | None:
         """Over the server, since who takes part may change."""
-        brought = self._client.meet(intent, payload)
+        brought = self._client.exchange(intent, payload)
         return [brought.get(rank, b"") for rank in range(max(self.size, *(rank + 1 for rank in brought)))]
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
@@ -513,7 +513,7 @@ class ParameterServerTrainer(Trainer):
             yield
         finally:
             self._frozen = False
-            self._client.tell(Thaw(reload))
+            self._client.send(Thaw(reload))
 
     def _state_dict(self) -> dict[str, Any]:
         with self.still():

@@ -81,9 +81,9 @@ class ReplicaClient:
     def wait_until_ready(self) -> None:
         self._pass_on(lambda client: client.wait_until_ready())
 
-    def tell(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         if self.client is not None:
-            self.client.tell(message)
+            self.client.send(message)
 
     def _pass_on(self, ask: Callable[[ServerClient], Any]) -> Any:
         word, caught = _ReplicaMessage(), None
