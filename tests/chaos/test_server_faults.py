@@ -291,7 +291,7 @@ def killed_early(strategy: str, victim: int, before: str, folder: Path, *words: 
     return outcome
 
 
-@pytest.mark.parametrize("before", ["__init__", "introduce", "wait_until_ready"])
+@pytest.mark.parametrize("before", ["__init__", "open", "wait_until_ready"])
 def test_a_worker_that_is_killed_on_its_way_to_the_server_is_not_waited_for(before: str, tmp_path: Path) -> None:
     outcome = killed_early("async", 1, before, tmp_path)
     assert outcome.code == 0, outcome.err
@@ -312,7 +312,7 @@ def test_a_worker_that_is_killed_on_its_way_to_the_server_is_not_waited_for(befo
 def test_if_it_was_needed_all_are_told(
     strategy: str, victim: int, words: tuple[str, ...], sentence: str, tmp_path: Path
 ) -> None:
-    outcome = killed_early(strategy, victim, "introduce", tmp_path, *words)
+    outcome = killed_early(strategy, victim, "open", tmp_path, *words)
     assert outcome.code == 1, outcome.err
     assert sentence in outcome.err
 

@@ -93,15 +93,14 @@ class ServerClient:
             raise late
         return answer, msgspec.msgpack.decode(text, type=RunSpec), RunMemory.inherited(descriptors)
 
-    def open(self) -> None:
-        """Opens this worker's session."""
-        self._connection.send(Hello(self._rank, os.getpid()))
-
-    def open_run(self, spec: RunSpec, memory: RunMemory, pids: list[int]) -> None:
-        """Opens the lead's session, and tells the server what to train.
+    def open(self, spec: RunSpec, memory: RunMemory, pids: list[int]) -> None:
+        """Opens this worker's session; the lead also sends the run's spec and memory.
 
         pids: the processes of the lead's machine, by rank.
         """
+        if self._rank:
+            self._connection.send(Hello(self._rank, os.getpid()))
+            return
         self._connection.send(Hello(self._rank, os.getpid(), True, pids), memory.descriptors)
         send_parts(self._connection, msgspec.msgpack.encode(spec))
 

@@ -182,10 +182,8 @@ class MeshServerTrainer(ParameterServerTrainer):
             client.attach(SharedFlags(memory.flags, self.size))
             client.reduce = self._sum_part
         self._client: Any = ReplicaClient(client, self._together, self._timeouts)
-        if client is not None and self._worker == 0:
-            client.open_run(self._spec, memory, [])
-        elif client is not None:
-            client.open()
+        if client is not None:
+            client.open(self._spec, memory, [])
         self._client.wait_until_ready()
         members.barrier.wait(BarrierKind.ALLOCATE)
         memory.close_descriptors()

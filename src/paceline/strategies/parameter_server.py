@@ -172,10 +172,7 @@ class ParameterServerTrainer(Trainer):
         spare = spec.elastic or parse_policy(context.strategy).for_workers(range(self.size)).spare
         self._start(coordinator if members.machine == 0 else address, spare, context.say)
         self._connect(ServerClient(address, self._rank, self._timeouts), memory)
-        if self._rank == 0:
-            self._client.open_run(spec, memory, self._pids())
-        else:
-            self._client.open()
+        self._client.open(spec, memory, self._pids())
         self._client.wait_until_ready(self._look_for_lead)
         memory.close_descriptors()
         self._versions.pull(0)
