@@ -1,4 +1,4 @@
-"""What could be run on so many workers."""
+"""The candidates of a plan: strategies that this number of workers can run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paceline.simulate.cluster import SimulatedCluster
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A strategy, with where its parameters are and whether batches are split by pace."""
+    """A strategy, with the placement of its parameters and whether batches are split by pace."""
 
     strategy: str
     servers: str = "1"
     balance: bool = False
     runnable: bool = True
-    """Whether `paceline run` knows it."""
+    """True if `paceline run` can run it on one machine."""
 
     @property
     def spoken(self) -> str:
@@ -30,9 +30,9 @@ class Candidate:
 
 
 def candidates(cluster: SimulatedCluster, *, split: bool = False) -> list[Candidate]:
-    """Every kind, with the K, bounds, groups and servers that are worth a try, simple ones first.
+    """Every kind of strategy, with several values of K, bounds, groups and servers, simple ones first.
 
-    split: the model over devices, too.
+    split: include strategies that split the model over devices.
     """
     workers = cluster.workers
     found = [Candidate("all-reduce")]
@@ -44,7 +44,7 @@ def candidates(cluster: SimulatedCluster, *, split: bool = False) -> list[Candid
         found.append(Candidate("all-reduce", balance=True))
     found += [Candidate(policy) for policy in policies if ":" in policy]
     if math.isfinite(cluster.narrowest().bandwidth):
-        # Where parameters travel, their places matter; these three show by how much.
+        # If parameters are sent over links, their placement matters; these three show by how much.
         for policy in (Sync(), Async(), KBatchSync(k=workers)):
             found += [Candidate(str(policy), servers) for servers in ("2", "lead", "all")]
         found += [Candidate(f"all-reduce:topology={name}", runnable=False) for name in topologies.with_costs()]

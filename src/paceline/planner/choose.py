@@ -1,4 +1,4 @@
-"""Ranks what could be run, by what a simulation says of each."""
+"""Ranks the candidates by simulation."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from paceline.simulate.replica import Model
 from paceline.simulate.result import Result
 
 _GLANCE, _STEPS = 6_000, 60_000
-"""Of all workers, in the simulation of one candidate: of each, and of those that could turn out to be the best."""
+"""Steps of all workers in a candidate's first simulation, and in a second one of candidates near the best."""
 _NEAR = 1.3
-"""Times the best score at a glance, up to which one could."""
+"""Ratio to the best first score up to which a candidate is near the best."""
 _ABOUT = 1.02
-"""Times the best score that is about as good."""
+"""Ratio to the best score up to which a candidate counts as equally good."""
 _USUAL_GAIN, _USUAL_PENALTY = 0.33, 0.05
-"""What gradients in an update, and their staleness, are usually worth: where no run has said."""
+"""Typical exponent of the worth of gradients in an update, and cost of staleness; used without measured losses."""
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """One candidate, and what it would bring."""
+    """A candidate with its predicted speed, memory and score."""
 
     strategy: str
     servers: str
@@ -41,20 +41,20 @@ class Choice(msgspec.Struct, kw_only=True):
     staleness: float
     waiting: float
     memory: float
-    """Bytes for parameters, gradients and versions, of all workers and servers."""
+    """Bytes of parameters, gradients and versions of all workers and servers."""
     score: float | None
     """Seconds to the goal, or for throughput, seconds per sample; None if it is never reached."""
     low: float | None = None
     high: float | None = None
     gain: float | None = None
-    """How many times as fast as plain all-reduce."""
+    """Speed relative to plain all-reduce."""
     reason: str = ""
     place: int = 0
-    """Among the candidates, simple ones first."""
+    """Index among the candidates, simple ones first."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is what others are compared to."""
+        """True if it is plain all-reduce, the baseline of the comparison."""
         return self.strategy == "all-reduce" and not self.balance
 
     @property
@@ -63,7 +63,7 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 def worth(gradients: float, staleness: float) -> float:
-    """How many fresh updates one of so many gradients, so stale, usually is worth."""
+    """The typical worth of an update of so many gradients of this staleness, in fresh updates of one gradient."""
     return float(gradients**_USUAL_GAIN / (1 + _USUAL_PENALTY * staleness))
 
 
@@ -79,7 +79,7 @@ def rank(
     tick: Callable[[int, int], None] = lambda _done, _all: None,
     among: Sequence[Candidate] | None = None,
 ) -> list[Choice]:
-    """The best first. Towards a loss where one is given and runs say how it falls; else by samples per second."""
+    """The choices, best first: by time to a loss if `goal` and `convergence` are given, else by samples per second."""
     if goal is not None and convergence is None:
         raise UsageError("a loss as the goal needs runs that reported theirs")
     every = list(among) if among is not None else candidates(cluster, split=split)
@@ -109,9 +109,9 @@ def rank(
 
 
 def best_policy(lengths: dict[int, list[float]], update_seconds: float, seed: int = 0) -> Choice:
-    """Of the policies of a parameter server the one that usually gets furthest in the same time.
+    """The policy of a parameter server with the most typical progress per second.
 
-    lengths: how long steps of each worker took, messages included, by rank.
+    lengths: seconds of each worker's steps, messages included, by rank.
     """
     ranks = sorted(lengths)
     cluster = cluster_of([lengths[rank] for rank in ranks], update_seconds)
@@ -132,7 +132,7 @@ def best_policy(lengths: dict[int, list[float]], update_seconds: float, seed: in
 
 
 def simplest(choices: Sequence[Choice]) -> Choice | None:
-    """Of those that are about as good as the best, and can be run, the one that comes first among the candidates."""
+    """The first of the candidates among the runnable choices that are about as good as the best."""
     able = [choice for choice in choices if choice.runnable and choice.score is not None]
     if not able:
         return None
@@ -154,43 +154,43 @@ def _judge(
     if candidate.balance:
         where = _balanced(where)
     updates = max(300, min(5000, steps // cluster.workers))
-    told, _ = simulate(candidate.strategy, where, updates=updates, seed=seed, model=model)
+    outcome, _ = simulate(candidate.strategy, where, updates=updates, seed=seed, model=model)
     choice = Choice(
         strategy=candidate.strategy,
         servers=candidate.servers,
         balance=candidate.balance,
         runnable=candidate.runnable,
-        seconds_per_update=told.seconds_per_update,
-        samples_per_second=told.samples_per_second,
-        staleness=told.staleness.mean,
-        waiting=sum(told.waiting) / len(told.waiting) if told.waiting else 0.0,
-        memory=_memory(candidate, cluster, told),
-        score=1 / told.samples_per_second if told.samples_per_second else None,
+        seconds_per_update=outcome.seconds_per_update,
+        samples_per_second=outcome.samples_per_second,
+        staleness=outcome.staleness.mean,
+        waiting=sum(outcome.waiting) / len(outcome.waiting) if outcome.waiting else 0.0,
+        memory=_memory(candidate, cluster, outcome),
+        score=1 / outcome.samples_per_second if outcome.samples_per_second else None,
         place=place,
     )
-    if told.verdict is not None:
-        choice.score, choice.reason = None, told.verdict
+    if outcome.verdict is not None:
+        choice.score, choice.reason = None, outcome.verdict
     elif goal is not None and convergence is not None:
-        reached = convergence.reach(goal, told)
+        reached = convergence.reach(goal, outcome)
         choice.score, choice.low, choice.high = reached.seconds, reached.low, reached.high
     return choice
 
 
 def _balanced(cluster: SimulatedCluster) -> SimulatedCluster:
-    """Every global batch is split by the workers' paces: all take equally long, as long as together they need."""
+    """The cluster with batches split by the workers' paces, so that all steps take equally long."""
     means = [of.mean() * factor for of, factor in map(cluster.steps_of, range(cluster.workers))]
     even = cluster.workers / sum(1 / mean for mean in means)
     return dataclasses.replace(cluster, factors=(even / cluster.compute.mean(),) * cluster.workers, own=())
 
 
-def _memory(candidate: Candidate, cluster: SimulatedCluster, told: Result) -> float:
-    """Parameters and gradients of all, on one machine: gradients of each worker, and the versions that live at once."""
+def _memory(candidate: Candidate, cluster: SimulatedCluster, outcome: Result) -> float:
+    """Bytes on one machine: a gradient per worker, and the versions that exist at once."""
     strategy = parse_strategy(candidate.strategy)
     if isinstance(strategy, Pipeline | Tensor):
         return 2.0 * cluster.size
     between, replicas = between_replicas(strategy, cluster.workers)
     fresh = isinstance(between, AllReduce) or (isinstance(between, Policy) and between.fresh_only)
-    versions = 2 if fresh else min(replicas + 2, told.staleness.max + 2)
+    versions = 2 if fresh else min(replicas + 2, outcome.staleness.max + 2)
     return float(cluster.size * (replicas + versions))
 
 

@@ -1,4 +1,4 @@
-"""What a plan knows of a model that may be split, from the operations of a script's own."""
+"""Derives the facts that a plan needs to split a model, from the profile of the script's operations."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from paceline.graph.partition import Device, partition
 from paceline.simulate.replica import Model
 
 MICROBATCHES = 8
-"""Of a batch, in the measurement."""
+"""Microbatches of a batch in the measurement."""
 _WEIGHTY = ("linear", "conv", "embedding", "bilinear")
-"""Operations that a tensor split cuts."""
+"""Kinds of operations that a tensor split shards."""
 _BLOCK = 4
-"""Of them in a layer, as in a transformer's: two agree on one result."""
+"""Such operations per layer, as in a transformer."""
 
 
 class SplitKnowledge(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a model is cut into so many stages, and how long each takes, as a share of a step."""
+    """The cut of a model into stages, and the time of each stage as a share of a step."""
 
     before: list[str]
-    """The operations that stages begin with, but for the first."""
+    """The first operation of every stage but the first."""
     shares: list[float]
 
     @property
@@ -31,7 +31,7 @@ class SplitKnowledge(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def learn(sheet: ModelProfile, workers: int) -> tuple[Model, dict[int, SplitKnowledge]]:
-    """What the simulation asks for, and the best cut into every number of stages that so many workers could have."""
+    """The facts for the simulation, and the best cut into each number of stages that divides `workers`."""
     found: dict[int, SplitKnowledge] = {}
     over = [0]
     for stages in range(2, workers + 1):
@@ -40,7 +40,7 @@ def learn(sheet: ModelProfile, workers: int) -> tuple[Model, dict[int, SplitKnow
         try:
             best = partition(sheet.problem(), [Device()] * stages, microbatches=MICROBATCHES, slack=0.02).stages
         except UsageError:
-            continue  # there are not so many places to cut
+            continue  # the model has too few places to cut
         whole = sum(stage.seconds for stage in best)
         found[stages] = SplitKnowledge(
             before=[sheet.names[stage.first] for stage in best[1:]], shares=[stage.seconds / whole for stage in best]

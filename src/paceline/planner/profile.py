@@ -1,4 +1,4 @@
-"""Short real runs, to learn from."""
+"""Runs a script for a short time under two strategies, to calibrate a plan."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from paceline.errors import PacelineError, UsageError
 
 STRATEGIES = ("async", "sync")
-"""The first shows every worker's own pace, since nobody waits; both together what staleness costs."""
+"""The first shows every worker's own pace, since none waits; both together show the cost of staleness."""
 _START = 180.0
-"""Seconds within which the first events must be there."""
+"""Seconds within which the first events must be recorded."""
 
 
 def profile(
@@ -28,7 +28,7 @@ def profile(
     folder: Path,
     tick: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> list[Path]:
-    """Train under each of these strategies for so long; the folders of what was recorded."""
+    """Trains for `seconds` under each strategy; returns the folders of the recorded runs."""
     return [_run(script, arguments, workers, options, spec, seconds, folder, tick) for spec in STRATEGIES]
 
 
@@ -57,8 +57,8 @@ def _run(
         finally:
             _stop(process)
     if process.returncode not in (0, 130):
-        told = (where / "output.txt").read_text(errors="replace").strip().splitlines()
-        why = next((line for line in told if " failed: " in line), told[-1] if told else "")
+        lines = (where / "output.txt").read_text(errors="replace").strip().splitlines()
+        why = next((line for line in lines if " failed: " in line), lines[-1] if lines else "")
         why = why.removeprefix("paceline: ") or f"it ended with code {process.returncode}"
         raise UsageError(f"the script could not be profiled under {strategy}: {why}")
     return where / "runs" / "profile"
@@ -71,7 +71,7 @@ def _watch(
     seconds: float,
     tick: Callable[[str, float], None],
 ) -> None:
-    """Let it train for so long, from when it has begun to; or until it is over."""
+    """Waits for `seconds` from the start of training, or until the process ends."""
     begin, trained = time.monotonic(), None
     while process.poll() is None:
         now = time.monotonic()
@@ -93,7 +93,7 @@ def _streams(run: Path) -> list[Path]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C would; what was recorded is put together by then."""
+    """Stops the run like Ctrl-C, after which its events are merged."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGINT)

@@ -1,7 +1,6 @@
-"""The simple policies without a loop over events: all updates at once, where one does not depend on the last.
+"""Simulates simple policies without an event loop: all updates at once.
 
-Only for workers that are all alike and never die, with messages that cost nothing, or an all-reduce that always costs
-the same.
+Only for workers that are all alike and never die, with messages that take no time, or an all-reduce of constant time.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from paceline.simulate.result import Result, TimeShares, result
 Moments = NDArray[np.float64]
 
 _AT_ONCE = 4_000_000
-"""Draws that are in memory at once."""
+"""The most draws in memory at once."""
 _MOST = 200_000_000
-"""Minibatches that are, where all have to be."""
+"""The most minibatches, where all must be in memory."""
 
 
 def simulate_fast(policy: Policy, cluster: SimulatedCluster, updates: int, seed: int) -> Result | None:
-    """The same as the event loop gives, in distribution; None for policies that need the loop."""
+    """The same result as the event loop's, in distribution; None for policies that need the loop."""
     timing = policy.timing
     if timing is None or timing.rule not in _WAYS:
         return None
@@ -35,11 +34,11 @@ def simulate_fast(policy: Policy, cluster: SimulatedCluster, updates: int, seed:
 
 
 def simulate_collective(name: str, cluster: SimulatedCluster, updates: int, seed: int, seconds: float) -> Result:
-    """All workers, and then an all-reduce of so many seconds."""
-    told = _Alike(name, cluster, updates, np.random.default_rng(seed)).workers(cluster.workers, seconds)
+    """Simulates updates that wait for all workers, each with an all-reduce of `seconds`."""
+    outcome = _Alike(name, cluster, updates, np.random.default_rng(seed)).workers(cluster.workers, seconds)
     moved = 2 * (cluster.workers - 1) / cluster.workers * cluster.size * updates
-    told.traffic = {"out": [moved] * cluster.workers, "in": [moved] * cluster.workers}
-    return told
+    outcome.traffic = {"out": [moved] * cluster.workers, "in": [moved] * cluster.workers}
+    return outcome
 
 
 class _Alike:
@@ -50,7 +49,7 @@ class _Alike:
         self.count = cluster.workers
 
     def workers(self, k: int, after: float = 0.0) -> Result:
-        """Every update begins with all workers, ends with the K-th of them, and takes so much longer."""
+        """Every update begins with all workers, ends with the K-th of them, and takes `after` seconds more."""
         count = self.count
         parts: list[Moments] = []
         waited = computed = 0.0
@@ -64,9 +63,9 @@ class _Alike:
         return self._result(moments, k, Counter({0: k * self._updates}), shares, (count - k) * self._updates)
 
     def minibatches(self, k: int) -> Result:
-        """Every update begins with all workers, and ends with the K-th minibatch of whomever."""
+        """Every update begins with all workers, and ends with the K-th minibatch of any of them."""
         count = self.count
-        each = min(k, 2 * -(-k // count) + 4)  # of a worker: mostly enough, and far fewer than all K
+        each = min(k, 2 * -(-k // count) + 4)  # per worker: mostly enough, and far fewer than all K
         parts: list[Moments] = []
         computed = 0.0
         for block in self._blocks(count * each):
@@ -74,7 +73,7 @@ class _Alike:
             while True:
                 more = np.cumsum(self._cluster.compute.draw(self._source, (block, count, each)), axis=2)
                 ends = np.concatenate([ends, ends[:, :, -1:] + more], axis=2)
-                # The first of these is no end but the begin.
+                # The first of these is the start.
                 last = np.partition(ends[:, :, 1:].reshape(block, -1), k - 1, axis=1)[:, k - 1]
                 if ends.shape[2] > k or bool((last <= ends[:, :, -1].min(axis=1)).all()):
                     break
@@ -85,7 +84,7 @@ class _Alike:
         return self._result(moments, k, Counter({0: k * self._updates}), shares, (count - 1) * self._updates)
 
     def merged(self, k: int) -> Result:
-        """Nobody waits: every worker's steps follow each other, and every K-th of all that end is an update."""
+        """No worker waits: each one's steps follow each other, and every K-th end of a step is an update."""
         count, needed = self.count, k * self._updates
         if needed > _MOST:
             raise UsageError(
@@ -101,7 +100,7 @@ class _Alike:
             clock = more[:, -1]
             ends = np.concatenate([ends, more.ravel()])
             who = np.concatenate([who, np.repeat(np.arange(count, dtype=np.int32), steps)])
-            # Until the first worker's draws end, all of them are known.
+            # All ends are known until the first worker's last draw.
             if int((ends <= clock.min()).sum()) >= needed:
                 break
         order = np.argsort(ends, kind="stable")[:needed]
@@ -111,7 +110,7 @@ class _Alike:
     def bounded(self, ahead: int) -> Result:
         """A worker begins its n-th step once it has ended its last one, and all have ended step n - 1 - ahead."""
         count = self.count
-        steps = -(-self._updates // count) + ahead + 1  # the last ones may be of workers that are ahead
+        steps = -(-self._updates // count) + ahead + 1  # the last ones may belong to workers that are ahead
         starts, ends = np.zeros((steps, count)), np.zeros((steps, count))
         all_done = np.zeros(steps)
         clock = np.zeros(count)
@@ -128,8 +127,8 @@ class _Alike:
         moments = ends.ravel()[order]
         before = np.empty(ends.size, np.int64)
         before[order] = np.arange(ends.size)
-        before = before.reshape(ends.shape)  # at each push, how many there were before it
-        # The version at a pull is that with its own push, or, if it had to wait, with that which let it go.
+        before = before.reshape(ends.shape)  # the number of pushes before each
+        # A worker pulls the version of its own push or, if it had to wait, of the push that released it.
         pulled = np.zeros_like(before)
         pulled[1:] = np.where(waited > 0, np.searchsorted(moments, starts[1:], "right"), before[:-1] + 1)
         kept = before < self._updates
@@ -153,7 +152,7 @@ class _Alike:
         )
 
     def _blocks(self, draws: int) -> list[int]:
-        """How many updates to make at a time."""
+        """The numbers of updates to draw at a time."""
         each = max(1, _AT_ONCE // draws)
         return [min(each, self._updates - done) for done in range(0, self._updates, each)]
 
@@ -167,10 +166,10 @@ _WAYS: dict[Rule, Callable[[_Alike, int], Result]] = {
 
 
 def _ages(ranks: NDArray[np.int32], k: int) -> Counter[int]:
-    """How many updates there were between each worker's pull, with its last push, and its push."""
+    """Gradients by staleness: the updates between a worker's pull, after its last push, and its push."""
     by_worker = np.argsort(ranks, kind="stable")
     sorted_ranks = ranks[by_worker]
-    # The version at a push is how many updates there were before it; at the pull after it, with its own.
+    # The version at a push is the number of updates before it; at the pull after it, its own update is included.
     before = by_worker // k
     after = (by_worker + 1) // k
     pulled = np.concatenate([[0], after[:-1]])

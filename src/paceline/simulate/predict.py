@@ -1,4 +1,4 @@
-"""One question, and its answers: by formula, where there is one, and by simulation."""
+"""Predicts a run of a strategy on a cluster: by simulation, and by closed form where there is one."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from paceline.simulate.trace import SimulatedTrace
 from paceline.topologies import Link, sharded_servers
 
 _MOST = 10_000_000
-"""Updates that fit into memory."""
+"""The most updates, which fit into memory."""
 _STEPS = 2000
-"""Drawn steps of a split model, which then are drawn from."""
+"""Steps of a split model that are evaluated, and then drawn from."""
 _DRAWN = 8
 """Steps of a pipeline that a timeline shows."""
 
 
 class Theory(msgspec.Struct, frozen=True):
-    """What the closed forms say; None where there is none."""
+    """The closed forms of a strategy; None where there is none."""
 
     seconds_per_update: float | None
     staleness: float | None
@@ -55,33 +55,35 @@ def simulate(
     trace: bool = False,
     loss: Callable[[int, int], float] | None = None,
 ) -> tuple[Result, SimulatedTrace | None]:
-    """A run of so many updates; with a trace, its events as well.
+    """Simulates a run of `updates` updates; with `trace`, returns its events as well.
 
-    loss: after so many updates of so many gradients each; for `adaptive`, which keeps its first K without one.
+    loss: by updates and gradients per update; for `adaptive`, which keeps its first K without one.
     """
     if not 1 <= updates <= _MOST:
         most = "at least 1" if updates < 1 else f"at most {_MOST:,}"
         raise UsageError(f"there are {updates} updates to simulate; there must be {most}")
     strategy = parse_strategy(spec)
-    asked = _Question(
+    simulation = _Simulation(
         cluster, updates, seed, model or Model(), SimulatedTrace(cluster, str(spec)) if trace else None, loss
     )
     match strategy:
         case AllReduce():
-            told = asked.all_reduce(strategy)
+            outcome = simulation.all_reduce(strategy)
         case Pipeline():
-            told = asked.pipeline(strategy)
+            outcome = simulation.pipeline(strategy)
         case Tensor():
-            told = asked.tensor(strategy)
+            outcome = simulation.tensor(strategy)
         case Mesh():
-            told = asked.mesh(strategy)
+            outcome = simulation.mesh(strategy)
         case _:
-            told = asked.policy(parse_policy(strategy))
-    return told, asked.trace
+            outcome = simulation.policy(parse_policy(strategy))
+    return outcome, simulation.trace
 
 
 @dataclasses.dataclass
-class _Question:
+class _Simulation:
+    """One run, by kind of strategy."""
+
     cluster: SimulatedCluster
     updates: int
     seed: int
@@ -149,7 +151,7 @@ class _Question:
         typical = float(np.median([one.mean() for one in lengths]))
         factors = tuple(float(one.mean()) / typical for one in lengths) if cluster.factors or cluster.own else ()
         pooled = np.concatenate([one / one.mean() * typical for one in lengths])
-        # Every device of a replica sends its own part, all at once.
+        # The devices of a replica send their parts in parallel.
         wide = [(number, _wider(replica.narrowest(), split)) for number, replica in enumerate(replicas)]
         whole = dataclasses.replace(
             cluster,
@@ -164,11 +166,15 @@ class _Question:
         )
         if self.trace is not None:
             self.trace = SimulatedTrace(whole, str(mesh))
-        asked = _Question(whole, self.updates, self.seed, self.model, self.trace)
-        told = asked.all_reduce(between) if isinstance(between, AllReduce) else asked.policy(parse_policy(between))
-        told.strategy = str(mesh)
-        _apart(told, steps, mesh.tensor)
-        return told
+        simulation = _Simulation(whole, self.updates, self.seed, self.model, self.trace)
+        outcome = (
+            simulation.all_reduce(between)
+            if isinstance(between, AllReduce)
+            else simulation.policy(parse_policy(between))
+        )
+        outcome.strategy = str(mesh)
+        _per_worker(outcome, steps, mesh.tensor)
+        return outcome
 
     def _steps(
         self,
@@ -182,7 +188,7 @@ class _Question:
         return pipeline_steps(cluster or self.cluster, self.model, split, stages, degree, count, source)
 
     def _alone(self, name: str, split: Pipeline, stages: int, degree: int) -> Result:
-        """One replica, whose steps follow each other."""
+        """One replica alone, whose steps follow each other."""
         source = np.random.default_rng(self.seed)
         steps = self._steps(split, stages, degree, self.updates, source)
         moments = np.cumsum(steps.makespan + self.cluster.update_seconds)
@@ -193,7 +199,7 @@ class _Question:
             for version in range(min(_DRAWN, self.updates)):
                 one = self._steps(split, stages, degree, 1, source)
                 start = self._draw(self.trace, one, degree, start, version)
-        told = result(
+        outcome = result(
             strategy=name,
             cluster=self.cluster,
             moments=moments,
@@ -202,12 +208,12 @@ class _Question:
             shares=[TimeShares(computing=float(one), waiting=total - float(one)) for one in busy],
             total=total,
         )
-        told.bubble = steps.bubble
-        told.in_flight = list(np.repeat(steps.in_flight, degree).tolist())
-        return told
+        outcome.bubble = steps.bubble
+        outcome.in_flight = list(np.repeat(steps.in_flight, degree).tolist())
+        return outcome
 
     def _draw(self, trace: SimulatedTrace, steps: ScheduleTiming, degree: int, begin: float, version: int) -> float:
-        """One step of a pipeline, with its bubbles; when it ends."""
+        """Records one step of a pipeline with its bubbles; returns its end."""
         over = begin + float(steps.makespan[0])
         for device in range(self.cluster.workers):
             clock = begin
@@ -219,7 +225,7 @@ class _Question:
                 clock = begin + end
                 first = operation.kind == "F"
                 samples = self.cluster.batch if operation == ("F", 0, 0) and device == 0 else 0
-                # Colours tell microbatches apart, as they tell versions apart elsewhere.
+                # The microbatch takes the place of the version, which decides the colour.
                 seconds = end - start
                 trace.events.append(
                     Compute(
@@ -233,7 +239,7 @@ class _Question:
 
 
 def _part(cluster: SimulatedCluster, first: int, count: int) -> SimulatedCluster:
-    """These workers alone."""
+    """The cluster of `count` workers from `first` on."""
     return dataclasses.replace(
         cluster,
         workers=count,
@@ -244,23 +250,23 @@ def _part(cluster: SimulatedCluster, first: int, count: int) -> SimulatedCluster
     )
 
 
-def _apart(told: Result, steps: Sequence[ScheduleTiming], degree: int) -> None:
-    """From replicas to the workers that each is made of: what they wait for in its pipeline, they wait, too."""
+def _per_worker(outcome: Result, steps: Sequence[ScheduleTiming], degree: int) -> None:
+    """Expands a result of replicas to their workers, whose bubbles count as waiting, too."""
     busy = [np.repeat(one.busy.mean(axis=0) / one.makespan.mean(), degree).tolist() for one in steps]
     each = len(busy[0])
-    told.workers *= each
-    told.waiting = [
+    outcome.workers *= each
+    outcome.waiting = [
         waits + computes * (1 - share)
-        for waits, computes, shares in zip(told.waiting, told.computing, busy, strict=True)
+        for waits, computes, shares in zip(outcome.waiting, outcome.computing, busy, strict=True)
         for share in shares
     ]
-    told.computing = [
-        computes * share for computes, shares in zip(told.computing, busy, strict=True) for share in shares
+    outcome.computing = [
+        computes * share for computes, shares in zip(outcome.computing, busy, strict=True) for share in shares
     ]
-    told.communicating = [part for part in told.communicating for _ in range(each)]
-    told.starved = [each * replica + place for replica in told.starved for place in range(each)]
-    told.bubble = float(np.mean([one.bubble for one in steps]))
-    told.in_flight = [kept for one in steps for kept in np.repeat(one.in_flight, degree).tolist()]
+    outcome.communicating = [part for part in outcome.communicating for _ in range(each)]
+    outcome.starved = [each * replica + place for replica in outcome.starved for place in range(each)]
+    outcome.bubble = float(np.mean([one.bubble for one in steps]))
+    outcome.in_flight = [kept for one in steps for kept in np.repeat(one.in_flight, degree).tolist()]
 
 
 def _wider(link: Link, times: int) -> Link:
@@ -268,7 +274,7 @@ def _wider(link: Link, times: int) -> Link:
 
 
 def predict(spec: str | Strategy, cluster: SimulatedCluster, model: Model | None = None) -> Theory:
-    """The closed forms, with which a simulation can be compared."""
+    """The closed forms, to compare a simulation with."""
     strategy = parse_strategy(spec)
     waits_for_all = Timing(Rule.FRESH_WORKERS, cluster.workers)
     timing = waits_for_all if isinstance(strategy, AllReduce) else None
@@ -307,10 +313,10 @@ def _pipeline(split: Pipeline, cluster: SimulatedCluster, model: Model) -> float
     each = cluster.compute.mean() / (stages * count)
     forward, weights = each * model.forward, each * model.weights
     times = PassTimes(forward, each - forward - weights, weights)
-    told = step_seconds(split.schedule, stages, count, times, split.chunks)
-    if told is None or SCHEDULES[split.schedule].joins_steps:
+    outcome = step_seconds(split.schedule, stages, count, times, split.chunks)
+    if outcome is None or SCHEDULES[split.schedule].joins_steps:
         return None
-    return told + cluster.update_seconds
+    return outcome + cluster.update_seconds
 
 
 def _with_options(cluster: SimulatedCluster, policy: Policy) -> SimulatedCluster:

@@ -1,14 +1,14 @@
-"""Direct: everybody sends to everybody, in one round of messages.
+"""Direct collectives: every rank exchanges with every other, one round of messages per step.
 
-        0 ─── 1            round 1    each rank gets its own chunk from all, and adds them in the order of ranks
-        │ ╲ ╱ │            round 2    each rank gives its sum to all
+        0 ─── 1            round 1    each rank receives its chunk from all, and adds them in the order of ranks
+        │ ╲ ╱ │            round 2    each rank sends its sum to all
         │ ╱ ╲ │
         3 ─── 2
 
-An all-reduce takes two latencies, whatever the number of ranks, and moves as few bytes as the ring. What it needs is a
-network in which each pair of ranks has its own way, and N−1 messages per rank and round: many small ones for large N.
+An all-reduce takes two latencies for any number of ranks, and moves as few bytes as the ring. It needs a network in
+which each pair of ranks has its own path, and N−1 messages per rank and round: many small ones for large N.
 
-Rank r begins with rank r+1, goes on with r+2, and so forth. At any time, then, each rank receives from just one other.
+Rank r sends to rank r+1 first, then to r+2, and so forth, so at any time each rank receives from only one other.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from paceline.transport.channel import Channel
 
 
 def all_reduce(channel: Channel, tensor: torch.Tensor, combine: Combine) -> None:
-    """Leave the sum of everybody's `tensor` in everybody's `tensor`."""
+    """Leaves the sum of all ranks' `tensor` in each rank's `tensor`."""
     chunks = split(tensor, channel.size)
     reduce_scatter(channel, chunks, combine)
     all_gather(channel, chunks)
 
 
 def reduce_scatter(channel: Channel, parts: list[torch.Tensor], combine: Combine) -> None:
-    """Leave the sum of everybody's `parts[i]` in `parts[i]` of rank i; the other parts stay as they are."""
+    """Leaves the sum of all ranks' `parts[i]` in `parts[i]` of rank i; the other parts stay as they are."""
     with outgoing(channel) as send:
         for peer in others(channel):
             send(peer, parts[peer])
@@ -36,7 +36,7 @@ def reduce_scatter(channel: Channel, parts: list[torch.Tensor], combine: Combine
 
 
 def all_gather(channel: Channel, parts: list[torch.Tensor]) -> None:
-    """Fill in all `parts`, of which each rank has its own."""
+    """Fills in all `parts`, of which each rank has its own."""
     with outgoing(channel) as send:
         for peer in others(channel):
             send(peer, parts[channel.rank])
@@ -45,7 +45,7 @@ def all_gather(channel: Channel, parts: list[torch.Tensor]) -> None:
 
 
 def broadcast(channel: Channel, tensor: torch.Tensor, root: int) -> None:
-    """Copy the root's `tensor` to all."""
+    """Copies the root's `tensor` to all."""
     if channel.rank != root:
         channel.receive(root, tensor)
         return
@@ -55,7 +55,7 @@ def broadcast(channel: Channel, tensor: torch.Tensor, root: int) -> None:
 
 
 def reduce(channel: Channel, tensor: torch.Tensor, combine: Combine, root: int) -> None:
-    """Leave the sum of everybody's `tensor` in the root's; the others keep theirs."""
+    """Leaves the sum of all ranks' `tensor` in the root's; the others keep theirs."""
     if channel.rank == root:
         combine_all(channel, tensor, combine)
         return
@@ -64,7 +64,7 @@ def reduce(channel: Channel, tensor: torch.Tensor, combine: Combine, root: int) 
 
 
 def gather(channel: Channel, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int) -> None:
-    """Copy the `tensor` of rank i to `outputs[i]` of the root, of whatever length."""
+    """Copies the `tensor` of rank i to `outputs[i]` of the root of any length."""
     if channel.rank == root:
         outputs = one_each(channel, outputs)
         outputs[root].copy_(tensor)
@@ -76,7 +76,7 @@ def gather(channel: Channel, tensor: torch.Tensor, outputs: list[torch.Tensor] |
 
 
 def scatter(channel: Channel, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> None:
-    """Copy `inputs[i]` of the root to the `tensor` of rank i, of whatever length."""
+    """Copies `inputs[i]` of the root to the `tensor` of rank i of any length."""
     if channel.rank != root:
         channel.receive(root, tensor)
         return
@@ -88,7 +88,7 @@ def scatter(channel: Channel, tensor: torch.Tensor, inputs: list[torch.Tensor] |
 
 
 def all_to_all(channel: Channel, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """Copy `inputs[j]` of rank i to `outputs[i]` of rank j, of whatever length."""
+    """Copies `inputs[j]` of rank i to `outputs[i]` of rank j of any length."""
     outputs[channel.rank].copy_(inputs[channel.rank])
     with outgoing(channel) as send:
         for peer in others(channel):
@@ -98,5 +98,5 @@ def all_to_all(channel: Channel, inputs: list[torch.Tensor], outputs: list[torch
 
 
 def barrier(channel: Channel) -> None:
-    """Return when all have come."""
+    """Returns when all ranks have arrived."""
     all_gather(channel, [torch.empty(0) for _ in range(channel.size)])

@@ -17,7 +17,7 @@ from paceline.transport.channel import Channel
 
 
 def all_reduce(channel: Channel, tensor: torch.Tensor, combine: Combine) -> None:
-    """Leave the sum of everybody's `tensor` in everybody's `tensor`."""
+    """Leaves the sum of all ranks' `tensor` in each rank's `tensor`."""
     host, guest = _pair(channel)
     if host is not None:
         with outgoing(channel) as send:
@@ -35,7 +35,7 @@ def all_reduce(channel: Channel, tensor: torch.Tensor, combine: Combine) -> None
 
 
 def reduce_scatter(channel: Channel, parts: list[torch.Tensor], combine: Combine) -> None:
-    """Leave the sum of everybody's `parts[i]` in `parts[i]` of rank i; the other parts are scratch afterwards."""
+    """Leaves the sum of all ranks' `parts[i]` in `parts[i]` of rank i; the other parts are overwritten."""
     host, guest = _pair(channel)
     flat, views, edges = _join(parts)
     if host is not None:
@@ -53,7 +53,7 @@ def reduce_scatter(channel: Channel, parts: list[torch.Tensor], combine: Combine
 
 
 def all_gather(channel: Channel, parts: list[torch.Tensor]) -> None:
-    """Fill in all `parts`, of which each rank has its own."""
+    """Fills in all `parts`, of which each rank has its own."""
     host, guest = _pair(channel)
     flat, views, edges = _join(parts)
     with outgoing(channel) as send:
@@ -72,7 +72,7 @@ def all_gather(channel: Channel, parts: list[torch.Tensor]) -> None:
 
 
 def _halve(channel: Channel, flat: torch.Tensor, edges: list[int], combine: Combine) -> None:
-    """Between the hosts: the sum of chunk i comes to rank i."""
+    """Between the hosts: leaves the sum of chunk i at rank i."""
     for peer, kept, given in rounds(channel.rank, hosts(channel.size)):
         own = flat[edges[kept[0]] : edges[kept[1]]]
         arriving = torch.empty_like(own)
@@ -83,7 +83,7 @@ def _halve(channel: Channel, flat: torch.Tensor, edges: list[int], combine: Comb
 
 
 def _double(channel: Channel, flat: torch.Tensor, edges: list[int]) -> None:
-    """Between the hosts: chunk i of rank i comes to all, by the same exchanges in reverse."""
+    """Between the hosts: copies chunk i of rank i to all, by the same exchanges in reverse."""
     for peer, kept, given in reversed(rounds(channel.rank, hosts(channel.size))):
         with outgoing(channel) as send:
             send(peer, flat[edges[kept[0]] : edges[kept[1]]])
@@ -103,9 +103,9 @@ def _pair(channel: Channel) -> tuple[int | None, int | None]:
 
 
 def _join(parts: list[torch.Tensor]) -> tuple[torch.Tensor, dict[int, torch.Tensor], list[int]]:
-    """All parts in one tensor, where each lies in it, and where each host's chunk begins.
+    """All parts in one tensor, a view of each part in it, and the bounds of each host's chunk.
 
-    A message is one stretch of memory, so neighbouring parts must lie side by side, and a guest's part with its host's.
+    A message is contiguous, so parts must be in the order of the hosts, and a guest's part next to its host's.
     """
     count = hosts(len(parts))
     order = [rank for host in range(count) for rank in range(host, len(parts), count)]

@@ -1,4 +1,4 @@
-"""The hub: one rank is the server, and all messages go to it or come from it.
+"""Collectives through a hub: one rank is the server, and all messages go to it or come from it.
 
             1                  push: all send to the hub, which combines in the order of ranks
             │
@@ -6,9 +6,8 @@
             │
             3
 
-This is how a parameter server works, and the easiest to follow. It takes two steps only, but all bytes go through the
-hub's one port, so the time grows with the number of ranks. Two ranks that are not the hub reach each other through it,
-and so does a root that is not the hub.
+This is a parameter server with one shard. It takes only two steps, but all bytes pass the hub's port, so the time grows
+with the number of ranks. Messages between two other ranks, and from or to a root that is not the hub, pass the hub.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from paceline.transport.channel import Channel
 
 
 def all_reduce(channel: Channel, tensor: torch.Tensor, combine: Combine, hub: int = 0) -> None:
-    """Leave the sum of everybody's `tensor` in everybody's `tensor`."""
+    """Leaves the sum of all ranks' `tensor` in each rank's `tensor`."""
     reduce(channel, tensor, combine, root=hub, hub=hub)
     broadcast(channel, tensor, root=hub, hub=hub)
 
 
 def reduce(channel: Channel, tensor: torch.Tensor, combine: Combine, root: int, hub: int = 0) -> None:
-    """Leave the sum of everybody's `tensor` in the root's; the others keep theirs."""
+    """Leaves the sum of all ranks' `tensor` in the root's; the others keep theirs."""
     if channel.rank == hub:
         total = tensor if root == hub else tensor.clone()
         combine_all(channel, total, combine)
@@ -39,7 +38,7 @@ def reduce(channel: Channel, tensor: torch.Tensor, combine: Combine, root: int, 
 
 
 def broadcast(channel: Channel, tensor: torch.Tensor, root: int, hub: int = 0) -> None:
-    """Copy the root's `tensor` to all."""
+    """Copies the root's `tensor` to all."""
     if channel.rank == hub:
         if root != hub:
             channel.receive(root, tensor)
@@ -54,7 +53,7 @@ def broadcast(channel: Channel, tensor: torch.Tensor, root: int, hub: int = 0) -
 
 
 def gather(channel: Channel, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int, hub: int = 0) -> None:
-    """Copy the `tensor` of rank i to `outputs[i]` of the root; all are of one length."""
+    """Copies the `tensor` of rank i to `outputs[i]` of the root; all are of one length."""
     sources = [rank for rank in range(channel.size) if rank != root]
     if channel.rank == root:
         outputs = one_each(channel, outputs)
@@ -73,7 +72,7 @@ def gather(channel: Channel, tensor: torch.Tensor, outputs: list[torch.Tensor] |
 
 
 def scatter(channel: Channel, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, hub: int = 0) -> None:
-    """Copy `inputs[i]` of the root to the `tensor` of rank i; all are of one length."""
+    """Copies `inputs[i]` of the root to the `tensor` of rank i; all are of one length."""
     targets = [rank for rank in range(channel.size) if rank != root]
     with outgoing(channel) as send:
         if channel.rank == root:
@@ -92,7 +91,7 @@ def scatter(channel: Channel, tensor: torch.Tensor, inputs: list[torch.Tensor] |
 
 
 def all_gather(channel: Channel, parts: list[torch.Tensor], hub: int = 0) -> None:
-    """Fill in all `parts`, of which each rank has its own."""
+    """Fills in all `parts`, of which each rank has its own."""
     with outgoing(channel) as send:
         if channel.rank == hub:
             for source in others(channel):
@@ -109,7 +108,7 @@ def all_gather(channel: Channel, parts: list[torch.Tensor], hub: int = 0) -> Non
 
 
 def reduce_scatter(channel: Channel, parts: list[torch.Tensor], combine: Combine, hub: int = 0) -> None:
-    """Leave the sum of everybody's `parts[i]` in `parts[i]` of rank i; the other parts are scratch afterwards."""
+    """Leaves the sum of all ranks' `parts[i]` in `parts[i]` of rank i; the other parts are overwritten."""
     with outgoing(channel) as send:
         if channel.rank == hub:
             for part in parts:
@@ -119,19 +118,19 @@ def reduce_scatter(channel: Channel, parts: list[torch.Tensor], combine: Combine
         else:
             for part in parts:
                 send(hub, part)
-    # After the block, since until then the own part may still be on its way to the hub.
+    # After the block, since until then the own part may still be in transit to the hub.
     if channel.rank != hub:
         channel.receive(hub, parts[channel.rank])
 
 
 def all_to_all(channel: Channel, inputs: list[torch.Tensor], outputs: list[torch.Tensor], hub: int = 0) -> None:
-    """Copy `inputs[j]` of rank i to `outputs[i]` of rank j, of whatever length."""
+    """Copies `inputs[j]` of rank i to `outputs[i]` of rank j of any length."""
     outputs[channel.rank].copy_(inputs[channel.rank])
     if channel.rank == hub:
         _exchange(channel, inputs, outputs)
         return
     with outgoing(channel) as send:
-        # Only the two ends know how long a message between them is, so the hub has to be told.
+        # Only the two ends know the length of a message between them, so the hub needs the lengths.
         send(hub, torch.tensor([part.numel() for part in inputs], device=inputs[0].device))
         for target in range(channel.size):
             if target != channel.rank:
@@ -142,7 +141,7 @@ def all_to_all(channel: Channel, inputs: list[torch.Tensor], outputs: list[torch
 
 
 def _exchange(channel: Channel, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """The hub's side of all-to-all: send its own, then pass on what each rank has for each other."""
+    """The hub's side of all-to-all: sends its own parts, then forwards those between other ranks."""
     hub = channel.rank
     with outgoing(channel) as send:
         for target in others(channel):
@@ -160,7 +159,7 @@ def _exchange(channel: Channel, inputs: list[torch.Tensor], outputs: list[torch.
 
 
 def barrier(channel: Channel, hub: int = 0) -> None:
-    """Return when all have come."""
+    """Returns when all ranks have arrived."""
     nothing = torch.empty(0)
     if channel.rank == hub:
         for peer in others(channel):
@@ -171,6 +170,6 @@ def barrier(channel: Channel, hub: int = 0) -> None:
 
 
 def _give(channel: Channel, peer: int, tensor: torch.Tensor) -> None:
-    """Send one message, until its tensor may be changed."""
+    """Sends one message, and waits until its tensor may be changed."""
     with outgoing(channel) as send:
         send(peer, tensor)

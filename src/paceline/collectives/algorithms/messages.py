@@ -1,4 +1,4 @@
-"""What the algorithms share: how to send without waiting, in which order to combine, and whom to send to first."""
+"""Shared parts of the algorithms: sending without waiting, combining in order, and the order of peers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from paceline.errors import UsageError
 from paceline.transport.channel import Channel, PendingSend
 
 Combine = Callable[[torch.Tensor, torch.Tensor], None]
-"""Adds the second tensor to the first, in place. It may also be a maximum, a product or the like."""
+"""Combines the second tensor into the first, in place: a sum, a maximum, a product or the like."""
 
 
 @contextmanager
 def outgoing(channel: Channel) -> Iterator[Callable[[int, torch.Tensor], None]]:
-    """Send inside the block, wait at its end.
+    """Sends inside the block, and waits for the sends at its end.
 
-    Inside, nobody waits for a message to leave, so two ranks that send to each other never block each other. After the
-    block the tensors may be changed. They are held until then, since a message may still be read from their memory.
+    Inside, a send does not block, so two ranks that send to each other do not deadlock. After the block the tensors may
+    be changed. They are referenced until then, since a message may still be read from their memory.
     """
     held: list[tuple[PendingSend, torch.Tensor]] = []
 
@@ -32,15 +32,15 @@ def outgoing(channel: Channel) -> Iterator[Callable[[int, torch.Tensor], None]]:
 
 
 def others(channel: Channel) -> list[int]:
-    """All other ranks, from the next one on: if all began with rank 0, its incoming port would be the bottleneck."""
+    """All other ranks, from the next one on: if all began with rank 0, its port would be the bottleneck."""
     return [(channel.rank + step) % channel.size for step in range(1, channel.size)]
 
 
 def combine_all(channel: Channel, tensor: torch.Tensor, combine: Combine) -> None:
-    """Receive one message from every other rank and combine them all into `tensor`, in the order of ranks.
+    """Receives one message from every other rank and combines them all into `tensor`, in the order of ranks.
 
-    Sums of floating point numbers depend on their order. The order of arrival changes from run to run, the order of
-    ranks does not, so the same tensors always give the same bits.
+    Sums of floating point numbers depend on their order. The order of arrival varies, the order of ranks does not, so
+    the same tensors always give the same bits.
     """
     if channel.size == 1:
         return
@@ -56,7 +56,7 @@ def combine_all(channel: Channel, tensor: torch.Tensor, combine: Combine) -> Non
 
 
 def one_each(channel: Channel, tensors: list[torch.Tensor] | None) -> list[torch.Tensor]:
-    """The tensors that only the root of a gather or a scatter has, after a check that there is one for each rank."""
+    """Checks that the root of a gather or a scatter has one tensor per rank, and returns them."""
     if tensors is None or len(tensors) != channel.size:
         given = "none" if tensors is None else len(tensors)
         raise UsageError(

@@ -17,25 +17,25 @@ from paceline.transport.channel import Channel
 
 
 def all_reduce(channel: Channel, tensor: torch.Tensor, combine: Combine) -> None:
-    """Leave the sum of everybody's `tensor` in everybody's `tensor`."""
+    """Leaves the sum of all ranks' `tensor` in each rank's `tensor`."""
     places = [place(which, channel.rank, channel.size) for which in TREES]
     _up(channel, places, tensor, combine)
     _down(channel, places, tensor)
 
 
 def broadcast(channel: Channel, tensor: torch.Tensor, root: int) -> None:
-    """Copy the root's `tensor` to all."""
+    """Copies the root's `tensor` to all."""
     _down(channel, _below(channel, root), tensor)
 
 
 def reduce(channel: Channel, tensor: torch.Tensor, combine: Combine, root: int) -> None:
-    """Leave the sum of everybody's `tensor` in the root's; the others keep theirs."""
+    """Leaves the sum of all ranks' `tensor` in the root's; the others keep theirs."""
     total = tensor if channel.rank == root else tensor.clone()
     _up(channel, _below(channel, root), total, combine)
 
 
 def barrier(channel: Channel) -> None:
-    """Return when all have come: one tree is enough, as nothing but the messages' arrival counts."""
+    """Returns when all ranks have arrived; one tree is enough, since the messages are empty."""
     parent, children = place(0, channel.rank, channel.size)
     nothing = torch.empty(0)
     for child in children:
@@ -49,10 +49,10 @@ def barrier(channel: Channel) -> None:
 
 
 def _up(channel: Channel, places: list[TreePosition], tensor: torch.Tensor, combine: Combine) -> None:
-    """Add up both halves on the way to the tops of their trees."""
+    """Adds up both halves towards the tops of their trees."""
     work = zip(places, split(tensor, len(places)), strict=True)
     with outgoing(channel) as send:
-        # A leaf's half first: the parent in that tree waits for it, while the own children have yet to send.
+        # The half in which this rank is a leaf first: its parent waits for it, while its children have yet to send.
         for (parent, children), half in sorted(work, key=_is_inner):
             arriving = torch.empty_like(half)
             for child in reversed(children):  # the smaller subtree is ready first
@@ -63,14 +63,14 @@ def _up(channel: Channel, places: list[TreePosition], tensor: torch.Tensor, comb
 
 
 def _down(channel: Channel, places: list[TreePosition], tensor: torch.Tensor) -> None:
-    """Copy both halves from the tops of their trees to all."""
+    """Copies both halves from the tops of their trees to all."""
     work = zip(places, split(tensor, len(places)), strict=True)
     with outgoing(channel) as send:
-        # The inner place first: the children wait for it. As all do so, nobody waits for a rank that waits for it.
+        # The half in which this rank is inner first: its children wait for it. All ranks do so, which avoids deadlock.
         for (parent, children), half in sorted(work, key=_is_inner, reverse=True):
             if parent is not None:
                 channel.receive(parent, half)
-            for child in children:  # the larger subtree has the longer way down
+            for child in children:  # the larger subtree has the longer path
                 send(child, half)
 
 
@@ -79,7 +79,7 @@ def _is_inner(work: tuple[TreePosition, torch.Tensor]) -> bool:
 
 
 def _below(channel: Channel, root: int) -> list[TreePosition]:
-    """The own places in two trees of all ranks but the root, which stands above the tops of both."""
+    """This rank's places in two trees of all ranks but the root, which is the parent of both tops."""
     size = channel.size - 1
 
     def real(rank: int | None) -> int:
