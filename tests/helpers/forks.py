@@ -59,7 +59,8 @@ class Fork:
 
     def __init__(self, args: Sequence[str], **options: Any) -> None:
         words = _plain(args)
-        self.args, self.returncode = words, None
+        self.args = words
+        self.returncode: int | None = None
         pipes = {name: os.pipe() for name in ("stdout", "stderr") if options.get(name) == subprocess.PIPE}
         streams = {1: options.get("stdout"), 2: options.get("stderr")}
         streams = {
@@ -93,9 +94,9 @@ class Fork:
     def communicate(self, _input: None = None, timeout: float | None = None) -> tuple[bytes | None, bytes | None]:
         """All that it says, and its end."""
         with ThreadPoolExecutor(2) as readers:
-            said = [one and readers.submit(one.readall) for one in (self.stdout, self.stderr)]
+            said = [None if one is None else readers.submit(one.readall) for one in (self.stdout, self.stderr)]
             self.wait(timeout)
-            out, err = (one and one.result() for one in said)
+            out, err = (None if one is None else one.result() for one in said)
         return out, err
 
     def poll(self) -> int | None:
@@ -174,8 +175,8 @@ def _program(words: list[str], options: dict[str, Any], streams: dict[int, int |
                 os.dup2(nothing, int(path.name))
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     atexit._clear()
-    multiprocessing_process._children.clear()
-    atexit.register(multiprocessing_util._exit_function)
+    multiprocessing_process._children.clear()  # type: ignore[attr-defined]
+    atexit.register(multiprocessing_util._exit_function)  # type: ignore[attr-defined]
     if options.get("env") is not None:
         variables = dict(options["env"])
         os.environ.clear()
@@ -202,7 +203,7 @@ def _program(words: list[str], options: dict[str, Any], streams: dict[int, int |
 def _run(words: list[str]) -> None:
     if words[0] == TORCHRUN:
         sys.argv = words
-        subprocess_handler.Popen = Fork  # type: ignore[misc,assignment]
+        subprocess_handler.Popen = Fork  # type: ignore[attr-defined,assignment]
         torchrun.main()
     elif words[0] == PACELINE or words[1:3] == ["-m", "paceline"]:
         sys.argv = words if words[0] == PACELINE else [PACELINE, *words[3:]]

@@ -103,7 +103,7 @@ def _member(end: Connection, rank: int, size: int, backend: str, timeout: float,
     gc.freeze()  # or every collection would touch, and so copy, all that was imported before
     torch.set_num_threads(1)
     torch.manual_seed(100 + rank)
-    store = distributed.FileStore(path, size)
+    store = distributed.FileStore(path, size)  # type: ignore[attr-defined]
     limit = datetime.timedelta(seconds=timeout)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     while True:

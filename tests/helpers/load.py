@@ -32,7 +32,8 @@ def slowdown() -> float:
     path = os.environ.get(VARIABLE)
     if path is None or not Path(path).exists():
         return 1.0
-    records = sorted(record for record in SLOT.iter_unpack(Path(path).read_bytes()) if record[0] >= _began - 1.0)
+    known: list[tuple[float, float]] = [*SLOT.iter_unpack(Path(path).read_bytes())]
+    records = sorted(record for record in known if record[0] >= _began - 1.0)
     tasks = [one for _, one in records]
     means = [sum(tasks[n : n + _WINDOW]) / _WINDOW for n in range(max(1, len(tasks) - _WINDOW + 1))]
     # Records that are missing: the guard itself, which hardly needs the processor, came late.

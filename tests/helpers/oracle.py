@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -53,7 +53,7 @@ _WIDE = {torch.complex32: torch.complex64, **dict.fromkeys(EIGHT_BIT_FLOATS, tor
 """Torch stores these, and calculates in others."""
 
 FACTOR = 1.5
-_FUNCTIONS: dict[str, Any] = {
+_FUNCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
     "premul_sum": torch.add,
@@ -70,7 +70,9 @@ _BITWISE = ("band", "bor", "bxor")
 
 def reduce_op(name: str) -> Any:
     """What torch.distributed calls it."""
-    return distributed._make_nccl_premul_sum(FACTOR) if name == "premul_sum" else getattr(ReduceOp, name.upper())
+    if name == "premul_sum":
+        return distributed._make_nccl_premul_sum(FACTOR)  # type: ignore[attr-defined]
+    return getattr(ReduceOp, name.upper())
 
 
 def defined(operator: str, dtype: torch.dtype) -> bool:

@@ -14,7 +14,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -393,6 +393,7 @@ class Groups(contextlib.AbstractContextManager["Groups"]):
             ready = wait(list(left), until - time.monotonic())
             assert ready, f"nothing was heard from {sorted(left.values())}; the others: {results}"
             for connection in ready:
+                assert isinstance(connection, Connection)
                 rank = left.pop(connection)
                 try:
                     results[rank] = result = pickle.loads(connection.recv_bytes())

@@ -34,7 +34,8 @@ class Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.join(seen.transpose(1, 2).reshape(batch, length, width)))
-        return x + self.think(self.between(x))
+        result: torch.Tensor = x + self.think(self.between(x))
+        return result
 
 
 class Transformer(nn.Module):
@@ -51,7 +52,8 @@ class Transformer(nn.Module):
         x = self.words(x) + self.places[: x.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        result: torch.Tensor = self.head(self.norm(x))
+        return result
 
 
 def small() -> nn.Module:
@@ -161,7 +163,7 @@ class _Nap(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         time.sleep(ctx.seconds)
         return gradient, None, None
 

@@ -42,7 +42,8 @@ class Net(nn.Module):
         x = torch.tanh(self.frozen(x))
         if self.uses_all():
             x = x + self.sometimes(x)
-        return self.last(x)
+        result: torch.Tensor = self.last(x)
+        return result
 
     def uses_all(self) -> bool:
         """Whether it is a turn of the layer that is used now and then."""
