@@ -86,8 +86,8 @@ def servers(options: argparse.Namespace) -> None:
     import paceline
 
     model = _model()
-    team = paceline.join("sync", timeouts=paceline.Timeouts(join=120.0, barrier=120.0))
-    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=1e-6), servers="each")
+    team = paceline.join("sync:servers=each", timeouts=paceline.Timeouts(join=120.0, barrier=120.0))
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=1e-6))
     sum(parameter.sum() for parameter in model.parameters()).backward()
     seconds = _timed(optimizer.step, team.barrier, options.rounds)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -186,8 +186,8 @@ def hidden(options: argparse.Namespace) -> None:
     workload = WORKLOADS[WORKLOAD]
     model = _model()
     os.chdir(os.environ["FOLDER"])
-    team = paceline.join("sync", name="hidden", timeouts=paceline.Timeouts(join=120.0, barrier=120.0))
-    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.01), servers="each")
+    team = paceline.join("sync:servers=each", name="hidden", timeouts=paceline.Timeouts(join=120.0, barrier=120.0))
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
     x, y = workload.batch_of(options.batch, seed=team.rank)
     for _ in range(options.steps + 1):
         workload.loss(model(x), y).backward()

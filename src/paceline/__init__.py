@@ -15,7 +15,7 @@ from paceline.errors import (
     UsageError,
     WorkerLost,
 )
-from paceline.policies import Adaptive, Async, Auto, Groups, KAsync, KBatchAsync, KBatchSync, KSync, Ssp, Sync
+from paceline.policies import Adaptive, Async, Auto, Backup, Groups, KAsync, KBatchAsync, KBatchSync, KSync, Ssp, Sync
 
 if TYPE_CHECKING:
     from paceline.team import Team, join
@@ -28,6 +28,7 @@ __all__ = [
     "AllReduce",
     "Async",
     "Auto",
+    "Backup",
     "Groups",
     "JoinError",
     "KAsync",

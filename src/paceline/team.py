@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -177,12 +177,7 @@ class Team:
         sync_batch_norm: bool = False,
         scale_lr: str | None = None,
         warmup: int = 0,
-        servers: int | str = 1,
-        corrections: Sequence[str] = (),
-        compress: str = "none",
         loss: Callable[..., Any] | None = None,
-        tensor_plan: Mapping[str, Any] | None = None,
-        sequence_parallel: bool = False,
     ) -> tuple[Any, ...]:
         """Put the team behind a model, its optimizer and its loaders; returns them, to be used as before.
 
@@ -193,13 +188,7 @@ class Team:
         sync_batch_norm: let batch norm layers use the whole global batch instead of each worker's part.
         scale_lr: multiply the learning rate by the number of workers, or with a parameter server of gradients per
             update ("linear"), or its root ("sqrt"), reached over `warmup` updates.
-        servers: where a parameter server holds the parameters: so many processes, "lead", or "all" workers.
-        corrections: what it does about stale gradients: "lr/staleness", "drop:above=8", "dc-asgd", …
-        compress: what a pushed gradient is written as: "bf16", "fp16", "int8", "topk:0.01"; "none" as it is.
         loss: the loss function, for whoever plans how to split the model; the loop calls it as before.
-        tensor_plan: how layers are split inside, by name or pattern, where it should not be found out from the model's
-            graph: {"blocks.*.up": "column", "blocks.*.down": "row", "head": "whole"}.
-        sequence_parallel: let norms, dropout and what else is between split layers be in parts along the sequence.
         """
         if self._trainer is not None:
             raise UsageError("setup was called before; a team trains one model with one optimizer")
@@ -224,13 +213,8 @@ class Team:
             gradients=gradients,
             scale_lr=scale_lr,
             warmup=warmup,
-            servers=str(servers),
-            corrections=list(corrections),
-            compress=compress,
             loss=loss,
             loaders=loaders,
-            tensor_plan=tensor_plan,
-            sequence_parallel=sequence_parallel,
         )
         context = TrainerContext(
             members=self._members,

@@ -70,7 +70,7 @@ def test_every_schedule_gives_the_same_losses(schedule: str) -> None:
 
 
 def test_sequence_parallelism_changes_no_loss() -> None:
-    found = run_team(losses, 4, "small", 6, 20, {"sequence_parallel": True}, launch=launched(ONE), timeout=200)
+    found = run_team(losses, 4, "small", 6, 20, {}, launch=launched(f"{ONE},sequence_parallel=true"), timeout=200)
     assert apart(found[0], train(None, "small", 6, batch=20)) < 1e-5
 
 
@@ -163,6 +163,9 @@ class Rich(nn.Module):
         return self.head(self.norm(x))
 
 
+RICH_PLAN = "plan=words:vocabulary+head:column"
+
+
 def rich(team: Team | None, dropout: float, seed: int = 0) -> list[float]:
     torch.manual_seed(seed)
     model: Any = Rich(dropout)
@@ -170,8 +173,7 @@ def rich(team: Team | None, dropout: float, seed: int = 0) -> list[float]:
     x, y = words(24).tensors
     loader: Any = DataLoader(TensorDataset(x, y), batch_size=12)
     if team is not None:
-        plan = {"words": "vocabulary", "head": "column"}
-        model, optimizer, loader = team.setup(model, optimizer, loader, tensor_plan=plan)
+        model, optimizer, loader = team.setup(model, optimizer, loader)
     seen: list[float] = []
     for _ in range(2):
         for x, y in loader:
@@ -189,13 +191,13 @@ def rich(team: Team | None, dropout: float, seed: int = 0) -> list[float]:
 
 
 def test_attention_tied_weights_clipping_and_evaluation_are_as_in_plain_torch() -> None:
-    found = run_team(rich, 4, 0.0, launch=launched(ONE), timeout=200)
+    found = run_team(rich, 4, 0.0, launch=launched(f"{ONE},{RICH_PLAN}"), timeout=200)
     assert found[0] == found[1] == found[2] == found[3]
     assert apart(found[0], rich(None, 0.0)) < 1e-5
 
 
 def test_dropout_in_attention_draws_alike_where_all_have_the_same() -> None:
-    found = run_team(rich, 4, 0.3, launch=launched(ONE), timeout=200)
+    found = run_team(rich, 4, 0.3, launch=launched(f"{ONE},{RICH_PLAN}"), timeout=200)
     assert found[0] == found[1] == found[2] == found[3]
     assert apart(found[0][:1], rich(None, 0.0)[:1]) > 1e-3
 

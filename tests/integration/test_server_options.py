@@ -45,11 +45,6 @@ FromTheScript.__module__ = "__main__"
         (sgd, {"gradients": "visible"}, "gradients is 'visible'; with a parameter server"),
         (sgd, {"sync_batch_norm": True}, "sync_batch_norm needs all workers in every step"),
         (FromTheScript, {}, "the optimizer FromTheScript is defined in the script itself"),
-        (sgd, {"servers": "some"}, "servers is 'some'; it must be a number of processes"),
-        (sgd, {"servers": 0}, "servers is '0'; it must be a number of processes"),
-        (sgd, {"compress": "gzip"}, "compress is 'gzip'; it must be 'none'"),
-        (sgd, {"compress": "topk:2"}, "the share of the elements to keep must be above 0 and at most 1"),
-        (sgd, {"corrections": ["lr/age"]}, "unknown correction 'lr/age'"),
         (sgd, {"scale_lr": "cubic"}, "scale_lr is 'cubic'"),
         (sgd, {"warmup": -1}, "warmup is -1"),
     ],
@@ -60,6 +55,23 @@ def test_what_a_parameter_server_can_not_do_is_refused_in_one_sentence(
     for message in run_team(refused, 2, make, options, launch=under("async", None)):
         assert said in message
         assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"servers": "some"}, "servers is 'some'; it must be a number of processes"),
+        ({"servers": 0}, "servers is '0'; it must be a number of processes"),
+        ({"compress": "gzip"}, "compress is 'gzip'; it must be 'none'"),
+        ({"compress": "topk:2"}, "the share of the elements to keep must be above 0 and at most 1"),
+        ({"corrections": ["lr/age"]}, "unknown correction 'lr/age'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_when_the_policy_is_made(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(paceline.UsageError) as caught:
+        paceline.KSync(k=2, **options)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_optimizer_of_the_script_is_fine_where_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,11 +88,11 @@ def test_half_precision_parameters_can_not_be_compressed() -> None:
     def work(team: Team) -> str:
         model = nn.Linear(3, 2).bfloat16()
         with pytest.raises(paceline.UsageError) as caught:
-            team.setup(model, torch.optim.SGD(model.parameters()), compress="int8")
+            team.setup(model, torch.optim.SGD(model.parameters()))
         return str(caught.value)
 
     assert (
-        run_team(work, 2, launch=under("async"))
+        run_team(work, 2, launch=under("async:compress=int8"))
         == ["compress is 'int8', which needs parameters of float32; some are torch.bfloat16"] * 2
     )
 
@@ -112,14 +124,14 @@ def test_a_policy_that_can_not_be_is_refused_at_the_door(
 # -- compressed gradients --------------------------------------------------------------------------------------------
 
 
-def losses(team: Team, options: dict[str, Any], epochs: int = 6) -> tuple[float, float]:
+def losses(team: Team, epochs: int = 6) -> tuple[float, float]:
     """Of all samples, before and after."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 4))
     dataset = data(480, torch.float32)
     loader: Any = DataLoader(dataset, batch_size=16, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    model, optimizer, loader = team.setup(model, optimizer, loader, **options)
+    model, optimizer, loader = team.setup(model, optimizer, loader)
     x, y = dataset.tensors
     before = float(cross_entropy(model(x), y))
     for epoch in range(epochs):
@@ -138,7 +150,7 @@ def losses(team: Team, options: dict[str, Any], epochs: int = 6) -> tuple[float,
 
 @pytest.mark.parametrize("form", ["bf16", "fp16", "int8", "topk:0.1", "topk:0.01"])
 def test_compressed_gradients_train(form: str, tmp_path: Path) -> None:
-    for before, after in run_team(losses, 2, {"compress": form}, launch=under("async", folder=str(tmp_path))):
+    for before, after in run_team(losses, 2, launch=under(f"async:compress={form}", folder=str(tmp_path))):
         assert after < 0.5 * before
     summary = merge(tmp_path, 2)
     size = summary.pushed_bytes + summary.saved_bytes
@@ -154,8 +166,8 @@ def test_sync_with_compressed_gradients_stays_near_plain_torch(form: str, limit:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.5)
 
-    launch = under("sync", "all")
-    for result in run_team(in_team, 3, make, torch.float32, 4, {"compress": form}, launch=launch):
+    launch = under(f"sync:compress={form}", "all")
+    for result in run_team(in_team, 3, make, torch.float32, 4, launch=launch):
         distance = apart(result, plain(make, torch.float32, 4))
         assert distance < limit
 
@@ -166,7 +178,7 @@ def test_what_is_left_out_of_a_parameter_waits_for_its_next_gradient() -> None:
     def work(team: Team) -> list[float]:
         large, seldom = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16))
         model: Any = nn.ParameterList([large, seldom])
-        model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=1.0), compress="topk:0.5")
+        model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
         for number in range(8):
             loss = -large.sum() * (100 if number < 6 else 0)
             if number in (0, 6, 7):
@@ -176,7 +188,7 @@ def test_what_is_left_out_of_a_parameter_waits_for_its_next_gradient() -> None:
             optimizer.zero_grad()
         return seldom.tolist()
 
-    for moved in run_team(work, 2, launch=under("sync")):
+    for moved in run_team(work, 2, launch=under("sync:compress=topk:0.5")):
         assert moved == [1.0] * 16
 
 
@@ -184,7 +196,7 @@ def test_a_changed_loss_scale_does_not_change_what_compression_has_kept_back() -
     def work(team: Team) -> float:
         model: Any = nn.Linear(64, 1, bias=False)
         nn.init.zeros_(model.weight)
-        model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=1.0), compress="topk:0.02")
+        model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
         scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
         for number in range(64):
             if number == 32:
@@ -195,7 +207,7 @@ def test_a_changed_loss_scale_does_not_change_what_compression_has_kept_back() -
             optimizer.zero_grad()
         return float(model.weight.max())
 
-    for most in run_team(work, 2, launch=under("sync")):
+    for most in run_team(work, 2, launch=under("sync:compress=topk:0.02")):
         assert most <= 128.0
 
 
@@ -216,12 +228,14 @@ def test_a_changed_loss_scale_does_not_change_what_compression_has_kept_back() -
 def test_corrected_stale_gradients_train_and_the_summary_knows_how_stale_they_were(
     specs: list[str], tmp_path: Path
 ) -> None:
-    launch = under("async", folder=str(tmp_path), slow=parse_slowness(["all:exp(0.002)"], 3))
-    for before, after in run_team(losses, 3, {"corrections": specs}, launch=launch):
+    launch = under(
+        f"async:corrections={'+'.join(specs)}", folder=str(tmp_path), slow=parse_slowness(["all:exp(0.002)"], 3)
+    )
+    for before, after in run_team(losses, 3, launch=launch):
         assert after < 0.7 * before
     summary = merge(tmp_path, 3)
     pushes = sum(summary.staleness.histogram.values())
-    assert summary.strategy == "async"
+    assert summary.strategy == launch.strategy
     assert summary.updates == 6 * 30
     assert pushes == summary.updates + summary.dropped
     assert 0 < summary.staleness.mean <= summary.staleness.max
@@ -238,7 +252,8 @@ def test_corrected_stale_gradients_train_and_the_summary_knows_how_stale_they_we
 @pytest.mark.parametrize("specs", [["lr/staleness"], ["dc-asgd"], ["dc-asgd-adaptive"], ["distance:c=0.1"]])
 def test_fresh_gradients_are_not_corrected(specs: list[str]) -> None:
     expected = plain(sgd, torch.float64, 2)
-    for result in run_team(in_team, 2, sgd, torch.float64, 2, {"corrections": specs}, launch=under("sync")):
+    launch = under(f"sync:corrections={specs[0]}")
+    for result in run_team(in_team, 2, sgd, torch.float64, 2, launch=launch):
         assert apart(result, expected) < 1e-12
 
 
@@ -247,7 +262,7 @@ def test_a_correction_does_not_see_the_scale_of_the_loss(spec: str) -> None:
     def work(team: Team, scale: float | None) -> Values:
         model: Any = nn.Linear(6, 1, bias=False).double()
         nn.init.constant_(model.weight, 0.5)
-        model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), corrections=[spec])
+        model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
         scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
         x = torch.linspace(-1, 2, 6, dtype=torch.float64).view(1, 6)
         for turn in range(4):
@@ -261,8 +276,9 @@ def test_a_correction_does_not_see_the_scale_of_the_loss(spec: str) -> None:
         team.close()
         return values(model)
 
-    without = run_team(work, 2, None, launch=under("async"))[0]
-    for result in run_team(work, 2, 1024.0, launch=under("async")):
+    launch = under(f"async:corrections={spec}")
+    without = run_team(work, 2, None, launch=launch)[0]
+    for result in run_team(work, 2, 1024.0, launch=launch):
         assert apart(result, without) < 1e-12
 
 

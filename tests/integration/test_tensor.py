@@ -16,7 +16,7 @@ from helpers.teams import run_team
 from torch import nn
 from torch.utils.data import DataLoader
 
-from paceline import Team, TeamError, UsageError
+from paceline import Team, TeamError, Tensor, UsageError
 
 
 def losses(team: Team, kind: str, steps: int, options: dict[str, Any]) -> list[float]:
@@ -51,13 +51,13 @@ def test_losses_are_those_of_the_plain_model(kind: str, workers: int) -> None:
 
 @pytest.mark.parametrize("kind", ["transformer", "encoder"])
 def test_sequence_parallelism_changes_no_loss(kind: str) -> None:
-    found = run_team(losses, 2, kind, 8, {"sequence_parallel": True}, launch=launched("tensor:degree=2"))
+    found = run_team(losses, 2, kind, 8, {}, launch=launched("tensor:degree=2,sequence_parallel=true"))
     assert apart(found[0], train(None, kind, 8)) < 1e-5
 
 
 def test_a_plan_of_the_users_changes_no_loss() -> None:
     plan = {"blocks.0.*": "whole", "blocks.1.attend": "column", "blocks.1.join": "whole", "words": "whole"}
-    found = run_team(losses, 2, "transformer", 6, {"tensor_plan": plan}, launch=launched("tensor:degree=2"))
+    found = run_team(losses, 2, "transformer", 6, {}, launch=launched(str(Tensor(degree=2, plan=plan))))
     assert apart(found[0], train(None, "transformer", 6)) < 1e-5
 
 

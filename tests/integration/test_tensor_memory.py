@@ -31,12 +31,12 @@ def in_use() -> int:
     return int(mapped + used)
 
 
-def growth(team: Team, kind: str, options: dict[str, Any]) -> int:
+def growth(team: Team, kind: str) -> int:
     """Bytes a step, once all that is made once has been made."""
     model: Any = made(kind)
     optimizer: Any = adam(model)
     loader: Any = DataLoader(MODELS[kind][1](), batch_size=8)
-    model, optimizer, loader = team.setup(model, optimizer, loader, loss=cross_entropy, **options)
+    model, optimizer, loader = team.setup(model, optimizer, loader, loss=cross_entropy)
     used, number = [], 0
     gc.disable()  # it comes by after many small objects, not after a few large tensors
     while number < MANY:
@@ -53,17 +53,17 @@ def growth(team: Team, kind: str, options: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind", "options"),
+    ("strategy", "kind"),
     [
-        ("tensor:degree=2", "transformer", {}),
-        ("tensor:degree=2", "transformer", {"sequence_parallel": True}),
-        ("tensor:degree=2", "convnet", {}),
-        ("pipeline:stages=2,microbatches=2", "transformer", {}),
-        ("pipeline:stages=2,microbatches=2,schedule=zero-bubble", "small", {}),
-        ("pipeline:stages=2,microbatches=2,schedule=interleaved", "chain", {}),
-        ("mesh:data=2,tensor=1,sync=all-reduce", "small", {}),
+        ("tensor:degree=2", "transformer"),
+        ("tensor:degree=2,sequence_parallel=true", "transformer"),
+        ("tensor:degree=2", "convnet"),
+        ("pipeline:stages=2,microbatches=2", "transformer"),
+        ("pipeline:stages=2,microbatches=2,schedule=zero-bubble", "small"),
+        ("pipeline:stages=2,microbatches=2,schedule=interleaved", "chain"),
+        ("mesh:data=2,tensor=1,sync=all-reduce", "small"),
     ],
 )
-def test_a_step_leaves_nothing_behind(strategy: str, kind: str, options: dict[str, Any]) -> None:
+def test_a_step_leaves_nothing_behind(strategy: str, kind: str) -> None:
     # An activation of one layer has 6 KB or more.
-    assert max(run_team(growth, 2, kind, options, launch=launched(strategy))) < 3000
+    assert max(run_team(growth, 2, kind, launch=launched(strategy))) < 3000

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from paceline import Team, UsageError
+from paceline import Team, Tensor, UsageError
 
 WIDTH, CLASSES = 512, 7
 """So wide that it is worth to gather what an operation needs the whole of."""
@@ -162,10 +162,8 @@ def test_an_encoder_that_evaluates_padded_sequences_has_the_plain_models_results
 def refused(team: Team, what: str) -> str:
     model: Any = made("tied" if what == "column" else "turned round")
     loader: Any = DataLoader(data(), batch_size=8)
-    plans = {"column": {"inner": what}} | {wish: {"up": wish} for wish in ("channels", "vocabulary", "heads")}
-    plan = plans.get(what)
     try:
-        model, _, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, tensor_plan=plan)
+        model, _, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
         if what == "column":
             model(next(iter(loader))[0])
         elif what == "copy":
@@ -183,13 +181,14 @@ def refused(team: Team, what: str) -> str:
     [
         ("copy", "cannot be copied"),
         ("gradient", "torch.autograd.grad is asked for the gradient of a tensor of which each worker has a part"),
-        ("channels", "tensor_plan says 'channels' of 'up', which is a Linear; it can be 'column' or 'row' or 'whole'"),
+        ("channels", "plan says 'channels' of 'up', which is a Linear; it can be 'column' or 'row' or 'whole'"),
         ("vocabulary", "it can be 'column' or 'row' or 'whole'"),
         ("heads", "it can be 'column' or 'row' or 'whole'"),
-        ("column", "tensor_plan says 'column' of 'inner', but the model also uses its weights in another way"),
+        ("column", "plan says 'column' of 'inner', but the model also uses its weights in another way"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(what: str, said: str) -> None:
-    for message in run_team(refused, 2, what, launch=launched("tensor:degree=2")):
+    plans = {"column": {"inner": what}} | {wish: {"up": wish} for wish in ("channels", "vocabulary", "heads")}
+    for message in run_team(refused, 2, what, launch=launched(str(Tensor(degree=2, plan=plans.get(what))))):
         assert said in message
         assert "\n" not in message

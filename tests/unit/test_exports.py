@@ -7,6 +7,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
         "AllReduce",
         "Async",
         "Auto",
+        "Backup",
         "Groups",
         "JoinError",
         "KAsync",

@@ -45,6 +45,12 @@ def test_a_policy_with_k_does_what_the_table_says_in_every_order_of_arrivals(fam
 
 
 @pytest.mark.parametrize("workers", DEPTH)
+def test_backup_is_k_sync_without_the_last_workers_in_every_order_of_arrivals(workers: int) -> None:
+    for b in range(workers):
+        walk(policy(f"backup:b={b}", workers), KSyncRow(workers, workers - b), DEPTH[workers])
+
+
+@pytest.mark.parametrize("workers", DEPTH)
 def test_sync_does_what_the_table_says_in_every_order_of_arrivals(workers: int) -> None:
     walk(policy("sync", workers), KSyncRow(workers, workers), 12)
 
@@ -280,6 +286,8 @@ def one_sentence(error: UsageError, strategy: config.Strategy) -> str:
         ("k-async:k=2", 1, "k is 2, with 1 workers; it must be 1"),
         ("k-batch-async:k=9", 8, "k is 9, with 8 workers"),
         ("ssp:s=-1", 2, "s is -1; it must be a whole number of steps, 0 or more"),
+        ("backup:b=2", 2, "b is 2, with 2 workers; it must be a whole number from 0 to 1"),
+        ("backup:b=-1", 2, "b is -1, with 2 workers"),
         ("groups:size=3", 4, "size is 3, with 4 workers; groups are of equal size, so it must be 1 or 2 or 4"),
         ("groups:size=0", 4, "size is 0"),
         ("groups:size=-2", 4, "size is -2"),
@@ -308,6 +316,7 @@ def test_a_policy_that_can_not_be_is_one_sentence(spec: str, workers: int, about
         (policies.KBatchSync, "k"),
         (policies.KAsync, "k"),
         (policies.KBatchAsync, "k"),
+        (policies.Backup, "b"),
         (policies.Ssp, "s"),
         (policies.Groups, "size"),
         (policies.Adaptive, "start"),

@@ -219,8 +219,8 @@ def test_the_user_has_the_last_word() -> None:
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        ({"nowhere": "column"}, "tensor_plan names 'nowhere', but the model has no such layer"),
-        ({"0": "sideways"}, "tensor_plan says 'sideways' of '0'; it must be 'column', 'row'"),
+        ({"nowhere": "column"}, "plan names 'nowhere', but the model has no such layer"),
+        ({"0": "sideways"}, "plan says 'sideways' of '0'; it must be 'column', 'row'"),
         ({"0": "column"}, "layer '0' can not be split over 2 workers: its 5 do not divide by 2"),
     ],
 )

@@ -18,8 +18,9 @@ from rich.table import Table
 
 from paceline.cli import quantities
 from paceline.cli.clusters import with_links
-from paceline.config import Mesh, Pipeline, parse_strategy
+from paceline.config import Mesh, Pipeline, name_and_options, parse_strategy, search_beside, strategy_class
 from paceline.errors import UsageError
+from paceline.planner.candidates import asked_for
 from paceline.planner.choose import Choice, rank, simplest
 from paceline.planner.profile import profile
 from paceline.schedules import SCHEDULES
@@ -73,6 +74,15 @@ def plan(
         str | None,
         typer.Option(
             help="Plan for links of this bandwidth: 1Gbit/s. With --partition 1Gbit/s,2:1Mbit/s if one is slower."
+        ),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="Also rank this strategy, for instance your own as module:Class or module:Class:option=value. "
+            "Repeatable.",
         ),
     ] = None,
     split: Annotated[bool, typer.Option("--split", help="Also models that are split over devices.")] = False,
@@ -134,6 +144,7 @@ def plan(
         raise UsageError("give either a script to profile, or recorded runs with --from RUN")
     if not seconds > 0:
         raise UsageError(f"--seconds is {seconds:g}; it must be above 0")
+    _check_strategies(strategy or [], script)
     limit = None if memory is None else quantities.size("--memory", memory)
     wanted = _goal(goal)
     console = Console(stderr=True)
@@ -157,6 +168,7 @@ def plan(
             model=model,
             split=split,
             seed=seed,
+            also=[one for spec in strategy or [] for one in asked_for(spec, cluster.workers)],
             tick=lambda done, every: status.update(f"simulating {done} of {every} strategies"),
         )
     for choice in choices:
@@ -170,6 +182,14 @@ def plan(
         _print_json(known[0], choices, best, line, target, cuts)
         return
     _print(known[0], convergence, choices, best, line, target)
+
+
+def _check_strategies(specs: list[str], script: Path | None) -> None:
+    """Refuses unknown strategies before the profile."""
+    if script is not None:
+        search_beside(script)
+    for spec in specs:
+        strategy_class(name_and_options(spec)[0])
 
 
 def _goal(text: str) -> float | str:

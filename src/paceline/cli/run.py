@@ -37,6 +37,7 @@ from paceline.config import (
     parse_servers,
     parse_slowness,
     parse_strategy,
+    search_beside,
 )
 from paceline.errors import UsageError, names
 from paceline.events.summary import Summary, merge
@@ -143,6 +144,7 @@ def run(
         raise UsageError(f"--restarts is {restarts}; it must be 0 or more")
     if not script.is_file():
         raise UsageError(f"there is no script at {script}")
+    search_beside(script)
     chosen = None if strategy is None else str(_check(strategy, workers))
     policy = chosen is not None and isinstance(parse_strategy(chosen), Policy)
     if restarts and not engine_class.RESTARTS_TEAM and chosen is not None and not policy:

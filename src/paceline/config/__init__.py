@@ -31,7 +31,14 @@ from paceline.config.model_parallel import (
 )
 from paceline.config.run_spec import OptimizerSpec, ParameterSpec, RunSpec
 from paceline.config.slowness import Slowness, parse_slowness
-from paceline.config.strategy import STRATEGIES, Strategy, parse_strategy, strategy_class
+from paceline.config.strategy import (
+    STRATEGIES,
+    Strategy,
+    name_and_options,
+    parse_strategy,
+    search_beside,
+    strategy_class,
+)
 from paceline.config.timeouts import Timeouts
 
 __all__ = [
@@ -62,6 +69,7 @@ __all__ = [
     "between_replicas",
     "capacity",
     "check_workers",
+    "name_and_options",
     "one_of",
     "parse_compression",
     "parse_correction",
@@ -70,6 +78,7 @@ __all__ = [
     "parse_strategy",
     "place_servers",
     "positive",
+    "search_beside",
     "strategy_class",
     "workers_of",
 ]

@@ -45,6 +45,12 @@ class Pipeline(Strategy):
         return max(self.by_stage) > 1
 
 
+def _roles(strategy: Tensor | Mesh) -> dict[str, str] | None:
+    """The plan as a dictionary."""
+    assert not isinstance(strategy.plan, str)
+    return None if strategy.plan is None else dict(strategy.plan)
+
+
 class Tensor(Strategy):
     """The model is cut inside its layers."""
 
@@ -59,6 +65,8 @@ class Tensor(Strategy):
     def __post_init__(self) -> None:
         _split_checked(self, "degree")
         _plan_parsed(self)
+
+    roles = property(_roles)
 
 
 class Mesh(Strategy):
@@ -96,6 +104,8 @@ class Mesh(Strategy):
                 "parameter server, such as 'k-sync:k=1'"
             )
         self.__dict__["sync"] = sync
+
+    roles = property(_roles)
 
 
 def _plan_parsed(strategy: Tensor | Mesh) -> None:

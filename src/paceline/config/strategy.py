@@ -27,6 +27,7 @@ STRATEGIES: dict[str, str] = {
     "async": "paceline.policies.asynchronous:Async",
     "k-sync": "paceline.policies.synchronous:KSync",
     "k-async": "paceline.policies.asynchronous:KAsync",
+    "backup": "paceline.policies.backup:Backup",
     "k-batch-sync": "paceline.policies.synchronous:KBatchSync",
     "k-batch-async": "paceline.policies.asynchronous:KBatchAsync",
     "ssp": "paceline.policies.bounded:Ssp",
@@ -50,11 +51,21 @@ def parse_strategy(spec: str | Strategy) -> Strategy:
     """`name`, `name:option=value,…`, or a user's own as `module:Class` or `module:Class:option=value,…`."""
     if isinstance(spec, Strategy):
         return spec
+    name, options = name_and_options(spec)
+    return parse_options(strategy_class(name), options, "strategy")
+
+
+def name_and_options(spec: str) -> tuple[str, str]:
+    """The parts of a spec, where a user's own strategy has a name with a colon in it."""
     name, _, options = spec.partition(":")
     own = _MODULE_AND_CLASS.fullmatch(spec) if name not in STRATEGIES else None
-    if own is not None:
-        name, options = own["name"], own["options"] or ""
-    return parse_options(strategy_class(name), options, "strategy")
+    return (name, options) if own is None else (own["name"], own["options"] or "")
+
+
+def search_beside(script: Path) -> None:
+    """Lets modules in a script's folder be found, as they are in the script itself."""
+    if (folder := str(script.resolve().parent)) not in sys.path:
+        sys.path.append(folder)
 
 
 def strategy_class(name: str) -> type[Strategy]:

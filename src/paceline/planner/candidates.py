@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from paceline import topologies
-from paceline.config import STRATEGIES, strategy_class
+from paceline.config import STRATEGIES, name_and_options, parse_strategy, strategy_class
 from paceline.policies import Async, KBatchSync, Policy, Sync
 from paceline.simulate.cluster import SimulatedCluster
 
@@ -51,6 +51,14 @@ def candidates(cluster: SimulatedCluster, *, split: bool = False) -> list[Candid
     if split:
         found += _split(workers)
     return found
+
+
+def asked_for(spec: str, workers: int) -> list[Candidate]:
+    """A strategy that the user names; without options, all values of a policy that its class suggests."""
+    name, options = name_and_options(spec)
+    kind = strategy_class(name)
+    suggested = [str(policy) for policy in kind.candidates(workers)] if issubclass(kind, Policy) and not options else []
+    return [Candidate(strategy) for strategy in suggested or [str(parse_strategy(spec))]]
 
 
 def _policies() -> list[type[Policy]]:

@@ -78,11 +78,13 @@ def rank(
     seed: int = 0,
     tick: Callable[[int, int], None] = lambda _done, _all: None,
     among: Sequence[Candidate] | None = None,
+    also: Sequence[Candidate] = (),
 ) -> list[Choice]:
     """The choices, best first: by time to a loss if `goal` and `convergence` are given, else by samples per second."""
     if goal is not None and convergence is None:
         raise UsageError("a loss as the goal needs runs that reported theirs")
-    every = list(among) if among is not None else candidates(cluster, split=split)
+    usual = list(among) if among is not None else candidates(cluster, split=split)
+    every = list(dict.fromkeys([*usual, *also]))
     found = []
     for number, candidate in enumerate(every):
         tick(number, len(every))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.policies.adaptive import Adaptive, best_k
 from paceline.policies.asynchronous import Async, KAsync, KBatchAsync
 from paceline.policies.auto import Auto
+from paceline.policies.backup import Backup
 from paceline.policies.base import Arrival, Decision, Order, Policy, parse_policy
 from paceline.policies.bounded import Ssp
 from paceline.policies.groups import Groups
@@ -16,6 +17,7 @@ __all__ = [
     "Arrival",
     "Async",
     "Auto",
+    "Backup",
     "Decision",
     "Groups",
     "KAsync",

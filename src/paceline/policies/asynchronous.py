@@ -29,14 +29,14 @@ class KAsync(OfWorkers):
     k: int
 
     def arrive(self, push: Arrival) -> Decision:
-        decision = self._hold(push, Order.WAIT, f"{len(self.held) + 1} of {self.k} workers have pushed")
+        decision = self.hold(push, Order.WAIT, f"{len(self.held) + 1} of {self.k} workers have pushed")
         if len(self.held) >= self.needed:
-            return self._update(decision.reason, {})
+            return self.update(decision.reason, {})
         return decision
 
     def reconsider(self, why: str) -> Decision:
         if self.held and len(self.held) >= self.needed:
-            return self._update(f"{why}, and no more than {len(self.held)} workers can push", {})
+            return self.update(f"{why}, and no more than {len(self.held)} workers can push", {})
         return Decision(why)
 
     @property
@@ -58,14 +58,14 @@ class KBatchAsync(Policy):
         self.k = count("k", self.k, len(self.workers))
 
     def arrive(self, push: Arrival) -> Decision:
-        decision = self._hold(push, Order.RENEW, f"{len(self.held) + 1} of {self.k} minibatches are here")
+        decision = self.hold(push, Order.RENEW, f"{len(self.held) + 1} of {self.k} minibatches are here")
         if len(self.held) >= self.k:
-            return self._update(decision.reason, decision.orders)
+            return self.update(decision.reason, decision.orders)
         return decision
 
     def reconsider(self, why: str) -> Decision:
         if self.held and not self.computing:
-            return self._update(f"{why}, and no more than {len(self.held)} minibatches can come", {})
+            return self.update(f"{why}, and no more than {len(self.held)} minibatches can come", {})
         return Decision(why)
 
     @property

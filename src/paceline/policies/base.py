@@ -67,8 +67,9 @@ class Policy(Strategy, ABC):
     `KSync(k=3)` is a value: it cannot be changed, and prints as `k-sync:k=3`. `KSync(k=3).for_workers(range(4))` is a
     running copy, which remembers `workers`, `version`, `held`, `waiting` and `resting`, and may change its attributes.
 
-    A subclass declares its options as annotated attributes and implements `arrive`. It may set up more state in
-    `begin`, answer further events, and tell the planner and the simulator about itself: `candidates`, `timing`.
+    A subclass declares its options as annotated attributes and implements `arrive`, mostly with `hold`, `drop` and
+    `update`. It may set up more state in `begin`, answer further events, and tell planner and simulator about itself
+    (`candidates`, `timing`). See docs/policies/your-own.md.
     """
 
     servers: int | str = 1
@@ -216,16 +217,18 @@ class Policy(Strategy, ABC):
 
     # -- parts of decisions ----------------------------------------------------------------------------------------
 
-    def _hold(self, push: Arrival, order: Order, reason: str) -> Decision:
+    def hold(self, push: Arrival, order: Order, reason: str) -> Decision:
+        """Keeps a gradient for a later update, with this order for its worker."""
         self.held.append(push)
         if order is Order.WAIT:
             self.waiting.add(push.worker)
         return Decision(reason, orders={push.worker: order})
 
-    def _drop(self, push: Arrival, reason: str) -> Decision:
+    def drop(self, push: Arrival, reason: str) -> Decision:
+        """Discards a gradient; its worker pulls the newest version."""
         return Decision(reason, drop=(push,), orders={push.worker: Order.RENEW})
 
-    def _update(self, reason: str, orders: dict[int, Order]) -> Decision:
+    def update(self, reason: str, orders: dict[int, Order]) -> Decision:
         """Uses all held gradients, and releases all waiting workers."""
         use, self.held = tuple(self.held), []
         if self.waiting:

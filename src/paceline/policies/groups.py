@@ -85,7 +85,7 @@ class Groups(Policy):
     def arrive(self, push: Arrival) -> Decision:
         group = self.group_of[push.worker]
         if self.inner.fresh_only and push.version != self.version:
-            return self._drop(push, f"computed on version {push.version}, and version {self.version} is the newest")
+            return self.drop(push, f"computed on version {push.version}, and version {self.version} is the newest")
         inside = self._inside[group]
         inside.append(push)
         self.held.append(push)

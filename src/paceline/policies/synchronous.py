@@ -21,8 +21,8 @@ class _OfThisVersion(OfK):
 
     def arrive(self, push: Arrival) -> Decision:
         if push.version != self.version:
-            return self._drop(push, f"computed on version {push.version}, and version {self.version} is the newest")
-        decision = self._hold(push, self.after_push, "")
+            return self.drop(push, f"computed on version {push.version}, and version {self.version} is the newest")
+        decision = self.hold(push, self.after_push, "")
         if len(self.held) >= self.needed:
             return self._advance(f"{len(self.held)} of {self.k} {self.what} are here", push.worker)
         return Decision(f"{len(self.held)} of {self.k} {self.what} are here", orders=decision.orders)
@@ -36,10 +36,10 @@ class _OfThisVersion(OfK):
         late = dict.fromkeys(sorted(self.workers - self.waiting - self.resting), Order.CANCEL)
         if last is not None:
             late[last] = Order.RENEW
-        return self._update(reason, late)
+        return self.update(reason, late)
 
 
-class _WorkersOfThisVersion(_OfThisVersion, OfWorkers):
+class WorkersOfThisVersion(_OfThisVersion, OfWorkers):
     """The gradients are of K distinct workers, which wait for the update."""
 
     after_push = Order.WAIT
@@ -50,7 +50,7 @@ class _WorkersOfThisVersion(_OfThisVersion, OfWorkers):
         return Timing(Rule.FRESH_WORKERS, self.k)
 
 
-class KSync(_WorkersOfThisVersion):
+class KSync(WorkersOfThisVersion):
     """The server updates once K workers have pushed; the others are cancelled, and all start on the new version."""
 
     spec = "k-sync"
@@ -67,7 +67,7 @@ class KSync(_WorkersOfThisVersion):
         return 2 * workers / (1 + math.sqrt(1 + 4 * workers / b)) if b else 0.0
 
 
-class Sync(_WorkersOfThisVersion):
+class Sync(WorkersOfThisVersion):
     """The server updates once all workers have pushed."""
 
     spec = "sync"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,10 @@ class Options:
     """What `.grad` holds between backward and step: this worker's own gradient, or ("visible") the team's mean."""
     scale_lr: str | None = None
     warmup: int = 0
-    servers: str = "1"
-    """Where a parameter server holds the parameters: so many processes, the lead, or all workers."""
-    corrections: Sequence[str] = ()
-    """For stale gradients."""
-    compress: str = "none"
-    """What a pushed gradient is written as."""
     loss: Callable[..., Any] | None = None
     """The script's loss function."""
     loaders: Sequence[DataLoader[Any]] = ()
     """What the model is trained with, as the script made them."""
-    tensor_plan: Mapping[str, Any] | None = None
-    """How layers are to be split, by name or pattern, where it is not to be found out."""
-    sequence_parallel: bool = False
-    """Whether what is between split layers is in parts along the sequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

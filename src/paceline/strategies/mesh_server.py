@@ -66,7 +66,7 @@ class MeshServerTrainer(ParameterServerTrainer):
         assert isinstance(context.strategy, Mesh)
         _refuse(optimizer, options)
         refuse(optimizer, options, str(context.strategy))
-        if (context.launch.compress or options.compress) not in ("none", "fp32"):
+        if (context.launch.compress or parse_policy(context.strategy.sync).compress) not in ("none", "fp32"):
             raise UsageError("a replica of several workers writes its gradient in parts, which cannot be compressed")
         self._members, self._recorder, self._stopwatch = context.members, context.recorder, context.stopwatch
         self._coord = coord = MeshCoord(MeshShape.of(context.strategy), context.members.rank)
@@ -77,7 +77,7 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._timeouts = context.members.barrier.timeouts
         self._relay, self._joins = None, None
         RateScaling(options.scale_lr, 1, options.warmup)
-        sync = parse_policy(context.strategy.sync)
+        self._sync = sync = parse_policy(context.strategy.sync)
         policy = sync.for_workers(range(self.size))
         self.cancels = False
         self._at = self._buffer = self._before = self._pushes = 0
@@ -116,7 +116,7 @@ class MeshServerTrainer(ParameterServerTrainer):
 
     def _prepare(self, options: Options, context: TrainerContext, spare: bool) -> None:
         members, parts = self._members, self._split.parts
-        self._servers = parse_servers(self._launch.servers or options.servers)
+        self._servers = parse_servers(self._launch.servers or str(self._sync.servers))
         self._spec = spec = self._describe_run(parts.named, options, context)
         self._layout, _ = make_layout(spec, parts.named, parts.shadow)
         layout = self._layout
@@ -154,12 +154,12 @@ class MeshServerTrainer(ParameterServerTrainer):
             machines=(replicas,),
             capacity=self.size,
             servers=tuple(place_servers(str(self._servers), [list(replicas)])),
-            strategy=str(context.strategy.sync),
+            strategy=str(self._sync),
             timeouts=self._timeouts,
             folder=str(context.folder) if context.recorder.on else None,
             optimizer=describe_optimizer(self._optimizer),
             parameters=describe_parameters(named, self._split.parts.shadow),
-            corrections=tuple(self._launch.corrections or options.corrections),
+            corrections=tuple(self._launch.corrections or self._sync.corrections),
             scale_lr=options.scale_lr,
             warmup=options.warmup,
             replica=self._coord.shape.replica,

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from paceline.cluster.process import is_stopped
 from paceline.cluster.servers import StartServers, start_servers
-from paceline.config import RunSpec, capacity, parse_compression, parse_correction, parse_servers, place_servers
+from paceline.config import RunSpec, capacity, parse_compression, parse_servers, place_servers
 from paceline.data.leased_loader import LeasedLoader
 from paceline.errors import Mismatch, ServerLost, TeamError, UsageError
 from paceline.events import Pull, Reduce, Wait
@@ -84,7 +84,7 @@ class ParameterServerTrainer(Trainer):
         self._joins = context.launch.joins
         """Of a run that goes on already, the address of its server."""
         self._model, self._optimizer, self._launch = model, optimizer, context.launch
-        self._timeouts = context.members.barrier.timeouts
+        self._policy, self._timeouts = parse_policy(context.strategy), context.members.barrier.timeouts
         RateScaling(options.scale_lr, 1, options.warmup)
         self._at = self._buffer = 0
         """The server's version, and the buffer that it lies in."""
@@ -97,7 +97,7 @@ class ParameterServerTrainer(Trainer):
         self._rest = ModelBuffers([*rest, *model.buffers()])
         self._set_up(named, options, context)
         self.paces = [(0.0, 0)] * self.size
-        policy = parse_policy(context.strategy).for_workers(range(self.size))
+        policy = self._policy.for_workers(range(self.size))
         self.cancels = policy.cancels
         if policy.spare or self._launch.elastic:
             context.members.barrier.spare = True
@@ -151,7 +151,7 @@ class ParameterServerTrainer(Trainer):
 
     def _set_up(self, named: list[tuple[str, torch.nn.Parameter]], options: Options, context: TrainerContext) -> None:
         members = self._members
-        self._servers = parse_servers(self._launch.servers or options.servers)
+        self._servers = parse_servers(self._launch.servers or str(self._policy.servers))
         spec = self._describe_run(named, options, context)
         if self._joins is not None:
             self._join(spec, self._joins)
@@ -169,7 +169,7 @@ class ParameterServerTrainer(Trainer):
                 members, spec, layout, memory, coordinator, self._launch.key
             )
         address = self._relay_addresses[members.machine] if self._spread else coordinator
-        spare = spec.elastic or parse_policy(context.strategy).for_workers(range(self.size)).spare
+        spare = spec.elastic or self._policy.for_workers(range(self.size)).spare
         self._start(coordinator if members.machine == 0 else address, spare, context.say)
         self._connect(ServerClient(address, self._rank, self._timeouts), memory)
         self._client.open(spec, memory, self._pids())
@@ -204,8 +204,8 @@ class ParameterServerTrainer(Trainer):
             optimizer=describe_optimizer(self._optimizer),
             parameters=describe_parameters(named, self._optimizer),
             buffers=self._rest.size,
-            corrections=tuple(launch.corrections or options.corrections),
-            compress=launch.compress or options.compress,
+            corrections=tuple(launch.corrections or self._policy.corrections),
+            compress=launch.compress or self._policy.compress,
             scale_lr=options.scale_lr,
             warmup=options.warmup,
         )
@@ -316,12 +316,12 @@ class ParameterServerTrainer(Trainer):
                     StartServers(0, address, patience, [], False, relay_addresses=list(self._relay_addresses)),
                 )
             return
-        kind = type(self._optimizer)
-        if kind.__module__ == "__main__":
-            raise UsageError(
-                f"the optimizer {kind.__name__} is defined in the script itself, where a server process cannot find "
-                "it; move it to a module, or hold the parameters in the lead with --servers lead"
-            )
+        for what, kind in (("optimizer", type(self._optimizer)), ("policy", type(self._policy))):
+            if kind.__module__ == "__main__":
+                raise UsageError(
+                    f"the {what} {kind.__name__} is defined in the script itself, where a server process cannot find "
+                    "it; move it to a module, or hold the parameters in the lead with --servers lead"
+                )
         servers = self._spec.servers_on(machine)
         if self._members.local.rank == 0 and servers:
             paths = [path for path in sys.path if path]
@@ -591,7 +591,3 @@ def _refuse(optimizer: Optimizer, options: Options) -> None:
             f"gradients is {options.gradients!r}; with a parameter server the mean gradient is on the server only, "
             "so it must be 'local'"
         )
-    for spec in options.corrections:
-        parse_correction(spec)
-    parse_servers(options.servers)
-    parse_compression(options.compress)

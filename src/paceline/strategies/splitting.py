@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.cluster.membership import Members
+from paceline.config import Mesh, Tensor
 from paceline.errors import UsageError
 from paceline.graph.opaque_layers import OpaqueLayers
 from paceline.parameters.step_snapshot import StepSnapshot
@@ -70,7 +71,8 @@ def cut_model(model: torch.nn.Module, options: Options, context: TrainerContext,
     """Cut a model's layers for the workers of a stage, as the lead finds that it can be."""
     if coord.shape.tensor == 1:
         return None
-    members = context.members
+    members, strategy = context.members, context.strategy
+    assert isinstance(strategy, Tensor | Mesh)
     plan, error = b"", ""
     if members.rank == 0:
         snapshot = StepSnapshot(model)
@@ -80,7 +82,7 @@ def cut_model(model: torch.nn.Module, options: Options, context: TrainerContext,
             module.exchange = None  # the others are not here
         try:
             inputs = example(options.loaders, model)
-            roles = find_plan(model, inputs, coord.shape.tensor, options.tensor_plan, options.sequence_parallel)
+            roles = find_plan(model, inputs, coord.shape.tensor, strategy.roles, strategy.sequence_parallel)
             plan = encode(roles)
             context.say(described(model, roles, coord.shape.tensor))
         except UsageError as refusal:

@@ -77,7 +77,7 @@ class PartialTensor(torch.Tensor):
             if func is torch.autograd.grad:
                 raise UsageError(
                     "torch.autograd.grad is asked for the gradient of a tensor of which each worker has a part; let "
-                    "the layer that it comes from be whole: team.setup(…, tensor_plan={'its.name': 'whole'})"
+                    "the layer that it comes from be whole: Tensor(…, plan={'its.name': 'whole'})"
                 )
             if name in ("grad_fn", "_version", "grad"):
                 return getattr(args[0].local, name)
@@ -86,7 +86,7 @@ class PartialTensor(torch.Tensor):
             if (in_place or name == "__setitem__") and type(args[0]) is PartialTensor:
                 raise UsageError(
                     f"'{name}' changes a tensor of which each worker has a part, which cannot be done; let the layer "
-                    "that it comes from be whole: team.setup(…, tensor_plan={'its.name': 'whole'})"
+                    "that it comes from be whole: Tensor(…, plan={'its.name': 'whole'})"
                 )
             return func(*tree_map(whole, args), **tree_map(whole, kwargs))
 
@@ -96,7 +96,7 @@ class PartialTensor(torch.Tensor):
     ) -> Any:
         raise UsageError(
             f"a custom autograd function calls {func} on a tensor of which each worker has a part; let the layer that "
-            "it comes from be whole: team.setup(…, tensor_plan={'its.name': 'whole'})"
+            "it comes from be whole: Tensor(…, plan={'its.name': 'whole'})"
         )
 
 

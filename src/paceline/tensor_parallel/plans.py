@@ -29,7 +29,7 @@ def find_plan(
     finder = PlanSearch(model, graph, workers, given)
     found = finder.find()
     for name, why in finder.impossible().items():
-        raise UsageError(f"tensor_plan says '{given[name].name}' of '{name}', but {why}; let it be 'whole'")
+        raise UsageError(f"plan says '{given[name].name}' of '{name}', but {why}; let it be 'whole'")
     _check(model, found, workers)
     if not found:
         others = [n for n in range(2, 17) if n != workers and PlanSearch(model, graph, n, given).find()]
@@ -53,7 +53,7 @@ def _wished(model: nn.Module, wishes: Mapping[str, Any]) -> dict[str, Role]:
         names = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
         if not names:
             raise UsageError(
-                f"tensor_plan names '{pattern}', but the model has no such layer that could be split; "
+                f"plan names '{pattern}', but the model has no such layer that could be split; "
                 f"it has {', '.join(list(known)[:8])}{', …' if len(known) > 8 else ''}"
             )
         role = _role(pattern, wish)
@@ -61,7 +61,7 @@ def _wished(model: nn.Module, wishes: Mapping[str, Any]) -> dict[str, Role]:
             can = _possible(known[name])
             if role.name not in can:
                 raise UsageError(
-                    f"tensor_plan says '{role.name}' of '{name}', which is a {type(known[name]).__name__}; it can be "
+                    f"plan says '{role.name}' of '{name}', which is a {type(known[name]).__name__}; it can be "
                     + " or ".join(f"'{one}'" for one in can)
                 )
             given[name] = role
@@ -80,13 +80,13 @@ def _possible(layer: nn.Module) -> tuple[str, ...]:
 
 
 def _role(pattern: str, wish: Any) -> Role:
-    text = _STYLES.get(type(wish).__name__, wish)
+    text = _STYLES.get(wish, wish) if isinstance(wish, str) else _STYLES.get(type(wish).__name__, wish)
     if text == "whole":
         return WHOLE
     if isinstance(text, str) and text in ROLES:
         return Role(text)
     raise UsageError(
-        f"tensor_plan says {wish!r} of '{pattern}'; it must be 'column', 'row', 'vocabulary', 'channels', 'heads' or "
+        f"plan says {wish!r} of '{pattern}'; it must be 'column', 'row', 'vocabulary', 'channels', 'heads' or "
         "'whole', or ColwiseParallel() or RowwiseParallel()"
     )
 
