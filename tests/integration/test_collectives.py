@@ -36,12 +36,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import collectives
-from paceline.collectives.algorithms import ALGORITHMS, costs
+from paceline.collectives.algorithms import ALGORITHMS
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.default_group import member
 from paceline.errors import UsageError
+from paceline.topologies import Traffic
+from paceline.topologies import traffic as traffic_of
 from paceline.transport import segments
-from paceline.transport.channel import Traffic
 
 torch.set_num_threads(1)
 BACKENDS = ["paceline", "gloo"]
@@ -330,7 +331,7 @@ def test_the_messages_seen_are_those_of_the_formulas(groups: Groups, topology: s
         for rank in range(size):
             traffic, messages = results[rank][number]
             if size > 1 or topology != "hub":
-                assert traffic == costs.traffic(topology, rank, size, bytes_each, itemsize=dtype.itemsize), (
+                assert traffic == traffic_of(topology, rank, size, bytes_each, itemsize=dtype.itemsize), (
                     rank,
                     length,
                 )
