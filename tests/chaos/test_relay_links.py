@@ -84,7 +84,7 @@ def _relays(host: Host) -> list[int]:
     return [int(pid) for pid in pids if b"relay/main.py" in Path("/proc", pid, "cmdline").read_bytes()]
 
 
-def test_an_relay_that_is_stopped_is_an_error_and_is_not_left_behind(tmp_path: Path) -> None:
+def test_a_relay_that_is_stopped_is_an_error_and_is_not_left_behind(tmp_path: Path) -> None:
     timeouts = Timeouts(join=20.0, barrier=2.0)
     with (
         hosts(2) as (a, b),
@@ -103,7 +103,7 @@ def test_an_relay_that_is_stopped_is_an_error_and_is_not_left_behind(tmp_path: P
 
 
 @pytest.mark.parametrize("away", [True, False], ids=["away", "home"])
-def test_an_relay_that_is_killed_is_noticed_long_before_the_timeout(tmp_path: Path, away: bool) -> None:
+def test_a_relay_that_is_killed_is_noticed_long_before_the_timeout(tmp_path: Path, away: bool) -> None:
     timeouts = Timeouts(join=20.0, barrier=240.0)
     with (
         hosts(2) as (a, b),

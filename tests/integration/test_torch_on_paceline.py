@@ -987,7 +987,7 @@ def test_attention_with_a_split_context_is_the_same(same: Backends, size: int) -
 # -- groups, processes and launchers -----------------------------------------------------------------------------------
 
 
-def surroundings(rank: int) -> dict[str, Any]:
+def environment_of(rank: int) -> dict[str, Any]:
     """All that a program can ask about its groups."""
     size = dist.get_world_size()
     pair = dist.new_group([0, 1])
@@ -1012,7 +1012,7 @@ def surroundings(rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_programs_learn_the_same_about_their_groups(same: Backends, size: int) -> None:
-    same(surroundings, size)
+    same(environment_of, size)
     assert same.run("paceline", name_of_the_backend, size) == ["paceline"] * size
 
 

@@ -503,7 +503,7 @@ def test_a_message_that_is_here_does_not_wait_for_one_that_is_asked_for_first() 
     assert run_in_memory(3, later, Link(bandwidth=1.0))[0] == [0, 4, 5]
 
 
-def test_a_message_of_another_length_is_refused_by_the_rehearsal() -> None:
+def test_a_message_of_another_length_is_refused_by_the_in_memory_channel() -> None:
     def work(channel: InMemoryChannel) -> None:
         if channel.rank == 0:
             channel.send(1, torch.zeros(1))

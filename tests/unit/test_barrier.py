@@ -86,7 +86,7 @@ def test_nobody_leaves_before_all_have_come(size: int) -> None:
     assert all(number <= other <= number + 1 for number, *others in seen for other in others)
 
 
-def test_one_alone_meets_nobody_and_goes_on() -> None:
+def test_a_group_of_one_waits_for_nobody() -> None:
     member = Team(1).members[0]
     member.note[:2] = b"me"
     assert member.wait(BarrierKind.GATHER, 2) is BarrierKind.GATHER

@@ -51,7 +51,7 @@ def test_large_tensors_go_around_the_ring_and_small_ones_do_not() -> None:
 
 
 @pytest.mark.parametrize("size", range(2, 10))
-def test_everybody_meets_everybody_one_at_a_time(size: int) -> None:
+def test_every_pair_connects_one_at_a_time(size: int) -> None:
     met = []
     for pairs in tournament(size):
         players = [player for pair in pairs for player in pair]
