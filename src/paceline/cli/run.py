@@ -54,7 +54,12 @@ def run(
     workers: Annotated[int, typer.Option("--workers", "-w", help="How many workers to start.")] = 2,
     strategy: Annotated[
         str | None,
-        typer.Option("--strategy", "-s", help="How to train; wins over the script's. [default: all-reduce]"),
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="How to train, as name:option=value,…, or your own policy as module:Class:option=value,…; wins over "
+            "the script's. [default: all-reduce]",
+        ),
     ] = None,
     servers: Annotated[
         str | None,

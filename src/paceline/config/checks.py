@@ -1,4 +1,4 @@
-"""Checks of single values, each with one sentence for a wrong one."""
+"""Checks of single values; each refuses a wrong one in one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def one_of(name: str, value: T, allowed: Iterable[T]) -> T:
-    """`value`, if it is allowed; else one sentence."""
+    """`value`, if it is one of those allowed."""
     choices = list(allowed)
     if value not in choices:
         raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
@@ -31,6 +31,7 @@ def one_of(name: str, value: T, allowed: Iterable[T]) -> T:
 
 
 def positive(name: str, value: int) -> int:
+    """`value`, if it is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or not math.isfinite(value):
         raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1")
     return value

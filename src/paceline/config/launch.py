@@ -1,4 +1,4 @@
-"""What a launcher hands to its workers."""
+"""Settings that a launcher passes to its workers, and a worker's place in its team."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from paceline.errors import UsageError
 
 
 class Profiling(msgspec.Struct, frozen=True, kw_only=True):
-    """That a script is to be run only until its model is known, and what each of its operations costs."""
+    """A request to run a script only until its model is traced, and to measure its operations."""
 
     path: str
-    """Where to write it."""
+    """The file that the measurements are written to."""
     microbatches: int
     norm: str = "batch"
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What `paceline run` tells each worker, in one environment variable."""
+    """Settings that `paceline run` passes to each worker, in one environment variable."""
 
     VARIABLE: ClassVar[str] = "PACELINE_LAUNCH"
 
     strategy: str | None = None
-    """The strategy asked for on the command line; it wins over the script's."""
+    """The strategy of the command line; it wins over the script's."""
     timeouts: Timeouts = Timeouts()
     slow: dict[int, Slowness] = {}
     seed: int = 0
-    """Seeds the slowness that is drawn."""
+    """Seed of drawn slowness."""
     folder: str | None = None
-    """Where the run leaves its events, checkpoints and summary."""
+    """The folder of the run's events, checkpoints and summary."""
     name: str | None = None
-    """Of the folder under `runs/`, where the workers make it themselves; it wins over the script's."""
+    """The name of the folder under `runs/`, where the workers create it; it wins over the script's."""
     record: bool = True
-    """Whether events are recorded."""
+    """True if events are recorded."""
     control: int | None = None
-    """Descriptor of the shared memory in which the workers meet."""
+    """Descriptor of the shared memory of the workers' barriers."""
     starter: int | None = None
-    """Descriptor of the socket at which the launcher is asked to start servers."""
+    """Descriptor of the socket at which the launcher takes requests for servers."""
     servers: str | None = None
-    """Where the parameters are held: how many processes, or `lead`, or `all`."""
+    """Where the parameters are held: a number of processes, `lead`, `all`, `each` or `MACHINE:COUNT,…`."""
     corrections: list[str] = []
     compress: str | None = None
     key: str | None = None
-    """The secret of this run, which whoever is not of its machines does not know."""
+    """The run's secret, known to its machines only."""
     elastic: bool = False
-    """Whether the run goes on, under any strategy, when a worker is lost."""
+    """True if the run goes on, under any strategy, when a worker is lost."""
     joins: str | None = None
-    """This worker joins a run that goes on already: the address of its server, or of its machine's relay."""
+    """For a worker that joins a running team: the address of the server, or of its machine's relay."""
     machine: int = 0
-    """The number of the machine on which it joins."""
+    """The number of the machine of a worker that joins."""
     profiling: Profiling | None = None
 
     def to_environment(self) -> dict[str, str]:
@@ -66,12 +66,12 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def capacity(workers: int) -> int:
-    """How many workers a run has room for that begins with so many. Memory is taken when it is used, not before."""
+    """The number of workers that a run which starts with `workers` has room for. Unused room takes no memory."""
     return max(2 * workers, workers + 4)
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where this process stands in its team, as torchrun says it in the environment."""
+    """The place of this process in its team, from the environment variables that torchrun sets."""
 
     rank: int = 0
     local_rank: int = 0

@@ -1,4 +1,4 @@
-"""Slowness put on workers on purpose."""
+"""Artificial slowness of workers, for tests and demonstrations."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _PARETO = re.compile(rf"^pareto\((?P<least>{DECIMAL}),(?P<shape>{DECIMAL})\)$")
 
 
 class Slowness(msgspec.Struct, frozen=True, kw_only=True):
-    """How slow a worker is made: a factor on its computing, or a drawn length of each step."""
+    """Artificial slowness of a worker: a factor on its computing, or a drawn length of each step."""
 
     factor: float = 1.0
-    """Its computing takes this many times as long."""
+    """The factor on computing times."""
     shift: float = 0.0
-    """Seconds that every drawn step lasts at least."""
+    """The least length of a drawn step, in seconds."""
     mean: float = 0.0
-    """Mean of the exponential part of a drawn step, in seconds."""
+    """The mean of the exponential part of a drawn step, in seconds."""
     least: float = 0.0
-    """Smallest value of a Pareto-distributed step, in seconds."""
+    """The smallest value of a Pareto-distributed step, in seconds."""
     shape: float = 0.0
-    """Shape of that distribution: the smaller, the heavier its tail."""
+    """The shape of that distribution: the smaller, the heavier its tail."""
     where: str = "computing"
-    """What of a step it is that takes so long: `computing` as a whole, `loading`, `forward`, `backward`, or `link`."""
+    """The slow part of a step: `computing` as a whole, `loading`, `forward`, `backward`, or `link`."""
 
     def seconds(self, computing: float, source: random.Random) -> float:
-        """How long a step should last that took `computing` seconds; never less than that."""
+        """The length of a step that took `computing` seconds; never less than that."""
         drawn = self.shift
         if self.mean:
             drawn += source.expovariate(1 / self.mean)
@@ -45,7 +45,7 @@ class Slowness(msgspec.Struct, frozen=True, kw_only=True):
 def parse_slowness(specs: Iterable[str], workers: int, room: int = 0) -> dict[int, Slowness]:
     """`1:4`, `all:exp(0.1)`, `all:0.05+exp(0.05)`, `2:pareto(0.02,2.5)`, `1:3@backward` by rank; a later one wins.
 
-    room: how many workers there may be later; `all` is for those, too.
+    room: the number of workers that there may be later; `all` includes them.
     """
     slow: dict[int, Slowness] = {}
     for spec in specs:
