@@ -1,28 +1,28 @@
-"""Everything Paceline raises on purpose.
+"""Exceptions of Paceline.
 
 PacelineError
-├── UsageError            what was asked for cannot be; says what is allowed      (a ValueError; exit code 2)
-└── TeamError             the team cannot go on                                   (a RuntimeError)
-    ├── JoinError         the members did not come together
+├── UsageError            wrong input; the message states what is allowed         (a ValueError; exit code 2)
+└── TeamError             the team cannot go on; `ranks` names the workers        (a RuntimeError; exit code 1)
+    ├── JoinError         workers, servers or machines did not find each other in time
     ├── WorkerLost        a worker died, or its script ended, while others needed it
-    ├── ServerLost        a process that holds the parameters died
-    ├── TeamTimeout       a worker is alive but did not come in time
-    └── Mismatch          the workers do not do the same thing
+    ├── ServerLost        a process that holds parameters died
+    ├── TeamTimeout       a worker is alive but did not arrive in time
+    └── Mismatch          the workers are at different operations, or have different models
 """
 
 from collections.abc import Sequence
 
 
 class PacelineError(Exception):
-    """The root of the tree: catches everything below and nothing else."""
+    """Base class of all exceptions of Paceline."""
 
 
 class UsageError(PacelineError, ValueError):
-    """Bad input: one sentence that says what was wrong and what is allowed."""
+    """Wrong input. The message is one sentence: what is wrong, and what is allowed."""
 
 
 class TeamError(PacelineError, RuntimeError):
-    """The team cannot go on; `ranks` names those to blame."""
+    """The team cannot go on. `ranks` names the workers that are the cause."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class TeamError(PacelineError, RuntimeError):
 
 
 class JoinError(TeamError):
-    """The members of a team did not come together in time, or cannot share memory."""
+    """The members of a team did not find each other in time, or cannot share memory."""
 
 
 class WorkerLost(TeamError):
@@ -38,19 +38,19 @@ class WorkerLost(TeamError):
 
 
 class ServerLost(TeamError):
-    """A server died, and with it the newest version of the parameters."""
+    """A server died, and the newest version of its parameters with it."""
 
 
 class TeamTimeout(TeamError):
-    """A worker is alive but did not come within the timeout."""
+    """A worker is alive but did not arrive within the timeout."""
 
 
 class Mismatch(TeamError):
-    """The workers do not do the same thing: one is at an update, another at a barrier, say."""
+    """The workers are at different operations: one at an update and another at a barrier, for example."""
 
 
 def names(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 1 and 2`, `ranks 1, 2 and 5`: how messages speak of workers."""
+    """Workers as messages name them: `rank 3`, `ranks 1 and 2`, `ranks 1, 2 and 5`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     listed = [str(rank) for rank in ranks]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from paceline.cluster.checkpoints import newest_checkpoint
 from paceline.cluster.event_forwarding import EventForwarding
-from paceline.cluster.membership import Members, come_together
+from paceline.cluster.membership import Members, join_team
 from paceline.cluster.process import import_compiler_late, keep_freed_memory
 from paceline.config import (
     AllReduce,
@@ -121,7 +121,7 @@ class Team:
         self._folder = _folder(launch, name)
         self._writes_summary = launch.folder is None and self._folder is not None
         reforms = launch.elastic and isinstance(self.strategy, AllReduce)
-        self._members: Members = come_together(place, launch, timeouts or launch.timeouts, self._say, elastic=reforms)
+        self._members: Members = join_team(place, launch, timeouts or launch.timeouts, self._say, elastic=reforms)
         self._left_before = self._find_checkpoint() if len(self._members.machines) > 1 else None
         import_compiler_late()
         if self._started_with > 1:

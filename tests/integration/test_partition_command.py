@@ -55,7 +55,7 @@ def test_devices_and_links_may_all_be_different(script: Path, tmp_path: Path, mo
     slow = json.loads(plan("--bandwidth", "unlimited,2:1kB/s", "--json").stdout)
     assert slow["slowest"] > 1 > told["slowest"]
     outcome = plan("--replicate", "--memory", "1GB,0:2GB")
-    assert outcome.returncode == 2 and "--replicate is for devices and links that are all alike" in outcome.stderr
+    assert outcome.returncode == 2 and "--replicate is for devices and links that are all equal" in outcome.stderr
 
 
 def test_more_stages_than_layers_are_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def matrix(size: int, value: float, **other: float) -> list[list[float | None]]:
 def test_even_links_are_ok() -> None:
     (finding,) = links.judge(matrix(3, 50e-6), matrix(3, 1e9))
     assert finding.verdict == "ok"
-    assert finding.found == "latency 50 µs, bandwidth 1,000 MB/s (the middle ones)"
+    assert finding.found == "latency 50 µs, bandwidth 1,000 MB/s (median)"
 
 
 def test_a_slow_link_is_named_with_its_direction() -> None:

@@ -1,4 +1,4 @@
-"""A cluster as options of a command describe it."""
+"""The simulated cluster that the options of a command describe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def described(
     push_seconds: str | None,
     update_seconds: str | None,
 ) -> SimulatedCluster:
-    """With what was given; the rest stays."""
+    """The cluster with the values of the options that were given."""
     changes = {name: value for name, value in plain.items() if value is not None}
     if compute is not None:
         changes |= {"compute": parse_distribution(compute), "factors": (), "own": ()}

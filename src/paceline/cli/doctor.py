@@ -1,4 +1,4 @@
-"""`paceline doctor`: what this machine and cluster can do, and what to change."""
+"""`paceline doctor`: checks this machine or a cluster, and prints what to change."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def doctor(
     ] = "local",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Say what this machine can do, or every machine of a cluster and the links between them; and what to change.
+    """Check this machine, or every machine of a cluster and the links between them, and print what to change.
 
-    Under torchrun (`torchrun … -m paceline doctor`) the members that it starts are examined. Exit code 0 if all that is
+    Under torchrun (`torchrun … -m paceline doctor`) the machines of its workers are checked. Exit code 0 if all that is
     needed works, perhaps with limits; 1 if something cannot.
 
     Example: `paceline doctor --workers 4`
@@ -100,7 +100,7 @@ def _plain(diagnosis: Diagnosis) -> dict[str, object]:
 def _show(diagnosis: Diagnosis) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = _WIDTH  # who reads a file wants whole lines
+        console.width = _WIDTH  # a file gets whole lines
     several = len(diagnosis.machines) > 1
     for machine in diagnosis.machines:
         if several:

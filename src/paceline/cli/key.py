@@ -15,7 +15,7 @@ def key(
 ) -> None:
     """Print a new key for a run over several machines.
 
-    Set it in the environment of every worker, on every machine; whoever does not have it can neither read nor push.
+    Set it in the environment of every worker, on every machine. Without it a process can neither read nor push.
 
     Example: `export PACELINE_KEY=$(paceline key)`
     """

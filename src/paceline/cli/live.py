@@ -1,4 +1,4 @@
-"""`paceline live`: a page that shows a run while it goes on."""
+"""`paceline live`: a web page that shows a run while it goes on."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from paceline.errors import UsageError
 
 PORT = 8642
 _PATIENCE = 4.0
-"""Seconds that a page has to end."""
+"""Seconds that the page's process has to end."""
 
 
 def live(
     run: Annotated[Path, typer.Argument(help="The folder of the run.", show_default=False)],
     host: Annotated[
-        str, typer.Option(help="The address to serve on; elsewhere than loopback only with a token.")
+        str, typer.Option(help="The address to serve on; other addresses than loopback need a token.")
     ] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(help=f"[default: {PORT}, or a free one]")] = None,
+    port: Annotated[int | None, typer.Option(help=f"The port to serve on. [default: {PORT}, or a free one]")] = None,
     token: Annotated[
         str | None,
-        typer.Option(help="Who reads must know it. [default: $PACELINE_TOKEN, or one that is made up where needed]"),
+        typer.Option(
+            help="A secret that readers must give. [default: $PACELINE_TOKEN, or a random one where it is needed]"
+        ),
     ] = None,
     until_over: Annotated[bool, typer.Option("--until-over", help="End when the run does.")] = False,
     descriptor: Annotated[int | None, typer.Option(hidden=True, help="Of the socket to serve on.")] = None,
 ) -> None:
-    """Show a run while it goes on, as a web page that only reads.
+    """Show a run while it goes on, as a web page that cannot change it.
 
     The page has the report's figures and a table of the workers; `/metrics` is for Prometheus.
 
     Example: `paceline live runs/first --port 8700`
     """
-    # Here, so that a run which only starts such a page in another process does without.
+    # Imported here: `paceline run` only starts the page in another process.
     from paceline.report.live import LIMIT, needs_token, serve
     from paceline.report.source import RunSource
 
@@ -57,7 +59,7 @@ def live(
 
 
 class LivePage:
-    """The live page of a run that this process starts: in a process of its own, so that it takes no worker's time."""
+    """The live page of a run, in another process so that it takes no time of the launcher."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -74,7 +76,7 @@ class LivePage:
             )
 
     def stop(self) -> None:
-        """The run is over: the page may tell so, and ends."""
+        """Wait for the page's process, which ends after the run; end it if it does not."""
         if self._process is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""`paceline`: puts the verbs together and turns errors into one sentence and an exit code."""
+"""The `paceline` command: assembles the verbs, and turns errors into one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ VERBS = {
     "key": "key",
     "bench": "app",
 }
-"""What each file of this folder that has a verb's name calls it."""
+"""Verbs, each with the name of its function in the module of the same name."""
 
 
 def assemble(asked: str | None) -> typer.Typer:
-    """The verb that is asked for, or all: a launcher that starts workers need not load what draws reports."""
+    """The command with the given verb, or with all: a launcher of workers need not load the code of reports."""
     app = typer.Typer(
         name="paceline",
         help="Train PyTorch models over many devices at the pace of the pack, not of the slowest rider.",
@@ -33,7 +33,7 @@ def assemble(asked: str | None) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(lambda: None)  # with a single verb, too, its name has to be said
+    app.callback()(lambda: None)  # so that the verb's name is needed even if it is the only one
     for verb in [asked] if asked in VERBS else VERBS:
         found = getattr(importlib.import_module(f"paceline.cli.{verb}"), VERBS[verb])
         if isinstance(found, typer.Typer):
@@ -55,13 +55,13 @@ def main() -> None:
         code = _complain(str(error), 2)
     except PacelineError as error:
         code = _complain(str(error), 1)
-    except BrokenPipeError:  # whoever read our output has stopped
+    except BrokenPipeError:  # the reader of the output has gone
         sys.stdout = None
         code = 1
     sys.exit(code or 0)
 
 
 def _complain(sentence: str, code: int) -> int:
-    if sentence:  # without a verb the help is what there is to say
+    if sentence:  # without a verb the help is printed instead
         print(f"paceline: {sentence}", file=sys.stderr)
     return code

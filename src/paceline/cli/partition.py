@@ -1,4 +1,4 @@
-"""`paceline plan --partition`: where to cut a script's model, and what that would bring."""
+"""`paceline plan --partition`: the best cut of a script's model into stages, and its predicted speed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from paceline.schedules import SCHEDULES, bubble, shareable
 from paceline.schedules.timing import ScheduleTiming, evaluate
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for."""
+class PartitionOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the command."""
 
     stages: int
     microbatches: int
@@ -37,27 +37,27 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     json: bool
 
 
-def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
-    asked = Pipeline(stages=wish.stages, microbatches=wish.microbatches, schedule=wish.schedule)
-    devices = _devices(wish)
-    if wish.replicate:
-        one_of("with --replicate, --schedule", wish.schedule, shareable())
+def show_partition(script: Path, arguments: Sequence[str], options: PartitionOptions) -> None:
+    asked = Pipeline(stages=options.stages, microbatches=options.microbatches, schedule=options.schedule)
+    devices = _devices(options)
+    if options.replicate:
+        one_of("with --replicate, --schedule", options.schedule, shareable())
     console = Console(stderr=True)
     with console.status("tracing the model and measuring its operations"):
-        sheet = model_profile_of(script, arguments, wish.microbatches)
-    latency = 0.0 if wish.latency is None else quantities.seconds("--latency", wish.latency)
-    # A batch that is not cut goes through the stages one after the other.
-    microbatches = max(1, min(wish.microbatches, sheet.batch // sheet.microbatch))
-    if wish.replicate:
+        sheet = model_profile_of(script, arguments, options.microbatches)
+    latency = 0.0 if options.latency is None else quantities.seconds("--latency", options.latency)
+    # A batch that cannot be divided passes through the stages as one microbatch.
+    microbatches = max(1, min(options.microbatches, sheet.batch // sheet.microbatch))
+    if options.replicate:
         same = {"bandwidth": devices[0].bandwidth, "memory": devices[0].memory}
-        found = replicated(sheet.problem(), wish.stages, microbatches=microbatches, latency=latency, **same)
+        found = replicated(sheet.problem(), options.stages, microbatches=microbatches, latency=latency, **same)
         devices = [msgspec.structs.replace(devices[0], count=stage.devices) for stage in found.stages]
-    # The same that a run does, so that it comes to the same cut.
+    # As a run does it, so that the cut is the same.
     cut = partition(
         sheet.problem(len(devices)),
         devices,
         latency=latency,
-        schedule=wish.schedule,
+        schedule=options.schedule,
         microbatches=microbatches,
         slack=0.02,
     )
@@ -65,11 +65,11 @@ def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
     workers = "+".join(map(str, counts)) if max(counts) > 1 else ""
     spec = dataclasses.replace(asked, stages=len(counts), workers=workers)
     schedule = predicted(sheet, cut, devices, spec.schedule, microbatches, latency)
-    formula = None if spec.shared else bubble(wish.schedule, len(cut.stages), microbatches)
-    title = f"{script.name} in {len(cut.stages)} stages, {microbatches} microbatches, {wish.schedule}"
-    if wish.figure is not None:
-        wish.figure.write_text(partition_figure(sheet, cut, schedule, title), encoding="utf-8")
-    if wish.json:
+    formula = None if spec.shared else bubble(options.schedule, len(cut.stages), microbatches)
+    title = f"{script.name} in {len(cut.stages)} stages, {microbatches} microbatches, {options.schedule}"
+    if options.figure is not None:
+        options.figure.write_text(partition_figure(sheet, cut, schedule, title), encoding="utf-8")
+    if options.json:
         told = {
             "stages": msgspec.to_builtins(cut.stages),
             "slowest": cut.slowest,
@@ -86,14 +86,14 @@ def show_partition(script: Path, arguments: Sequence[str], wish: Wish) -> None:
         print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
         return
     _print(sheet, cut, schedule, formula, title)
-    if wish.figure is not None:
-        print(f"figure: {wish.figure}")
+    if options.figure is not None:
+        print(f"figure: {options.figure}")
     text = f"pipeline:stages={spec.stages},microbatches={spec.microbatches},schedule={spec.schedule}"
     text += f",workers={spec.workers}" if spec.shared else ""
     print(f"\npaceline run {script} --workers {sum(spec.by_stage)} --strategy {text}")
 
 
-def _devices(wish: Wish) -> list[Device]:
+def _devices(options: PartitionOptions) -> list[Device]:
     def pace(name: str, text: str) -> float:
         try:
             value = float(text)
@@ -103,15 +103,17 @@ def _devices(wish: Wish) -> list[Device]:
             raise UsageError(f"{name} is '{text}'; it must be a number above 0")
         return value
 
-    paces = _of_each(wish.stages, "--pace", wish.paces, 1.0, pace)
-    memories = _of_each(wish.stages, "--memory", _listed(wish.memory), math.inf, quantities.size)
-    rates = _of_each(wish.stages, "--bandwidth", _listed(wish.bandwidth), math.inf, quantities.rate)
+    paces = _of_each(options.stages, "--pace", options.paces, 1.0, pace)
+    memories = _of_each(options.stages, "--memory", _listed(options.memory), math.inf, quantities.size)
+    rates = _of_each(options.stages, "--bandwidth", _listed(options.bandwidth), math.inf, quantities.rate)
     devices = [
         Device(pace=pace, memory=memory, bandwidth=rate)
         for pace, memory, rate in zip(paces, memories, rates, strict=True)
     ]
-    if wish.replicate and any(device != devices[0] for device in devices):
-        raise UsageError("--replicate is for devices and links that are all alike: which of them share a stage is open")
+    if options.replicate and any(device != devices[0] for device in devices):
+        raise UsageError(
+            "--replicate is for devices and links that are all equal: it decides which of them share a stage"
+        )
     return devices
 
 
@@ -122,7 +124,7 @@ def _listed(text: str | None) -> list[str]:
 def _of_each(
     stages: int, name: str, texts: Sequence[str], default: float, read: Callable[[str, str], float]
 ) -> list[float]:
-    """A value for each stage: those that are not told theirs have the one that is given without a stage."""
+    """A value for each stage; a value without a stage holds for all stages that have none of their own."""
     values: dict[int, float] = {}
     for text in texts:
         who, colon, value = text.strip().rpartition(":")
@@ -143,7 +145,7 @@ def predicted(
     microbatches: int,
     latency: float = 0.0,
 ) -> ScheduleTiming:
-    """One step of it, by the simulator."""
+    """The timing of one step, by the simulator."""
     forward, backward = [], []
     for stage, device in zip(cut.stages, devices, strict=True):
         costs = sheet.costs[stage.first : stage.last]

@@ -1,4 +1,4 @@
-"""`paceline plan`: which strategy to run, and why."""
+"""`paceline plan`: ranks strategies for a script and a goal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _SHOWN = 12
 """Rows of the table."""
 _NEAR = 0.03
-"""Of the way that the loss has fallen, how far above the lowest the goal is."""
+"""Distance of the goal from the lowest loss, as a share of the whole fall of the loss."""
 
 
 def plan(
@@ -49,23 +49,23 @@ def plan(
         typer.Option("--from", metavar="RUN", help="Learn from recorded runs, instead of a profile. Repeatable."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-w", help="How many workers. [default: 2, or as in --from]")
+        int | None, typer.Option("--workers", "-w", help="Number of workers. [default: 2, or as in --from]")
     ] = None,
     goal: Annotated[
         str,
         typer.Option(
-            help="'loss' (to about the lowest that was seen), a loss such as 'loss=0.3', or 'throughput'. "
+            help="'loss' (close to the lowest that was observed), a loss such as 'loss=0.3', or 'throughput'. "
             "[default: loss where the script reports one, else throughput]"
         ),
     ] = "",
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Of parameters, gradients and versions together, at most: 2GB. With --partition of each device: "
+            help="Limit of parameters, gradients and versions together: 2GB. With --partition, of each device: "
             "2GB,1:1GB if one has less."
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Of each of the two profile runs.")] = 15.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of each of the two profile runs.")] = 15.0,
     slow: Annotated[
         list[str] | None, typer.Option(metavar="WHO:HOW", help="As in paceline run, for the profile. Repeatable.")
     ] = None,
@@ -85,7 +85,9 @@ def plan(
             "Repeatable.",
         ),
     ] = None,
-    split: Annotated[bool, typer.Option("--split", help="Also models that are split over devices.")] = False,
+    split: Annotated[
+        bool, typer.Option("--split", help="Also rank strategies that split the model over devices.")
+    ] = False,
     layers: Annotated[
         int | None,
         typer.Option(help="With --split: layers that a tensor split has to agree on. [default: by the script's model]"),
@@ -95,15 +97,17 @@ def plan(
         typer.Option(help="With --split: bytes of activations between two layers. [default: by the script's model]"),
     ] = None,
     partition: Annotated[
-        bool, typer.Option("--partition", help="Only find out where to cut the script's model into stages.")
+        bool, typer.Option("--partition", help="Only find the best cut of the script's model into stages.")
     ] = False,
-    stages: Annotated[int, typer.Option(help="With --partition: how many, or devices with --replicate.")] = 2,
-    microbatches: Annotated[int, typer.Option(help="With --partition: of every batch.")] = 8,
-    schedule: Annotated[str, typer.Option(help=f"With --partition: {', '.join(SCHEDULES)}.")] = "1f1b",
+    stages: Annotated[
+        int, typer.Option(help="With --partition: number of stages, or of devices with --replicate.")
+    ] = 2,
+    microbatches: Annotated[int, typer.Option(help="With --partition: microbatches of a batch.")] = 8,
+    schedule: Annotated[str, typer.Option(help=f"With --partition: one of {', '.join(SCHEDULES)}.")] = "1f1b",
     pace: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="STAGE:PACE", help="With --partition: a device's pace; 1:0.5 is half as quick. Repeatable."
+            metavar="STAGE:PACE", help="With --partition: a device's pace; 1:0.5 is half as fast. Repeatable."
         ),
     ] = None,
     replicate: Annotated[
@@ -111,7 +115,7 @@ def plan(
     ] = False,
     figure: Annotated[Path | None, typer.Option(help="With --partition: draw it into this SVG file.")] = None,
     seed: Annotated[int, typer.Option(help="Seeds the simulation, and the slowness that is drawn.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Rank all strategies for a script and a goal, by simulation from a short profile, and print the line to run.
 
@@ -124,9 +128,9 @@ def plan(
     if partition:
         if script is None:
             raise UsageError("--partition needs the training script, to see its model")
-        from paceline.cli.partition import Wish, show_partition  # only here: it loads torch
+        from paceline.cli.partition import PartitionOptions, show_partition  # only here: it loads torch
 
-        wish = Wish(
+        options = PartitionOptions(
             stages=stages,
             microbatches=microbatches,
             schedule=schedule,
@@ -138,7 +142,7 @@ def plan(
             figure=figure,
             json=json,
         )
-        show_partition(script, arguments or [], wish)
+        show_partition(script, arguments or [], options)
         return
     if (script is None) == (not learn):
         raise UsageError("give either a script to profile, or recorded runs with --from RUN")
@@ -158,7 +162,7 @@ def plan(
     if latency is not None or bandwidth is not None:
         cluster = dataclasses.replace(cluster, per_machine=1)
     model, cuts, split = _split(console, script if split else None, arguments or [], cluster.workers, split)
-    model = _said(model, layers, activations)
+    model = _with_options(model, layers, activations)
     with console.status("simulating") as status:
         choices = rank(
             cluster,
@@ -176,7 +180,7 @@ def plan(
             choice.reason = ", ".join(filter(None, [choice.reason, cut.spoken]))
     best = simplest(choices)
     if best is None:
-        raise UsageError(f"no strategy reaches a loss of {target:g}, by what the runs say; give a higher one")
+        raise UsageError(f"no strategy reaches a loss of {target:g}, by the convergence of the runs; give a higher one")
     line = _line(best, script, arguments or [], cluster.workers)
     if json:
         _print_json(known[0], choices, best, line, target, cuts)
@@ -230,7 +234,7 @@ def _profile(
 def _split(
     console: Console, script: Path | None, arguments: list[str], workers: int, split: bool
 ) -> tuple[Model, Mapping[int, SplitKnowledge], bool]:
-    """The script's model, where it is best cut, and whether it can be."""
+    """The script's model, its best cuts by number of stages, and True if it can be split."""
     if script is None:
         return Model(), {}, split
     from paceline.graph.model_profile import model_profile_of
@@ -244,8 +248,8 @@ def _split(
         return Model(), {}, False
 
 
-def _said(model: Model, layers: int | None, activations: str | None) -> Model:
-    """With what the options say of it."""
+def _with_options(model: Model, layers: int | None, activations: str | None) -> Model:
+    """The model with the values of the options that were given."""
     if layers is not None:
         model = dataclasses.replace(model, layers=layers)
     if activations is not None:
@@ -254,7 +258,7 @@ def _said(model: Model, layers: int | None, activations: str | None) -> Model:
 
 
 def _stages(strategy: str) -> int:
-    """Of a pipeline, or of one in a mesh; 1 for all others."""
+    """Number of stages of a pipeline, or of one in a mesh; 1 for all other strategies."""
     match parse_strategy(strategy):
         case Pipeline(stages=stages) | Mesh(pipeline=stages):
             return stages
@@ -262,7 +266,7 @@ def _stages(strategy: str) -> int:
 
 
 def _target(known: list[Calibration], wanted: float | str) -> tuple[Convergence | None, float | None]:
-    """How the loss falls, and which one is the goal; None for throughput."""
+    """The fitted convergence and the goal's loss; None for throughput."""
     if wanted == "throughput":
         return None, None
     seen = [found for run in known if (found := observed(run)) is not None]
@@ -270,7 +274,7 @@ def _target(known: list[Calibration], wanted: float | str) -> tuple[Convergence 
         if wanted == "":
             return None, None
         raise UsageError(
-            "the goal is a loss, but the runs tell nothing about it; report it in the script with team.report(loss=…)"
+            "the goal is a loss, but the runs have recorded none; report it in the script with team.report(loss=…)"
         )
     lowest, highest = min(float(one.losses.min()) for one in seen), max(float(one.losses.max()) for one in seen)
     near = lowest + _NEAR * (highest - lowest)

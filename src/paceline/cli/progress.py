@@ -1,4 +1,4 @@
-"""What one sees while a run goes on: the workers' output, and a line about how far they are."""
+"""Display of a run while it goes on: the workers' output, and a progress line."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rich.text import Text
 from paceline.events import Compute, Event, Leave, Metric, Pass, Update, decode
 
 _TAIL = 48 * 1024
-"""Bytes at the end of a worker's stream that tell how it does now."""
+"""Bytes at the end of a worker's stream from which its current pace is computed."""
 _PLAIN_INTERVAL = 10.0
 """Seconds between progress lines where there is no terminal to rewrite one on."""
 _REFRESH = 0.5
 
 
 class Progress:
-    """Relays output line by line, and draws the progress line below it."""
+    """Shows output line by line, and the progress line below it."""
 
     def __init__(self, folder: Path, workers: int, *, all_output: bool, quiet: bool, apart: bool = False) -> None:
-        """apart: stdout is left to somebody else, and the workers' goes to stderr."""
+        """apart: the workers' stdout goes to stderr, and stdout is left free."""
         self.folder, self._workers = folder, workers
         self._all_output, self._quiet, self._apart = all_output, quiet, apart
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._logs: dict[int, IO[bytes]] = {}
-        self._said: set[bytes] = set()
+        self._shown: set[bytes] = set()
         self._next = time.monotonic() + _REFRESH
         self._plain_next = time.monotonic() + _PLAIN_INTERVAL
 
@@ -60,15 +60,14 @@ class Progress:
     # -- output ------------------------------------------------------------------------------------------------------
 
     def output(self, rank: int, stream: str, line: bytes, force: bool = False) -> None:
-        """Show a worker's line if it is the lead's, or a message of ours that has not been shown yet."""
+        """Log a line; show it if it is the lead's, or a message of Paceline that has not been shown yet."""
         if self._logs:
             if rank not in self._logs:  # a server's
                 self._logs[rank] = self.output_of(rank).open("wb", buffering=0)
             self._logs[rank].write(line + b"\n")
-        ours = stream == "stderr" and line.startswith(b"paceline: ")
-        if ours:
-            if line not in self._said:
-                self._said.add(line)
+        if stream == "stderr" and line.startswith(b"paceline: "):
+            if line not in self._shown:
+                self._shown.add(line)
                 self._write(sys.stderr, line)
         elif force or self._all_output or rank == 0:
             plain = stream == "stdout" and not self._apart
@@ -86,7 +85,7 @@ class Progress:
         stream.flush()
 
     def _ranks(self) -> list[int]:
-        """Of all who have come so far."""
+        """Ranks of all workers that have joined so far."""
         known = [path.stem for path in (self.folder / "streams").glob("*.jsonl")]
         return sorted({*range(self._workers), *(int(name) for name in known if name.isdecimal())})
 
@@ -108,7 +107,7 @@ class Progress:
                 self.note(line)
 
     def line(self) -> str:
-        """`update 120 · loss 0.312 · 5,120 samples/s · pace 0: 1,280/s 1: 320/s` from what the streams say last.
+        """`update 120 · loss 0.312 · 5,120 samples/s · pace 0: 1,280/s 1: 320/s` from the newest events of the streams.
 
         Where a worker has a part of the model, and not samples of its own, the end is `busy 0: 71% 1: 64%`.
         """
@@ -144,7 +143,7 @@ class Progress:
 
 
 def shown(value: float | None) -> str:
-    """A reported value as one reads it."""
+    """A reported value as it is displayed."""
     return "nan" if value is None else f"{value:.4g}"
 
 

@@ -1,4 +1,4 @@
-"""Sizes, rates and times as people write them."""
+"""Parsers of sizes, rates and times with units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline report`: what happened in runs, as a page, in the terminal, or for other tools."""
+"""`paceline report`: the course of runs as a web page, in the terminal, or as files for other tools."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ from paceline.report.source import RunSource, open_run
 from paceline.report.text import print_text
 
 _LIMIT = 100_000
-"""Single stretches that a page has, all its runs together."""
+"""Intervals drawn on a page, over all its runs."""
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs, or their events files.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where the page goes. [default: report.html in the run's folder]"),
+        typer.Option("--output", "-o", help="The path of the page. [default: report.html in the run's folder]"),
     ] = None,
-    title: Annotated[str | None, typer.Option(help="Of the page. [default: the run's name]")] = None,
+    title: Annotated[str | None, typer.Option(help="The title of the page. [default: the run's name]")] = None,
     names: Annotated[
-        list[str] | None, typer.Option("--name", help="What to call each run, in their order. Repeatable.")
+        list[str] | None, typer.Option("--name", help="A name for each run, in their order. Repeatable.")
     ] = None,
-    text: Annotated[bool, typer.Option("--text", help="In the terminal, instead of a page.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="The numbers as JSON, instead of a page.")] = False,
-    png: Annotated[bool, typer.Option("--png", help="Also each figure as a PNG (needs chromium or chrome).")] = False,
-    trace: Annotated[bool, typer.Option("--trace", help="Also trace.json, to open in Perfetto.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Also csv/, a file per kind of event.")] = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also tensorboard/, with scalars.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Print to the terminal instead of writing a page.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON instead of writing a page.")] = False,
+    png: Annotated[
+        bool, typer.Option("--png", help="Also write each figure as a PNG (needs chromium or chrome).")
+    ] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Also write trace.json, for Perfetto.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Also write csv/, with a file per kind of event.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write tensorboard/, with scalars.")] = False,
 ) -> None:
-    """Show where the time of runs went, who was slow and why.
+    """Show how runs spent their time, which workers were slow, and why.
 
     Writes one page that needs no network. Several runs are put side by side.
 
@@ -86,7 +88,7 @@ def _read(runs: list[Path]) -> list[RunSource]:
 
 
 def _titles(sources: list[RunSource]) -> list[str]:
-    """The runs' own names, made different where they are not."""
+    """The runs' own names, or their folders where names are equal."""
     names = [source.name for source in sources]
     return [name if names.count(name) == 1 else str(source.folder) for name, source in zip(names, sources, strict=True)]
 

@@ -1,4 +1,4 @@
-"""`paceline run`: train a script on several workers, of this machine or of a cluster."""
+"""`paceline run`: trains a script on several workers, of this machine or of a cluster."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ def run(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ARGS…]", help="Arguments for the script, after --.")
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", "-w", help="How many workers to start.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", "-w", help="Number of workers to start.")] = 2,
     strategy: Annotated[
         str | None,
         typer.Option(
             "--strategy",
             "-s",
-            help="How to train, as name:option=value,…, or your own policy as module:Class:option=value,…; wins over "
-            "the script's. [default: all-reduce]",
+            help="The strategy, as name:option=value,…, or your own policy as module:Class:option=value,…; replaces "
+            "that of the script. [default: all-reduce]",
         ),
     ] = None,
     servers: Annotated[
         str | None,
         typer.Option(
             metavar="N|lead|all",
-            help="Where a parameter server holds the parameters: in so many processes, in the lead, or in all workers. "
+            help="Processes that hold a parameter server's parameters: N of their own, the lead, or all workers. "
             "[default: 1]",
         ),
     ] = None,
@@ -73,20 +73,22 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="HOW",
-            help="What to do about stale gradients: lr/staleness, drop:above=8, dc-asgd:lambda=0.04, dc-asgd-adaptive, "
+            help="Correction of stale gradients: lr/staleness, drop:above=8, dc-asgd:lambda=0.04, dc-asgd-adaptive, "
             "distance:c=0.1. Repeatable.",
         ),
     ] = None,
     compress: Annotated[
         str | None,
-        typer.Option(help="What is pushed: none, bf16, fp16, int8, topk:0.01 (error feedback). [default: none]"),
+        typer.Option(
+            help="Compression of pushed gradients: none, bf16, fp16, int8, topk:0.01 (error feedback). [default: none]"
+        ),
     ] = None,
     elastic: Annotated[
         bool,
         typer.Option(
             "--elastic",
-            help="Go on without a worker that is lost, under any strategy; all-reduce then re-forms from the last "
-            "version. --restarts implies it.",
+            help="Go on without a worker that is lost, under any strategy; all-reduce then continues from the last "
+            "version with the workers that are left. --restarts implies it.",
         ),
     ] = False,
     restarts: Annotated[
@@ -102,27 +104,28 @@ def run(
         typer.Option(help="The run's folder under runs/. [default: the script's name and the time]"),
     ] = None,
     all_output: Annotated[
-        bool, typer.Option("--all-output", help="Show every worker's output, not the lead's only.")
+        bool, typer.Option("--all-output", help="Show the output of all workers, not only of the lead.")
     ] = False,
     slow: Annotated[
         list[str] | None,
         typer.Option(
             metavar="WHO:HOW",
-            help="Make workers slow on purpose: 1:4 (rank 1 takes 4 times as long), 'all:exp(0.1)', "
+            help="Slow workers down: 1:4 (rank 1 takes 4 times as long), 'all:exp(0.1)', "
             "'all:0.05+exp(0.05)', '2:pareto(0.02,2.5)' (seconds per step), 1:3@backward (a part of its step: loading, "
             "forward, backward, link). Repeatable.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seeds the slowness that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random slowness.")] = 0,
     on: Annotated[str, typer.Option(metavar=ON_METAVAR, help=ON_HELP)] = "local",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a worker before giving up.")] = 300.0,
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Record events, for reports and the summary.")
     ] = True,
     live: Annotated[
-        bool, typer.Option("--live", help="Serve a page that shows the run while it goes on; prints its address.")
+        bool,
+        typer.Option("--live", help="Serve a web page that shows the run while it goes on; its address is printed."),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line and no closing table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress line and no closing line.")] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object; the script's output goes to stderr.")
     ] = False,
@@ -130,10 +133,10 @@ def run(
 ) -> None:
     """Train a script on several workers, of this machine or of a Ray cluster.
 
-    The script is an ordinary PyTorch script that calls `paceline.join()`; it sees RANK, WORLD_SIZE, MASTER_ADDR and so
-    on as under torchrun. The run leaves `runs/NAME/` with its events, summary, output and checkpoints.
+    The script is an ordinary PyTorch script that calls `paceline.join()`; it has RANK, WORLD_SIZE, MASTER_ADDR
+    and so on as under torchrun. The run leaves `runs/NAME/` with its events, summary, output and checkpoints.
 
-    Under torchrun (`torchrun … -m paceline run train.py --strategy …`) the script is run by the workers that it starts.
+    Under torchrun (`torchrun … -m paceline run train.py --strategy …`) the workers that torchrun starts run the script.
 
     Example: `paceline run train.py --workers 4 --slow 3:4 --name first -- --epochs 2`
     """
@@ -191,7 +194,7 @@ def run(
         "script": str(script),
         "arguments": arguments or [],
         "workers": workers,
-        "strategy": chosen,  # until the workers have said what the script wants
+        "strategy": chosen,  # until the events tell the script's own strategy
         "servers": servers,
         "correct": correct or [],
         "compress": compress,
@@ -238,7 +241,7 @@ def _carry_out(
 
 
 def _check(spec: str, workers: int) -> Strategy:
-    """The strategy, if so many workers can follow it."""
+    """The strategy, checked for this number of workers."""
     strategy = parse_strategy(spec)
     if isinstance(strategy, Policy):
         strategy.for_workers(range(workers))
@@ -251,7 +254,7 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _make_folder(script: Path, name: str | None) -> Path:
-    """A new folder for the run. One of the same name is kept, under another."""
+    """Make a folder for the run. An earlier one of the same name is renamed."""
     if name is None:
         name = f"{script.stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     folder = Path("runs") / _check_name(name)
@@ -315,7 +318,7 @@ def _print_json(folder: Path, summary: Summary, code: int) -> None:
 
 
 def _close(folder: Path, summary: Summary, code: int) -> None:
-    """The few numbers that one wants at once."""
+    """Print the main results on one line."""
     words = [f"{summary.updates} updates"]
     if summary.samples_per_second:
         words.append(f"{summary.samples_per_second:,.0f} samples/s")

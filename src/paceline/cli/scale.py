@@ -1,4 +1,4 @@
-"""`paceline scale`: more or fewer workers for a run that goes on."""
+"""`paceline scale`: changes the number of workers of a running run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.errors import UsageError
 
 def scale(
     run: Annotated[str, typer.Argument(help="The run: its name, or its folder.", show_default=False)],
-    workers: Annotated[int, typer.Argument(help="How many workers it shall have.", show_default=False)],
+    workers: Annotated[int, typer.Argument(help="The number of workers that it is to have.", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
-    """Let a run that goes on have more workers, or fewer.
+    """Change the number of workers of a run while it goes on.
 
-    New workers run the script from its beginning and join the run where it is; workers who leave first push what they
-    compute. The run must have been started with `paceline run`, by the same user on the same machine, with a parameter
-    server.
+    New workers run the script from its beginning and join the run at its current version; workers that leave first push
+    the gradient that they compute. The run must have been started with `paceline run`, by the same user on the same
+    machine, with a parameter server.
 
     Example: `paceline scale first 4`
     """

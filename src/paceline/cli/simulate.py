@@ -1,4 +1,4 @@
-"""`paceline simulate`: what a strategy would do, without training anything."""
+"""`paceline simulate`: predicts the speed and staleness of strategies without training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paceline.simulate.predict import predict, simulate
 from paceline.simulate.replica import Model
 
 _DRAWN = 200
-"""Updates that a timeline shows."""
+"""Updates in a drawn timeline."""
 _WIDTH = 110
 """Characters that a table needs beside the strategies' names; a narrower terminal wraps its lines."""
 
@@ -42,12 +42,12 @@ def simulate_command(
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-w", help="How many workers. [default: 4, or as in --from]")
+        int | None, typer.Option("--workers", "-w", help="Number of workers. [default: 4, or as in --from]")
     ] = None,
     compute: Annotated[
         str | None,
         typer.Option(
-            help="Seconds that a minibatch takes: 0.1, 'exp(1)', '1+exp(1)', 'pareto(1,2.5)', 'gamma(2,0.5)', "
+            help="Seconds of a minibatch: 0.1, 'exp(1)', '1+exp(1)', 'pareto(1,2.5)', 'gamma(2,0.5)', "
             "'lognormal(1,0.3)'. [default: 1+exp(1), or as in --from]"
         ),
     ] = None,
@@ -56,7 +56,7 @@ def simulate_command(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="Learn all of this from a recorded run. Repeatable, to learn how it converges.",
+            help="Take all of these from a recorded run. Repeatable, to fit the convergence as well.",
         ),
     ] = None,
     slow: Annotated[
@@ -69,12 +69,14 @@ def simulate_command(
     ] = None,
     failures: Annotated[
         str | None,
-        typer.Option(metavar="EVERY,RESTART", help="Each worker dies after so long, and is back after: '1h,30s'."),
+        typer.Option(
+            metavar="EVERY,RESTART", help="Mean time between failures of a worker, and time until it is back: '1h,30s'."
+        ),
     ] = None,
     size: Annotated[str | None, typer.Option(help="Bytes of a gradient: 100MB.")] = None,
     compress: Annotated[str | None, typer.Option(help="How gradients are pushed: bf16, int8, topk:0.01.")] = None,
-    latency: Annotated[str | None, typer.Option(help="Of every link, one way: 50us.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="Of every link, each way: 1Gbit/s.")] = None,
+    latency: Annotated[str | None, typer.Option(help="Latency of every link, one way: 50us.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Bandwidth of every link, each way: 1Gbit/s.")] = None,
     link: Annotated[
         list[str] | None,
         typer.Option(metavar="RANK:LATENCY,BANDWIDTH", help="One worker's own link: '2:10ms,10Mbit/s'. Repeatable."),
@@ -84,33 +86,38 @@ def simulate_command(
         typer.Option(help="Workers that share a machine, its link and its cores. [default: 1, or as in --from]"),
     ] = None,
     cores: Annotated[
-        int | None, typer.Option(help="Of a machine, for all its workers. [default: always enough, or as in --from]")
+        int | None,
+        typer.Option(help="Cores of a machine, for all its workers. [default: always enough, or as in --from]"),
     ] = None,
     servers: Annotated[
-        str, typer.Option(help="Where the parameters are: a number of machines, 'lead' (rank 0's) or 'all'.")
+        str, typer.Option(help="Machines that hold the parameters: a number, 'lead' (rank 0's) or 'all'.")
     ] = "1",
-    server_bandwidth: Annotated[str | None, typer.Option(help="Of a server's link. [default: as a worker's]")] = None,
-    push_seconds: Annotated[str | None, typer.Option(help="A server's time to take in a gradient: 100us.")] = None,
+    server_bandwidth: Annotated[
+        str | None, typer.Option(help="Bandwidth of a server's link. [default: as a worker's]")
+    ] = None,
+    push_seconds: Annotated[str | None, typer.Option(help="A server's time to receive a gradient: 100us.")] = None,
     update_seconds: Annotated[str | None, typer.Option(help="A server's time for an update: 1ms.")] = None,
     overlap: Annotated[
-        float | None, typer.Option(help="Share of a step, at its end, in which its gradient is sent already.")
+        float | None, typer.Option(help="Share of a step, at its end, during which its gradient is already being sent.")
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Samples in a minibatch. [default: 1, or as in --from]")] = None,
-    layers: Annotated[int, typer.Option(help="Of a model that is split by 'tensor'.")] = 1,
+    layers: Annotated[int, typer.Option(help="Layers of a model that 'tensor' splits.")] = 1,
     activations: Annotated[str, typer.Option(help="Bytes of a minibatch's activations between two layers.")] = "0",
     goal: Annotated[
-        float | None, typer.Option(help="Also when this loss is reached, by what --from has learned.")
+        float | None, typer.Option(help="Also predict when this loss is reached, by the convergence of --from.")
     ] = None,
-    updates: Annotated[int, typer.Option(help="How many updates to simulate.")] = 20_000,
+    updates: Annotated[int, typer.Option(help="Number of updates to simulate.")] = 20_000,
     seed: Annotated[int, typer.Option(help="Seeds the draws.")] = 0,
-    theory: Annotated[bool, typer.Option("--theory", help="Beside it what the closed forms say.")] = False,
+    theory: Annotated[bool, typer.Option("--theory", help="Also print the values of the closed forms.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Also draw the timelines, as of real runs but marked as predicted, into this folder."),
+        typer.Option(help="Also draw the timelines, marked as predicted, into this folder."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object (a list for several strategies).")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object (a list for several strategies).")
+    ] = False,
 ) -> None:
-    """Simulate strategies: the very policies that the server asks, on workers, links and servers as you describe them.
+    """Simulate strategies on workers, links and servers as described, with the same policies that the server runs.
 
     Example: `paceline simulate --strategy k-sync:k=4 --workers 8 --compute 'exp(1)' --updates 20000 --seed 1 --json`
 
@@ -120,7 +127,7 @@ def simulate_command(
     known = [calibrate(path) for path in learn or []]
     base = known[0].for_workers(workers) if known else SimulatedCluster(workers=4 if workers is None else workers)
     if per_machine is None and (latency is not None or bandwidth is not None):
-        per_machine = 1  # each at the end of a link of its own
+        per_machine = 1  # each worker has its own link
     if per_machine is None and cores is not None:
         per_machine = base.workers
     plain = {
@@ -162,14 +169,14 @@ def simulate_command(
 
 
 def _followed(spec: str, convergence: Convergence | None) -> Callable[[int, int], float] | None:
-    """The loss that `adaptive` follows, by what was learned."""
+    """The loss that `adaptive` follows, by the fitted convergence."""
     if convergence is None or not spec.startswith("adaptive"):
         return None
     return lambda version, k: float(convergence.loss(np.array([float(version)]), float(k), 0.0)[0])
 
 
 def _draw(out: Path, specs: list[str], cluster: SimulatedCluster, model: Model, updates: int, seed: int) -> None:
-    """The timelines, as of real runs."""
+    """Write the timelines as runs, and a report of them."""
     facts = []
     for spec in specs:
         folder = out / "".join("-" if letter in ":,=" else letter for letter in spec)

@@ -1,7 +1,7 @@
-"""The first thing that runs in a worker that `paceline run` starts: a plain file, so that it runs before any import.
+"""The first code of a worker that an engine starts: a plain file, so that it runs before any import.
 
-It ties the worker's life to the launcher's, runs the script as `python script.py` would, and leaves word of how it
-ended for the launcher, who tells the user once instead of once per worker.
+It ends the worker when the launcher dies, runs the script as `python script.py` would, and writes the script's error
+into an exit report, so that the launcher shows it once instead of once per worker.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import traceback
 
 def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -27,14 +27,14 @@ def _exit_report(path: str, error: BaseException) -> int:
     told.stack = traceback.StackSummary.from_list(
         [entry for entry in told.stack if entry.filename != __file__ and "runpy" not in entry.filename]
     )
-    word = {
+    report = {
         "kind": type(error).__name__,
         "message": str(error),
         "usage": usage,
         "consequence": "paceline.errors.TeamError" in kinds,
         "traceback": "".join(told.format()),
     }
-    pathlib.Path(path).write_text(json.dumps(word), encoding="utf-8")
+    pathlib.Path(path).write_text(json.dumps(report), encoding="utf-8")
     return 2 if usage else 1
 
 
@@ -52,7 +52,7 @@ def main() -> None:
     except BaseException as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader's process was killed
         code = _exit_report(exit_report, error)
-        sys.last_value = error  # as the interpreter does it, for whoever is called at exit
+        sys.last_value = error  # as the interpreter does it, for functions that run at exit
         sys.exit(code)
 
 

@@ -1,4 +1,4 @@
-"""The members of a team: how they come together, on one machine or on several, and notice that one has died."""
+"""The members of a team: how they join, on one machine or on several, and how they detect that one has died."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from paceline.transport.peer_connections import (
     connect_to_first,
 )
 
-__all__ = ["LivenessMonitor", "Members", "come_together", "current", "machine"]
+__all__ = ["LivenessMonitor", "Members", "current", "join_team", "machine"]
 
 
 class LivenessMonitor:
-    """Watches the processes of the other members through pidfds: ready to read once the process has died."""
+    """Detects the death of other members through pidfds, which are ready to read once the process has died."""
 
     def __init__(self, barrier: StepCounter) -> None:
         self._descriptors: dict[int, int] = {}
@@ -43,9 +43,10 @@ class LivenessMonitor:
             except ProcessLookupError:
                 self._gone.add(rank)
         self.close = weakref.finalize(self, _close, list(self._descriptors.values()))
-        """Stop watching."""
+        """Closes the pidfds; nobody counts as lost from then on."""
 
     def lost(self, rank: int) -> str | None:
+        """How this member was lost, as a verb of a message; None while it lives."""
         if not self.close.alive:
             return None
         if rank in self._gone:
@@ -67,7 +68,7 @@ def _close(descriptors: list[int]) -> None:
 
 
 class Members:
-    """This process among the others: a chair at their barriers, and shared memory on demand."""
+    """This process as a member of the team: its barriers, and memory shared with the others."""
 
     def __init__(
         self,
@@ -90,22 +91,22 @@ class Members:
         self.machine = roster.machine_of(rank) if roster else 0
         """The number of this machine."""
         self.local = local or self
-        """Those of this machine alone, numbered anew; the team itself where all are on one."""
+        """The members of this machine alone, numbered from 0; the team itself if all are on one machine."""
         self.connections = connections
-        """Of the lead of a machine, to the leads of the others; in an elastic team of everybody, to rank 0."""
+        """Connections of a machine's lead to the leads of the others; in an elastic team, of every worker to rank 0."""
         self.ahead = 0.0
-        """By how much the clock of rank 0's machine is ahead of this one's, if there are connections."""
+        """Seconds by which the clock of rank 0's machine is ahead of this one's, if there are connections."""
         self.exit_report: Callable[[], None] | None = None
         """What is left to do over the connections once this lead has left."""
         self.numbers = itertools.count()
-        """Of what is found through the store: all members make the same things in the same order."""
-        self.store = store  # rank 0 may be its host, and goes on being it as long as the team lasts
+        """Numbers of the objects found through the store: all members make the same ones in the same order."""
+        self.store = store  # rank 0 may host it, for as long as the team lasts
         self._liveness = liveness
 
     def share(self, size: int, *, keep: bool = False) -> Memory:
-        """New memory that all members of this machine map; all must ask for it, with the same size.
+        """New memory that all members of this machine map; all must call this, with the same size.
 
-        keep: its descriptor stays open, to hand it on to others.
+        keep: its descriptor stays open, so that it can be passed on.
         """
         if self.local is not self:
             return self.local.share(size, keep=keep)
@@ -126,7 +127,7 @@ class Members:
         return memory
 
     def mirror(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give every member the lead's values of these."""
+        """Copy the lead's values of these tensors to every member."""
         for tensor in tensors:
             if tensor.numel() == 0:
                 continue
@@ -139,7 +140,7 @@ class Members:
                     tensor.copy_(torch.frombuffer(bytearray(value), dtype=tensor.dtype).view(tensor.shape))
 
     def gather(self, payload: bytes, intent: BarrierKind = BarrierKind.GATHER) -> list[bytes]:
-        """Everybody's payload, by rank; of any length, also of different ones. Passive members bring nothing."""
+        """All payloads, by rank, each of any length. Passive members have none."""
         if self.size == 1:
             return [payload]
         barrier = self.barrier
@@ -162,7 +163,7 @@ class Members:
         return [b"".join(part) for part in parts]
 
     def leave(self) -> None:
-        """Tell the others that this member will not come again."""
+        """Tell the others that this member leaves the team."""
         global _current
         self.barrier.sign_out()
         if self.connections is not None:
@@ -174,7 +175,7 @@ class Members:
             _current = None
 
     def wait_until_left(self, seconds: float = 10.0) -> None:
-        """Until all others have left or died, but not for ever."""
+        """Wait until all others have left or died, at most for so many seconds."""
         until = time.monotonic() + seconds
         if self.local is not self:
             self.local.wait_until_left(seconds)
@@ -194,34 +195,34 @@ _current: Members | None = None
 
 
 def current() -> Members | None:
-    """The team that this process is in, if it has come together."""
+    """The team that this process has joined, if any."""
     return _current
 
 
-def come_together(
+def join_team(
     place: Place, launch: Launch, timeouts: Timeouts, say: Callable[[str], None], *, elastic: bool = False
 ) -> Members:
-    """Meet the other members of this team; a second time there is nothing left to do.
+    """Join the team with its other members; returns the same object when called again.
 
-    elastic: they must be able to agree on who is left, wherever these are.
+    elastic: the members must be able to agree on who is left after a loss, also over several machines.
     """
     global _current
     if _current is None:
         if launch.joins is not None:
-            _current = _on_its_own(place, timeouts, say)
+            _current = _join_later(place, timeouts, say)
         elif launch.control is not None or place.world_size == 1:
             size = Barrier.memory_size(place.world_size)
             memory = Memory.create(size) if launch.control is None else Memory.inherited(launch.control)
-            _current = _meet_here(place.rank, place.world_size, memory, timeouts, say)
+            _current = _join_local(place.rank, place.world_size, memory, timeouts, say)
         else:
             store = open_store(place, timeouts)
             roster, store = find_members(place, store, machine(), timeouts)
             secret = Secret.of(key_of_run(launch.key), roster.token)
-            _current = _meet_everywhere(place, roster, secret, store, timeouts, say, elastic=elastic)
+            _current = _join_machines(place, roster, secret, store, timeouts, say, elastic=elastic)
     return _current
 
 
-def _meet_here(
+def _join_local(
     rank: int,
     size: int,
     memory: Memory,
@@ -231,7 +232,7 @@ def _meet_here(
     store: Store | None = None,
     ranks: Sequence[int] | None = None,
 ) -> Members:
-    """The members of one machine."""
+    """Join the members of this machine."""
     patience = Timeouts(join=timeouts.join, barrier=timeouts.join, notice=timeouts.notice)
     barrier = Barrier(memory, rank, size, patience, say)
     barrier.ranks = ranks or barrier.ranks
@@ -242,20 +243,20 @@ def _meet_here(
         raise JoinError(f"{error}; raise it with --timeout if they only need longer", error.ranks) from None
     barrier.timeouts = timeouts
     barrier.watch = liveness = LivenessMonitor(barrier)
-    # Nobody goes on before all have taken the liveness of all: a process id must not be reused in between.
+    # All wait until everyone has opened its pidfds: a process id must not be reused in between.
     barrier.wait(BarrierKind.BARRIER)
     memory.close_descriptor()
     return Members(rank, size, barrier, liveness, store)
 
 
-def _on_its_own(place: Place, timeouts: Timeouts, say: Callable[[str], None]) -> Members:
-    """Of one who joins a run that goes on: it meets nobody here, and hears of the others from the server."""
+def _join_later(place: Place, timeouts: Timeouts, say: Callable[[str], None]) -> Members:
+    """Members of a worker that joins a running team: itself alone, since the server knows the others."""
     barrier = Barrier(Memory.create(Barrier.memory_size(1)), 0, 1, timeouts, say)
     barrier.sign_in()
     return Members(place.rank, 1, barrier, LivenessMonitor(barrier), None)
 
 
-def _meet_everywhere(
+def _join_machines(
     place: Place,
     roster: MemberList,
     secret: Secret,
@@ -265,11 +266,11 @@ def _meet_everywhere(
     *,
     elastic: bool,
 ) -> Members:
-    """First those of this machine; then, if there are several, all."""
+    """Join the members of this machine, then, if there are several machines, those of the others."""
     number = roster.machine_of(place.rank)
     here = roster.machines[number]
     memory = _control_memory(place, number, here, store, timeouts)
-    local = _meet_here(here.index(place.rank), len(here), memory, timeouts, say, store=store, ranks=here)
+    local = _join_local(here.index(place.rank), len(here), memory, timeouts, say, store=store, ranks=here)
     if len(roster.machines) == 1:
         return local
     assert isinstance(local.barrier, Barrier)
@@ -286,7 +287,7 @@ def _meet_everywhere(
         if place.rank == here[0]:
             connections = connect(number, roster.hosts, secret, *ways, patience)
         barrier = MachinesBarrier(place.rank, roster.machines, roster.hosts, local.barrier, wide, connections, say)
-    # The leads may have to wait for each other as long as it takes to join.
+    # The leads may have to wait for each other until the last machine has joined.
     barrier.timeouts = msgspec.structs.replace(timeouts, barrier=timeouts.join)
     barrier.wait(BarrierKind.BARRIER)
     ahead = 0.0 if connections is None else compare_clocks(connections, at, timeouts.join)
@@ -307,7 +308,7 @@ def _meet_everywhere(
 
 
 def _control_memory(place: Place, number: int, here: list[int], store: Store, timeouts: Timeouts) -> Memory:
-    """The memory in which the members of this machine meet."""
+    """The shared memory of the barrier of this machine."""
     lead = here[0]
     if place.rank == lead:
         memory = Memory.create(Barrier.memory_size(len(here)))
@@ -317,6 +318,6 @@ def _control_memory(place: Place, number: int, here: list[int], store: Store, ti
         pid, descriptor = store.get(f"control/{number}").decode().split()
         return Memory.of(int(pid), int(descriptor))
     except DistStoreError as error:
-        raise JoinError(f"rank {place.rank} did not hear from rank {lead} in {timeouts.join:g} s: {error}") from None
+        raise JoinError(f"rank {place.rank} got no answer from rank {lead} in {timeouts.join:g} s: {error}") from None
     except OSError as error:
         raise JoinError(f"rank {place.rank} cannot map the memory of rank {lead}: {error}") from None

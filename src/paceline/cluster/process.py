@@ -1,4 +1,4 @@
-"""How a worker's process is set up, and what it takes of the machine."""
+"""Settings of a worker's process: memory allocator, late import of the compiler; and its use of memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _MARKED = "__dynamo_disable"
-"""Where torch keeps the form of a function that its compiler leaves alone."""
+"""The attribute in which torch keeps the form of a function that its compiler skips."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 _BFLOAT16 = """
@@ -22,11 +22,11 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     torch.nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()
 """
 WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
-"""What to run workers with where `bfloat16_dies`."""
+"""Environment variables for workers where `bfloat16_dies`."""
 
 
 def bfloat16_dies() -> bool:
-    """Whether torch dies of bfloat16 here. Some virtual machines announce AMX and then cannot run it."""
+    """True if computing in bfloat16 kills torch here: some virtual machines announce AMX but cannot run it."""
     if WITHOUT_AMX.keys() & os.environ.keys():
         return False
     return (
@@ -35,7 +35,7 @@ def bfloat16_dies() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep large blocks that were freed, instead of giving them back to the system.
+    """Lets the C library keep large blocks that were freed, instead of returning them to the system.
 
     A backward pass makes and frees all gradients, every step. By default glibc maps each large one anew, and the
     system zeroes its pages one by one: on a CPU that can take as long as the computing itself.
@@ -44,16 +44,16 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """The opposite, where glibc's own defaults end up once a program has freed something large."""
+    """Undoes `keep_freed_memory`: sets the limits that glibc itself reaches once a program has freed a large block."""
     _tune(32 << 20, 64 << 20)
     release_freed_memory()
 
 
 def import_compiler_late() -> None:
-    """Let an optimizer be made without torch's compiler, whose import takes longer than that of torch itself.
+    """Lets an optimizer be made without importing torch's compiler, which takes longer than importing torch itself.
 
-    At the first call of some methods torch imports the compiler, to tell it to leave them alone. As long as nobody
-    else has imported it, there is nobody to tell.
+    At the first call of some methods torch imports the compiler, only to exclude them from it. As long as no other
+    code has imported it, there is nothing to exclude them from.
     """
     from torch.optim import Optimizer
 
@@ -76,13 +76,13 @@ def _unless_imported(plain: Callable[..., Any], marked: Callable[..., Any]) -> C
 
 
 def release_freed_memory() -> None:
-    """Give back to the system what has been freed until now."""
+    """Returns memory that was freed until now to the system."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def proportional_memory(*addresses: int) -> int:
-    """Bytes of this process, shared ones divided by their sharers (PSS); or of the mappings at these addresses only."""
+    """Bytes of this process, shared ones divided by the number of sharers (PSS); or only at these addresses."""
     if not addresses:
         return _pss(Path("/proc/self/smaps_rollup").read_text())
     total = 0
@@ -94,7 +94,7 @@ def proportional_memory(*addresses: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal, so that it does nothing, not even end by itself."""
+    """True if a process was stopped by a signal, so that it cannot even end by itself."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False

@@ -1,4 +1,4 @@
-"""How the members of a team find each other: through torch's store, at MASTER_ADDR and MASTER_PORT."""
+"""Rendezvous of the members of a team through torch's key-value store at MASTER_ADDR and MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.transport.keys import is_loopback
 
 
 class MemberEntry(msgspec.Struct, frozen=True):
-    """What a member says of itself."""
+    """One member's entry in the store."""
 
     machine: str
     host: str
@@ -26,22 +26,22 @@ class MemberEntry(msgspec.Struct, frozen=True):
     master: str
     """The address at which it reaches the store."""
     name: str
-    """Of this process alone."""
+    """Random, and unique to this process."""
 
 
 class MemberList(msgspec.Struct, frozen=True):
-    """Who is where; the same for all members."""
+    """The machines of all ranks; the same for all members."""
 
     machines: list[list[int]] = []
     """The ranks on each machine, in rising order; rank 0's machine is the first."""
     hosts: list[str] = []
     """Per machine, the address at which the others reach it."""
     token: bytes = b""
-    """By which the members know each other."""
+    """Identity shared by all members of the team."""
     names: list[str] = []
-    """Of all processes, by rank."""
+    """Names of all processes, by rank."""
     error: str = ""
-    """Why there is none."""
+    """The reason if the members could not be found; then the fields above are empty."""
     missing: list[int] = []
 
     def machine_of(self, rank: int) -> int:
@@ -65,11 +65,11 @@ def open_store(place: Place, timeouts: Timeouts) -> Store:
 
 
 def find_members(place: Place, store: Store, machine: str, timeouts: Timeouts) -> tuple[MemberList, Store]:
-    """Say who one is, and hear who the others are; also the part of the store that is this team's alone.
+    """Exchange entries with the other members; returns their list, and a part of the store for this team alone.
 
-    Rank 0 calls, the others answer. After a restart the store may still hold what an earlier team has said, and a
-    restart is not counted alike on all machines. So every call has a name of its own, and a roster counts for a member
-    only if it is in there itself.
+    Rank 0 publishes a call, the others answer it. After a restart the store may still hold entries of an earlier team,
+    and machines need not agree on the number of restarts. So every call has a random name, and a member accepts a list
+    only if its own name is in it.
     """
     entry = MemberEntry(machine, *addresses(*_master(place)), secrets.token_hex(8))
     if place.rank == 0:
@@ -90,8 +90,9 @@ def find_members(place: Place, store: Store, machine: str, timeouts: Timeouts) -
 
 
 def _answer(place: Place, store: Store, entry: MemberEntry, timeouts: Timeouts) -> tuple[MemberList, Store]:
-    """Whenever rank 0 calls, until it has heard this member."""
-    until = time.monotonic() + timeouts.join + 2.0  # rank 0 waits as long for the last, and says then who is missing
+    """Answer every call of rank 0 until one of its lists has this member."""
+    # A little longer than rank 0 waits for the last member, since it then names the missing ones.
+    until = time.monotonic() + timeouts.join + 2.0
     answered = ""
     pause = 0.01
     while time.monotonic() < until:
@@ -106,7 +107,7 @@ def _answer(place: Place, store: Store, entry: MemberEntry, timeouts: Timeouts) 
                 return roster, own
         time.sleep(pause)
         pause = min(0.2, pause * 1.5)
-    raise JoinError(f"rank {place.rank} did not hear from rank 0 in {timeouts.join:g} s", [0])
+    raise JoinError(f"rank {place.rank} got no answer from rank 0 in {timeouts.join:g} s", [0])
 
 
 def _collect(place: Place, store: Store, timeouts: Timeouts) -> MemberList:
@@ -130,7 +131,7 @@ def _collect(place: Place, store: Store, timeouts: Timeouts) -> MemberList:
 
 
 def _reachable(entries: list[MemberEntry], ranks: list[int]) -> str:
-    """The address of a machine; where it knows itself only as loopback, the one by which others know it."""
+    """The address of a machine; if it knows itself only as loopback, the address that the others use."""
     own = entries[ranks[0]]
     if is_loopback(own.host):
         elsewhere = [entry.master for entry in entries if entry.machine != own.machine]
@@ -143,18 +144,18 @@ def _master(place: Place) -> tuple[str, int]:
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
         raise UsageError(
-            f"WORLD_SIZE is {place.world_size}, but MASTER_ADDR and MASTER_PORT do not say where rank 0 is; "
+            f"WORLD_SIZE is {place.world_size}, but MASTER_ADDR and MASTER_PORT do not name rank 0's host and port; "
             "start the script with paceline run or torchrun"
         ) from None
 
 
 def addresses(host: str, port: int) -> tuple[str, str]:
-    """From which address this machine reaches the store, and at which."""
+    """The address of this machine towards the store, and the address of the store."""
     last = ("127.0.0.1", "127.0.0.1")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # sends nothing: the kernel only says which way it would go
+                probe.connect(address)  # sends nothing: the kernel only chooses the route
                 return str(probe.getsockname()[0]), str(address[0])
         except OSError:
             continue
@@ -162,7 +163,7 @@ def addresses(host: str, port: int) -> tuple[str, str]:
 
 
 def exchange_ports(store: Store, timeouts: Timeouts) -> tuple[Callable[[int, int], None], Callable[[int], int]]:
-    """How the leads leave their ports for each other."""
+    """Functions by which the leads of the machines publish their ports and find those of the others."""
 
     def publish(machine: int, port: int) -> None:
         store.set(f"connection/{machine}", str(port))
@@ -171,13 +172,13 @@ def exchange_ports(store: Store, timeouts: Timeouts) -> tuple[Callable[[int, int
         try:
             return int(store.get(f"connection/{machine}"))
         except DistStoreError as error:
-            raise JoinError(f"did not hear from machine {machine} in {timeouts.join:g} s: {error}") from None
+            raise JoinError(f"got no answer from machine {machine} in {timeouts.join:g} s: {error}") from None
 
     return publish, find
 
 
 def machine() -> str:
-    """Equal in two processes exactly if they can find each other in /proc, and have the same network."""
+    """A name that is equal in two processes exactly if they see each other in /proc and share a network."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
         boot = file.read().strip()
     return "/".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])  # noqa: PTH115

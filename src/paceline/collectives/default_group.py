@@ -59,7 +59,7 @@ def _team_member() -> Communicator:
     members = membership.current()
     if members is None:
         launch = Launch.from_environment()
-        members = membership.come_together(Place.from_environment(), launch, launch.timeouts, _say)
+        members = membership.join_team(Place.from_environment(), launch, launch.timeouts, _say)
         atexit.register(members.leave)
     if len(members.machines) > 1:
         raise UsageError(

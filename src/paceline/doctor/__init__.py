@@ -1,1 +1,1 @@
-"""What a machine and a cluster can do, and what to change where they cannot."""
+"""Checks of a machine and of a cluster, with what to change where one fails."""

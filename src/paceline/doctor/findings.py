@@ -1,4 +1,4 @@
-"""How the doctor says what it found."""
+"""Results of the checks, and their verdicts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _ORDER: tuple[Verdict, ...] = ("ok", "works with limits", "cannot")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     verdict: Verdict
     found: str
     change: str = ""
-    """What to do about it, unless it is ok."""
+    """What to change, unless the verdict is ok."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,14 +27,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkFindings(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured between members; rows send, columns receive, the diagonal is empty."""
+    """Measured links between workers; rows send, columns receive, the diagonal is empty."""
 
     hosts: list[str]
-    """Of each member."""
+    """Host name of each worker."""
     latency: list[list[float | None]]
     """Seconds for a short message, one way."""
     bandwidth: list[list[float | None]]
-    """Bytes a second in large messages."""
+    """Bytes per second in large messages."""
     findings: list[Finding]
 
 
@@ -52,7 +52,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The gravest of these."""
+    """The worst of these verdicts."""
     return max(verdicts, key=_ORDER.index, default="ok")
 
 

@@ -1,4 +1,4 @@
-"""What the installed libraries can do on this machine."""
+"""Checks of the installed libraries on this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def torch_itself() -> Finding:
 
 
 def bfloat16() -> Finding:
-    """Some virtual machines announce AMX and then cannot run it."""
+    """Checks bfloat16, which kills torch on virtual machines that announce AMX but cannot run it."""
     if bfloat16_dies():
         change = " ".join(f"{key}={value}" for key, value in WITHOUT_AMX.items())
         return limits("bfloat16", "this machine announces AMX and cannot run it: torch dies of it", f"export {change}")
@@ -53,12 +53,12 @@ def bfloat16() -> Finding:
 
 
 def gloo() -> Finding:
-    """One member's all-reduce: it needs an address of this host, too."""
+    """Checks gloo with an all-reduce of one process, which needs an address of this host, too."""
     import torch
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        return limits("gloo", "this torch has none", "all-reduce over machines needs a torch with gloo")
+        return limits("gloo", "this torch is built without it", "all-reduce over machines needs a torch with gloo")
     from paceline.collectives.gloo import open_gloo
 
     try:
@@ -74,7 +74,7 @@ def gloo() -> Finding:
 
 
 def encryption() -> Finding:
-    """Opens one encrypted connection over the loopback, as machines have between them."""
+    """Checks one encrypted connection over the loopback, as machines open between them."""
     secret, proven, poller = Secret.of(new_key(), "doctor"), list[socket.socket](), Poller()
     try:
         listener = PortListener(poller, "127.0.0.1", secret, lambda _, peer: proven.append(peer), lambda: None)

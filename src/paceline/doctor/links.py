@@ -1,8 +1,8 @@
-"""Members measure the links between them, one pair at a time, over plain TCP.
+"""Measurement of the links between workers, one pair at a time, over plain TCP.
 
-Each listens on the loopback if all are on one machine; otherwise on all addresses, and only if a key is set. Whoever
-connects must prove that it knows the key (or, on one machine, a word that the lead made up): both sides answer a
-challenge before a byte is measured.
+Each worker listens on the loopback if all are on one machine; otherwise on all addresses, and only if a key is set. A
+connection must prove that it knows the key (or, on one machine, a token of the lead): both sides answer a challenge
+before a byte is measured.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from paceline.transport.keys import is_loopback
 
 _SMALL, _LARGE = 64, 4 << 20
 _PINGS, _SPAN = 200, 0.12
-"""Pings at most, and seconds that each kind of message is sent for."""
+"""Round trips at most, and seconds for which each kind of message is sent."""
 _PATIENCE = 30.0
 _WORD = 32
 _UNEVEN = 4.0
-"""A link is named that is so many times slower than the middle one."""
+"""A link that is so many times slower than the median is reported."""
 
 
 class _Card(msgspec.Struct):
-    """How a member introduces itself."""
+    """A worker's address, and the findings of its machine."""
 
     host: str
     address: str
@@ -47,7 +47,7 @@ class _Card(msgspec.Struct):
 
 
 class _Row(msgspec.Struct):
-    """What one member measured towards those of a lower rank."""
+    """One worker's measurements of its links to workers of a lower rank."""
 
     latency: dict[int, float]
     out: dict[int, float]
@@ -55,7 +55,7 @@ class _Row(msgspec.Struct):
 
 
 class NetworkProbe:
-    """The members of this examination, and this one among them."""
+    """One worker's part in measuring the links between all."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -82,7 +82,7 @@ class NetworkProbe:
         self._store = PrefixStore(f"paceline/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def measure(self, findings: Machine | None) -> tuple[list[Machine], LinkFindings] | None:
-        """Take part; the lead gets what all have found."""
+        """Measure together with the others; returns all results on rank 0, None elsewhere."""
         rank, size = self.place.rank, self.place.world_size
         one = len(set(self._exchange("machine", machine()))) == 1
         key = os.environ.get(KEY, "").encode()
@@ -98,18 +98,18 @@ class NetworkProbe:
         self._store.set(f"row/{rank}", _json(row))
         if rank:
             return None
-        # The lead goes last: the store may live in its process.
+        # Rank 0 ends last: the store may be in its process.
         rows = [msgspec.json.decode(self._get(f"row/{other}"), type=_Row) for other in range(size)]
         return [card.findings for card in cards if card.findings is not None], _links(cards, rows)
 
     def _take_turns(self, listener: socket.socket, cards: list[_Card], secret: bytes) -> _Row:
-        """Pairs go one after the other, so that they do not measure each other's noise."""
+        """Measure the pairs one after the other, so that they do not disturb each other."""
         row = _Row({}, {}, {})
         for low in range(self.place.world_size):
             for high in range(low + 1, self.place.world_size):
                 if self.place.rank == high:
                     card = cards[low]
-                    # The lead's machine may know itself by a name that means itself there, and something else here.
+                    # The lead's machine may know itself only as loopback, which is another machine here.
                     address = self._master if is_loopback(card.address) else card.address
                     with socket.create_connection((address, card.port), _PATIENCE) as connection:
                         _greet(connection, secret, first=True)
@@ -121,7 +121,7 @@ class NetworkProbe:
         return row
 
     def _exchange(self, name: str, text: str) -> list[str]:
-        """What everybody brings, by rank."""
+        """The texts of all workers, by rank."""
         self._store.set(f"{name}/{self.place.rank}", text or " ")
         return [self._get(f"{name}/{rank}").strip() for rank in range(self.place.world_size)]
 
@@ -129,14 +129,14 @@ class NetworkProbe:
         try:
             return str(self._store.get(name).decode())
         except RuntimeError as error:
-            raise JoinError(f"a member did not bring '{name}' to the measurement: {error}") from None
+            raise JoinError(f"a worker did not publish '{name}' for the measurement: {error}") from None
 
 
 # -- one pair --------------------------------------------------------------------------------------------------------
 
 
 def _greet(connection: socket.socket, secret: bytes, first: bool) -> None:
-    """Both prove that they know the secret, without saying it."""
+    """Authenticate both ends by challenge and response, without sending the secret."""
     connection.settimeout(_PATIENCE)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     own = secrets.token_bytes(_WORD)
@@ -144,12 +144,12 @@ def _greet(connection: socket.socket, secret: bytes, first: bool) -> None:
     theirs = _read(connection, _WORD)
     connection.sendall(hmac.digest(secret, theirs + bytes([first]), "sha256"))
     if not hmac.compare_digest(_read(connection, 32), hmac.digest(secret, own + bytes([not first]), "sha256")):
-        raise ConnectionError("whoever is at the other end does not know the key")
+        raise ConnectionError("the other end does not know the key")
 
 
 @contextlib.contextmanager
 def _caller(listener: socket.socket, secret: bytes) -> Iterator[socket.socket]:
-    """The first who proves that it is a member; strangers are hung up on."""
+    """The first connection that authenticates itself; others are closed."""
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
         connection, _ = listener.accept()
@@ -161,11 +161,11 @@ def _caller(listener: socket.socket, secret: bytes) -> Iterator[socket.socket]:
         with connection:
             yield connection
         return
-    raise JoinError(f"no member called within {_PATIENCE:g} s")
+    raise JoinError(f"no worker connected within {_PATIENCE:g} s")
 
 
 def _lead(connection: socket.socket) -> tuple[float, float, float]:
-    """Seconds for a short message one way, and bytes a second there and back."""
+    """Seconds for a short message one way, and bytes per second in both directions."""
     small, large = bytes(_SMALL), bytes(_LARGE)
     times: list[float] = []
     until = time.perf_counter() + _SPAN
@@ -211,12 +211,12 @@ def _read(connection: socket.socket, size: int) -> bytes:
     while done < size:
         count = connection.recv_into(view[done:])
         if not count:
-            raise ConnectionError("the other member has gone")
+            raise ConnectionError("the other worker has gone")
         done += count
     return bytes(data)
 
 
-# -- what comes of it ------------------------------------------------------------------------------------------------
+# -- findings --------------------------------------------------------------------------------------------------------
 
 
 def _links(cards: list[_Card], rows: list[_Row]) -> LinkFindings:
@@ -232,14 +232,14 @@ def _links(cards: list[_Card], rows: list[_Row]) -> LinkFindings:
 
 
 def judge(latency: list[list[float | None]], bandwidth: list[list[float | None]]) -> list[Finding]:
-    """Whether the links are alike; those that are much slower than the middle one are named."""
+    """Findings about the links: those that are much slower than the median are named."""
     if not any(value for row in bandwidth for value in row):
-        found = "not measured: members on several machines listen only if a key is set"
+        found = "not measured: workers on several machines listen only if a key is set"
         return [limits("links", found, f"set {KEY} to the same secret on all machines")]
     times = {(a, b): value for a, row in enumerate(latency) for b, value in enumerate(row) if value is not None}
     rates = {(a, b): value for a, row in enumerate(bandwidth) for b, value in enumerate(row) if value is not None}
     middle, rate = statistics.median(times.values()), statistics.median(rates.values())
-    found = f"latency {middle * 1e6:.0f} µs, bandwidth {rate / 1e6:,.0f} MB/s (the middle ones)"
+    found = f"latency {middle * 1e6:.0f} µs, bandwidth {rate / 1e6:,.0f} MB/s (median)"
     slow = [pair for pair, value in rates.items() if value * _UNEVEN < rate]
     late = [pair for pair, value in times.items() if value > middle * _UNEVEN and pair[0] < pair[1]]
     if not slow and not late:
@@ -252,7 +252,7 @@ def judge(latency: list[list[float | None]], bandwidth: list[list[float | None]]
 
 
 def _listen(address: str, everywhere: bool) -> socket.socket:
-    """On all addresses of the same kind as this one, or on it alone."""
+    """Listen on all addresses of the same family, or on this one alone."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server(("" if everywhere else address, 0), family=family)
 

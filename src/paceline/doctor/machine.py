@@ -1,4 +1,4 @@
-"""Looks at one machine: each check does the very thing that a run will need, and says what came of it."""
+"""Checks of one machine. Each one does the operation that a run needs, and reports the result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def memory() -> Finding:
 
 
 def loader_memory() -> Finding:
-    """Parameters do not lie in /dev/shm, but what a DataLoader's own processes hand over does."""
+    """Checks /dev/shm: the parameters are not there, but the batches of a DataLoader's processes are."""
     size = shutil.disk_usage("/dev/shm").total
     if size < 256 << 20:
         return limits(
@@ -82,7 +82,7 @@ def locked_memory() -> Finding:
 
 
 def ports() -> Finding:
-    """A port of the loopback that one can listen on and reach."""
+    """Checks that a port of the loopback can be listened on and connected to."""
     try:
         with socket.socket() as server:
             server.settimeout(5.0)
@@ -110,7 +110,7 @@ def name() -> Finding:
 
 
 def folder() -> Finding:
-    """Runs leave theirs under runs/, here."""
+    """Checks the current folder, in which runs make `runs/`."""
     here = Path.cwd()
     if not os.access(here, os.W_OK):
         return cannot("folder", f"{here} cannot be written to", "go to a folder of yours: runs leave runs/NAME there")
@@ -177,12 +177,12 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(checks: Sequence[Check] = CHECKS) -> Machine:
-    """All checks. One that fails in a way that nobody thought of is a finding as well."""
+    """Run all checks. An unexpected error of a check is a finding as well."""
     findings = []
     for check in checks:
         try:
             findings.append(check())
         except Exception as error:
             what = check.__name__.replace("_", " ")
-            findings.append(limits(what, f"could not look: {type(error).__name__}: {error}", "see the message"))
+            findings.append(limits(what, f"the check failed: {type(error).__name__}: {error}", "see the message"))
     return Machine(host=socket.gethostname(), findings=findings)

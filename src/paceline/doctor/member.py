@@ -1,4 +1,4 @@
-"""What every member of an examination runs; the lead prints what came of it, as one line of JSON."""
+"""The script of every worker of `paceline doctor`; the lead prints the diagnosis as one line of JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.doctor.machine import examine
 
 
 def diagnose(place: Place) -> Diagnosis | None:
-    """This machine, or as a member of several: every machine and what is between them. None unless this is the lead."""
+    """Diagnose this machine, or with other workers all machines and their links; None unless this is the lead."""
     if place.world_size == 1:
         return Diagnosis(machines=[examine()])
     network = NetworkProbe(place)

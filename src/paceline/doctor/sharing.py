@@ -1,4 +1,4 @@
-"""Whether processes of this machine can share memory, reach each other's, and wake each other."""
+"""Checks that processes of this machine can share memory, read each other's, and wake each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.transport.futex import FutexArray
 from paceline.transport.memory import Memory
 
 _TRY = 64 << 20
-"""Bytes of shared memory that are tried."""
+"""Bytes of shared memory that the check allocates."""
 
 _OWNER = """
 import ctypes, os, sys
@@ -41,7 +41,7 @@ print(here.raw.decode())
 
 
 def shared_memory() -> Finding:
-    """Parameters and gradients lie in memory without a name, so that nothing is left behind."""
+    """Checks memfd, which has no name and so leaves nothing behind, for parameters and gradients."""
     try:
         memory = Memory.create(_TRY)
     except OSError as error:
@@ -54,7 +54,7 @@ def shared_memory() -> Finding:
 
 
 def siblings() -> Finding:
-    """A worker opens memory that another one made."""
+    """Checks that a process can open shared memory of another."""
     trouble = _between_children(_OPENER)
     if trouble:
         return cannot(
@@ -66,7 +66,7 @@ def siblings() -> Finding:
 
 
 def direct_reads() -> Finding:
-    """The collectives read tensors where they lie."""
+    """Checks process_vm_readv, by which collectives read tensors of other workers in place."""
     trouble = _between_children(_READER)
     if trouble:
         return limits(
@@ -78,7 +78,7 @@ def direct_reads() -> Finding:
 
 
 def waking() -> Finding:
-    """Sleeping on a word of shared memory, and being woken."""
+    """Checks the futex by which a process sleeps until another wakes it, and pidfds."""
     memory = Memory.create(FutexArray.STRIDE)
     words = FutexArray(memory.bytes(0, FutexArray.STRIDE), 1)
     waker = threading.Timer(0.05, words.write, (0, 1))
@@ -91,7 +91,7 @@ def waking() -> Finding:
     memory.close_descriptor()
     if took >= 1.5:
         return cannot("waking", f"a sleeper was woken after {took:.1f} s only", "allow the futex call in the sandbox")
-    os.close(os.pidfd_open(os.getpid()))  # how members notice that one has died
+    os.close(os.pidfd_open(os.getpid()))  # by which workers detect that one has died
     return ok("waking", "futex and pidfd work")
 
 
@@ -106,7 +106,7 @@ def huge_pages() -> Finding:
 
 
 def _between_children(source: str) -> str:
-    """What goes wrong when one child of this process does something to another; empty if nothing."""
+    """The error when one child process does this to another; empty if it works."""
     owner = subprocess.Popen(
         [sys.executable, "-S", "-c", _OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -119,4 +119,4 @@ def _between_children(source: str) -> str:
         owner.kill()
     if done.returncode == 0 and done.stdout.strip() == "paceline":
         return ""
-    return (done.stderr.strip().splitlines() or ["something else was read"])[-1]
+    return (done.stderr.strip().splitlines() or ["the content differs"])[-1]
