@@ -229,8 +229,8 @@ class Team:
         kind = self._kind()
         self._model, self._optimizer = model, optimizer
         self._trainer = kind(model, optimizer, options, context)
-        self._trainer.updated = self._after_update
-        self._trainer.lost = self._lose
+        self._trainer.on_update = self._after_update
+        self._trainer.on_lost = self._lose
         self._turns = BackwardTimer(self._stopwatch)
         shared = [self._share(loader, global_batch, balance) for loader in loaders]
         return (model, optimizer, *shared)
@@ -339,7 +339,7 @@ class Team:
         path = Path(path)
         content: dict[str, Any] = {}
         if self.is_lead or trainer.lockstep:
-            with trainer.still():
+            with trainer.frozen():
                 content = {
                     **extra,
                     "model": _compact(self._model.state_dict()),
@@ -398,12 +398,12 @@ class Team:
         self._closed = True
         atexit.unregister(self._leave)
         if self._trainer is not None:
-            self._trainer.part()
+            self._trainer.leave()
         self._recorder.add(Leave(self.rank, time.perf_counter()))
         self._recorder.close()
         self._members.leave()
         if self._trainer is not None:
-            self._trainer.settle()
+            self._trainer.wait_until_forwarded()
         if self.is_lead and self._folder is not None and (self._writes_summary or len(self._members.machines) > 1):
             self._members.wait_until_left()
         if self._writes_summary and self.is_lead and self._folder is not None:
@@ -448,7 +448,7 @@ class Team:
     def from_lead(self, payload: bytes) -> bytes:
         found = self._members.gather(payload, BarrierKind.EPOCH)[self.lead]
         if self._trainer is not None:
-            self._trainer.drawn()
+            self._trainer.epoch_drawn()
         return found
 
     def ask_batch(self) -> None:

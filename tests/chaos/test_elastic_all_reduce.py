@@ -54,7 +54,7 @@ if is_victim and options["when"] == "inside":
         calls += trainer.version == options["at"]
         done = real(self, *arguments)
         if calls == 2:  # with its second shard half done, and the state of it
-            for tensor in [*self.state(), *trainer._versions.buffers[trainer._buffer ^ 1]]:
+            for tensor in [*self.state(), *trainer._shards.versions.buffers[trainer._shards.buffer ^ 1]]:
                 for start, stop in [self._layout.flats[0].shards[self._rank]]:
                     tensor[start : (start + stop) // 2] = float("nan")
             die()

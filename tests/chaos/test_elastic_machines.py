@@ -58,7 +58,7 @@ def _prepare(trainer: Any, when: str) -> None:
                     shard = arguments[0]
                     real(*arguments)
                     start, stop = shard._layout.flats[0].shards[shard._rank]
-                    for tensor in [*shard.state(), *trainer._versions.buffers[trainer._buffer ^ 1]]:
+                    for tensor in [*shard.state(), *trainer._shards.versions.buffers[trainer._shards.buffer ^ 1]]:
                         tensor[start : (start + stop) // 2] = float("nan")
                 _die()
             return real(*arguments)

@@ -93,7 +93,7 @@ def look_at_links(team: Team) -> tuple[list[int], list[list[float]]]:
     model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(1, 256)).sum().backward()
     optimizer.step()
-    between = team._trainer._spread.between  # type: ignore[union-attr]
+    between = team._trainer._machines.between  # type: ignore[union-attr]
     return between.order, between.links.bandwidth
 
 

@@ -56,7 +56,7 @@ class Gradients:
     def attach(self, made: Callable[[], None] | None = None, which: Callable[[int], None] | None = None) -> None:
         """Catch gradients as they are made; `made` or `which`, if given, is told of each, the latter of its number.
 
-        If nobody is told, small ones are found by `settle`, and so are those of parameters that are thawed later.
+        If nobody is told, small ones are found by `collect`, and so are those of parameters that are thawed later.
         """
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             tell = made if which is None else functools.partial(which, index)
@@ -73,7 +73,7 @@ class Gradients:
             if parameter.grad is view:
                 parameter.grad = view.clone()
 
-    def settle(self) -> bytes:
+    def collect(self) -> bytes:
         """Bring what lies in `.grad` and not yet in the shared buffer there.
 
         Returns a byte per parameter: whether it has a gradient now.

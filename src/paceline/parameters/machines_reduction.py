@@ -48,6 +48,9 @@ class MachinesReduction(Reduction):
         """Of a rank in this machine's own numbers."""
         self.inside.adopt(rank)
 
+    def norm(self, kind: float, used: bytes | None) -> float:
+        return self.inside.norm(kind, used)
+
     def supply(self, passive: list[bool]) -> None:
         """Give what scripts have made of the mean to machines on which no script has seen it."""
         machines = self._members.machines

@@ -40,6 +40,10 @@ class Reduction(ABC):
     def adopt(self, rank: int) -> None:
         """Take what another worker's script has made of the mean, in place of this worker's own."""
 
+    def norm(self, kind: float, used: bytes | None) -> float:
+        """The norm of this worker's shard, raised to `kind` so that shards can be added (the norm itself for inf)."""
+        raise NotImplementedError
+
 
 class SharedReduction(Reduction):
     """Each worker sums a shard from everybody's buffers, which lie in memory that all share."""
@@ -98,7 +102,6 @@ class SharedReduction(Reduction):
             own.copy_(other)
 
     def norm(self, kind: float, used: bytes | None) -> float:
-        """The norm of this worker's shard, raised to `kind` so that shards can be added (the norm itself for inf)."""
         values = [0.0]
         for number, flat in enumerate(self._layout.flats):
             start, stop = flat.shards[self._rank]
@@ -108,10 +111,10 @@ class SharedReduction(Reduction):
                     continue
                 value = float(torch.linalg.vector_norm(self._gradients.own[number][first:last], kind))
                 values.append(value if kind == float("inf") else value**kind)
-        return together(values, kind)
+        return combine_norms(values, kind)
 
 
-def together(parts: list[float], kind: float) -> float:
+def combine_norms(parts: list[float], kind: float) -> float:
     """The norms of parts as one, both raised to `kind` (the largest for inf); a NaN among them is never hidden."""
     return float(torch.tensor(parts, dtype=torch.float64).amax()) if kind == float("inf") else sum(parts)
 

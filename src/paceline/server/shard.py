@@ -14,10 +14,11 @@ from paceline.parameters.corrections import Corrections
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import plain
 from paceline.parameters.layout import Layout
-from paceline.parameters.reduction import CHUNK, Weights, together, weighted_sum
+from paceline.parameters.reduction import CHUNK, Weights, combine_norms, weighted_sum
 from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
 from paceline.parameters.versions import Versions
-from paceline.parameters.whole import WholeOptimizer, like
+from paceline.parameters.optimizers import same_kind
+from paceline.parameters.whole import WholeOptimizer
 from paceline.parameters.worker_table import WorkerTable
 from paceline.server.flags import SharedFlags
 from paceline.server.memory import RunMemory
@@ -60,7 +61,7 @@ def rebuild(spec: RunSpec) -> tuple[list[tuple[str, torch.nn.Parameter]], Optimi
         members[known.group].append(parameter)
     kind = getattr(importlib.import_module(optimizer.module), optimizer.name)
     groups = [{**_tuples(group), "params": inside} for group, inside in zip(optimizer.groups, members, strict=True)]
-    return named, like(kind, groups, _tuples(optimizer.defaults))
+    return named, same_kind(kind, groups, _tuples(optimizer.defaults))
 
 
 def _tuples(group: dict[str, Any]) -> dict[str, Any]:
@@ -238,7 +239,7 @@ class Shard:
             taking_part = [used[buffer] for buffer, _ in weights]
             anywhere = bytes(any(flags) for flags in zip(*taking_part, strict=True))
         self._has_sum, self._used_sum = True, anywhere
-        return together(parts, norm)
+        return combine_norms(parts, norm)
 
     def _dense(self, buffer: int, flat: int, start: int, stop: int) -> torch.Tensor:
         """A gradient as it is used: decompressed and corrected."""

@@ -15,7 +15,7 @@ from paceline.errors import Mismatch, TeamTimeout
 from paceline.events import Recorder
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.hyperparameters import RateScaling, multiplied
-from paceline.parameters.reduction import together
+from paceline.parameters.reduction import combine_norms
 from paceline.server.messages import (
     AddGradient,
     ApplyUpdate,
@@ -158,7 +158,7 @@ class Updates:
     def _clip(self, message: ApplyUpdate, limit: float, norm: float) -> ApplyUpdate:
         """Makes the mean gradient and measures its norm; returns the update that uses it, scaled."""
         parts = self._shards.apply(msgspec.structs.replace(message, norm=norm))
-        length = together(parts, norm)
+        length = combine_norms(parts, norm)
         if norm != float("inf"):
             length **= 1.0 / norm
         scale = min(1.0, limit / (length + 1e-6))

@@ -1,11 +1,12 @@
-"""What a team asks of a strategy, and what it gives to one."""
+"""The base of all trainers: the team's interface to a strategy, and all that strategies share."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,144 +17,242 @@ from torch.utils.data import DataLoader
 
 from paceline.cluster.membership import Members
 from paceline.config import Launch, Strategy
-from paceline.errors import UsageError
-from paceline.events import Recorder
+from paceline.errors import TeamError, UsageError
+from paceline.events import Recorder, Wait
+from paceline.strategies.optimizer_patch import OptimizerPatch
 from paceline.strategies.stopwatch import Stopwatch
-from paceline.transport import BarrierKind
+from paceline.transport import BarrierKind, MachinesBarrier
+
+_NOTABLE = 5e-6
+"""Seconds of waiting that are worth an event."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """How `team.setup` was asked to train."""
+    """The options of `team.setup`."""
 
     gradients: str = "local"
-    """What `.grad` holds between backward and step: this worker's own gradient, or ("visible") the team's mean."""
+    """What `.grad` holds between backward and step: "local", this worker's own gradient; "visible", the team's mean."""
     scale_lr: str | None = None
     warmup: int = 0
+    """In updates."""
+    servers: str = "1"
+    """The number of server processes, "lead" or "all" workers."""
+    corrections: Sequence[str] = ()
+    """For stale gradients."""
+    compress: str = "none"
+    """The encoding of pushed gradients."""
     loss: Callable[..., Any] | None = None
     """The script's loss function."""
     loaders: Sequence[DataLoader[Any]] = ()
-    """What the model is trained with, as the script made them."""
+    """The loaders that the model is trained with, before they are shared out."""
+    tensor_plan: Mapping[str, Any] | None = None
+    """How layers are split, by name or pattern; None if the plan is found from the model."""
+    sequence_parallel: bool = False
+    """True if activations between split layers are split along the sequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainerContext:
-    """What a strategy finds around it."""
+    """The run that a trainer belongs to."""
 
     members: Members
     strategy: Strategy
     launch: Launch
     folder: Path | None
-    """Of the run."""
+    """The run's folder."""
     recorder: Recorder
     stopwatch: Stopwatch
     device: torch.device
     say: Callable[[str], None]
+    """Prints a line, on the lead only."""
 
 
 class Trainer(ABC):
-    """One model and its optimizer, trained by the team under one strategy."""
+    """One model and its optimizer, trained by the team under one strategy.
 
-    version: int
-    """How many updates the parameters have had."""
-    paces: list[tuple[float, int]]
-    """Per worker, seconds and samples of its last minibatch; equal on all workers after an update."""
-    updated: Callable[[], None] = staticmethod(lambda: None)
+    It replaces the optimizer's `step` and `zero_grad`, and where state is shared `state_dict` and `load_state_dict`,
+    until `close`. A subclass builds its parts, calls `super().__init__`, and last `_patch_optimizer`.
+    """
+
+    version: int = 0
+    """Updates that the parameters have had."""
+    on_update: Callable[[], None] = staticmethod(lambda: None)
     """Called after each update."""
-    lost: Callable[[set[int], bool, list[int]], None] = staticmethod(lambda _ranks, _counted, _takers: None)
-    """Called with those who are gone, whether their last gradients still count, and who takes what they leave."""
+    on_lost: Callable[[set[int], bool, list[int]], None] = staticmethod(lambda _ranks, _counted, _takers: None)
+    """Called with lost ranks, True if their last gradients count, and the ranks that take their samples."""
     replica: tuple[int, int] | None = None
-    """Which replica this worker is of, and how many there are; None where every worker is one."""
+    """The number of this worker's replica, and the number of replicas; None if every worker is a replica."""
     cancels = False
-    """Whether a step may be cancelled."""
+    """True if a step may be cancelled."""
     lockstep = False
-    """Whether every worker must compute in every step, and give its part of all that is saved."""
+    """True if every worker must compute in every step, and contribute to everything that is saved."""
 
-    @abstractmethod
     def __init__(
-        self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext
-    ) -> None: ...
+        self, model: torch.nn.Module, optimizer: Optimizer, context: TrainerContext, *, replicas: int | None = None
+    ) -> None:
+        """replicas: how many there are, if not as many as workers."""
+        self._model, self._optimizer, self._members = model, optimizer, context.members
+        self._barrier, self._rank = context.members.barrier, context.members.rank
+        self._recorder, self._stopwatch = context.recorder, context.stopwatch
+        self.paces = [(0.0, 0)] * (context.members.size if replicas is None else replicas)
+        """Per replica, seconds and samples of its last minibatch; equal on all workers after an update."""
+        self._accumulating = False
+        self._patch = OptimizerPatch(optimizer)
 
-    @property
-    def present(self) -> int | None:
-        """How many workers there are now, where that may change."""
-        return None
+    def _patch_optimizer(self, *, state: bool = True, amp: bool = True) -> None:
+        """state: the optimizer's state is shared or split; amp: `step` itself unscales and skips for a GradScaler."""
+        self._patch.replace("step", self.step)
+        self._patch.replace("zero_grad", self._zero_grad)
+        if state:
+            self._patch.replace("state_dict", self._state_dict)
+            self._patch.replace("load_state_dict", self._load_state_dict)
+        if amp:
+            self._patch.support_amp_scaling()
 
-    @property
-    def weightless(self) -> bool:
-        """Whether the minibatch at hand is a copy that counts for nothing."""
-        return False
+    # -- the user's loop ---------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """What `optimizer.step()` does now."""
+        """Replaces `optimizer.step()`."""
+        return None if self._accumulating else self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """A step of a trainer that updates parameters itself, with the user's hooks before and after."""
+        self._patch.run_hooks("pre")
+        loss = run_closure(closure)
+        self._update(*self._patch.amp_scaling())
+        self._patch.run_hooks("post")
+        return loss
+
+    def _update(self, unscale: float, found_inf: bool) -> None:
+        """Update the parameters.
+
+        unscale: factor that undoes the GradScaler's scale; found_inf: True if this worker's gradient is not finite.
+        """
+        raise NotImplementedError
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        if not self._accumulating:
+            self._clear_gradients(set_to_none)
+
+    def _clear_gradients(self, set_to_none: bool) -> None:
+        type(self._optimizer).zero_grad(self._optimizer, set_to_none)
+
+    def accumulate(self, on: bool) -> None:
+        """While on, gradients are summed over minibatches, and `step` and `zero_grad` do nothing."""
+        self._accumulating = on
 
     @abstractmethod
     def clip(self, limit: float, norm: float) -> torch.Tensor:
-        """Clip the norm of the team's gradient; returns what it was."""
+        """Clip the norm of the team's gradient; returns the norm before."""
 
-    @abstractmethod
     def take_batch(self, samples: int, weight: float) -> None:
-        """The script has been given a minibatch that is this share of the team's."""
+        """The script has been given a minibatch with this share of the global batch."""
+        self._stopwatch.start(samples)
 
-    @abstractmethod
     def finish_epoch(self) -> None:
-        """This worker has no more batches: help the others until they have none either."""
-
-    @abstractmethod
-    def accumulate(self, on: bool) -> None:
-        """While on, gradients are summed over minibatches, and `step` and `zero_grad` do nothing."""
+        """This worker has no more batches; take part in the others' updates until they have none either."""
 
     def enter_step(self) -> None:
         """`with team.step():` begins."""
 
     def leave_step(self, error: BaseException | None) -> bool:
-        """It ends, with this error; whether that is dealt with."""
+        """`with team.step():` ends, with this error; returns True if the error is handled."""
         return False
 
     def share_loader(self, loader: DataLoader[Any], global_batch: int | None) -> Any:
-        """The loader to give to the script, if this strategy gives samples out in its own way; else None."""
+        """The loader to give to the script, if this strategy hands out samples itself; else None."""
         return None
 
-    def drawn(self) -> None:
-        """The lead has drawn the order of an epoch, and may have used random numbers for it; all workers are here."""
+    def epoch_drawn(self) -> None:
+        """All workers call it after the lead has drawn the order of an epoch, possibly with random numbers."""
 
     def report_loss(self, loss: float) -> None:
         """The script has reported a loss."""
 
-    @property
-    def lead(self) -> int:
-        """Who decides what one must decide, where that may change."""
-        return 0
+    # -- the other workers -------------------------------------------------------------------------------------------
 
-    def gather(self, payload: bytes, intent: BarrierKind) -> list[bytes] | None:
-        """Everybody's payload, by rank, where the strategy knows better than the team who takes part; else None."""
+    @property
+    def present(self) -> int | None:
+        """The number of workers now, if it may change."""
         return None
 
-    def still(self) -> contextlib.AbstractContextManager[None]:
-        """While in there, nothing changes the parameters and the optimizer's state."""
+    @property
+    def lead(self) -> int:
+        """The rank that prints and saves."""
+        return 0
+
+    @property
+    def weightless(self) -> bool:
+        """True if the current minibatch is a copy whose gradient has weight 0."""
+        return False
+
+    def gather(self, payload: bytes, kind: BarrierKind) -> list[bytes] | None:
+        """All workers' payloads, by rank, if the strategy has its own barrier; else None."""
+        return None
+
+    def _wait(self, kind: BarrierKind, length: int = 0, failure: TeamError | None = None) -> BarrierKind:
+        """Wait at the team's barrier, and record for whom.
+
+        length: bytes of this worker's note; failure: an error to raise on all workers instead.
+        """
+        start = time.perf_counter()
+        if failure is None:
+            kind = self._barrier.wait(kind, length)
+        else:
+            assert isinstance(self._barrier, MachinesBarrier)
+            kind = self._barrier.wait(kind, 0, failure)
+        if self._barrier.last != self._rank:
+            waited = time.perf_counter() - start
+            if waited > _NOTABLE:
+                self._recorder.add(Wait(self._rank, start, waited, self._barrier.last))
+        return kind
+
+    # -- state as plain torch knows it -------------------------------------------------------------------------------
+
+    def frozen(self) -> contextlib.AbstractContextManager[None]:
+        """While entered, nothing changes the parameters and the optimizer's state."""
         return contextlib.nullcontext()
 
-    def part(self) -> None:
-        """The script has ended: say exit_report to whoever must know."""
+    def _state_dict(self) -> dict[str, Any]:
+        """Replaces `optimizer.state_dict()`."""
+        return type(self._optimizer).state_dict(self._optimizer)
 
-    def settle(self) -> None:
-        """This worker has written its last event: wait until it has arrived where it belongs."""
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replaces `optimizer.load_state_dict()`."""
+        type(self._optimizer).load_state_dict(self._optimizer, state)
 
-    @abstractmethod
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         """Take the values of a checkpoint; all workers call it."""
+        self._model.load_state_dict(model)
+        self._optimizer.load_state_dict(optimizer)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """The script has ended; tell the processes that depend on this worker."""
+
+    def wait_until_forwarded(self) -> None:
+        """This worker has written its last event; wait until it has arrived in the run's folder."""
 
     def abandon(self) -> None:
-        """The script ends with an error: the others are not where this worker is, so wait for nobody."""
+        """The script ends with an error; the other workers are elsewhere in theirs, so wait for none."""
 
-    @abstractmethod
     def close(self) -> None:
         """Give model and optimizer back as plain torch knows them."""
+        self._patch.undo()
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a closure as torch's optimizers evaluate it."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def check(model: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Refuse what cannot be trained, before anything is changed."""
+    """Refuses a model or optimizer that cannot be trained, before anything is changed."""
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"setup takes a torch.nn.Module first; it got a {type(model).__name__}")
     if not isinstance(optimizer, Optimizer):
@@ -172,3 +271,12 @@ def check(model: torch.nn.Module, optimizer: Optimizer) -> None:
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UsageError("SparseAdam needs sparse gradients, which a team does not exchange; use Adam")
+
+
+def split_parameters(
+    model: torch.nn.Module, optimizer: Optimizer
+) -> tuple[list[tuple[str, torch.nn.Parameter]], list[torch.nn.Parameter]]:
+    """The parameters that the optimizer updates, with their names, and the rest."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held]
+    return trained, [parameter for parameter in model.parameters() if id(parameter) not in held]

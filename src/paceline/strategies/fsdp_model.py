@@ -67,7 +67,7 @@ class FsdpModel:
         optimizer: Optimizer,
         everybody: WorldGroup,
         weight: Callable[[], float],
-        gathering: Callable[[], None],
+        gathering: Callable[[], object],
     ) -> None:
         """weight: of this worker's samples in the team's.
         gathering: called before state is gathered, which all must do at the same time.

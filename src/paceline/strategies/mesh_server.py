@@ -10,6 +10,7 @@ is dropped and its samples go to others.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import struct
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from paceline.config import Mesh, RunSpec, parse_servers, place_servers
+from paceline.config import Mesh, RunSpec, parse_servers, parse_strategy, place_servers
 from paceline.data.ledger import Lease
 from paceline.errors import TeamError, UsageError
 from paceline.events import Brought, Pull, Wait
@@ -27,21 +28,22 @@ from paceline.parameters.hyperparameters import Hyperparameters, RateScaling
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.parameters.worker_table import SLOT, WorkerTable
-from paceline.policies import parse_policy
+from paceline.policies import make_policy
 from paceline.server.client import ServerClient
 from paceline.server.flags import SharedFlags
 from paceline.server.memory import RunMemory
 from paceline.server.messages import Freeze, Proceed, PushGradient, Thaw
 from paceline.server.shard import describe_optimizer, describe_parameters, make_layout, memory_sizes
-from paceline.strategies.base import Options, TrainerContext
+from paceline.strategies.base import Options, Trainer, TrainerContext
 from paceline.strategies.leasing import Leases
-from paceline.strategies.mesh import either, refuse
 from paceline.strategies.mesh_coord import MeshCoord, MeshShape
-from paceline.strategies.optimizer_patch import OneCycleClamp, OptimizerPatch, own_parameters, own_state
+from paceline.strategies.optimizer_patch import OneCycleClamp, own_parameters, own_state
 from paceline.strategies.parameter_server import ParameterServerTrainer, _refuse
 from paceline.strategies.partitioned_parameters import PartGradients
 from paceline.strategies.replica_client import ReplicaClient
+from paceline.strategies.split_checks import check_split
 from paceline.strategies.split_model import SplitModel
+from paceline.strategies.step_table import any_used
 from paceline.transport import BarrierKind
 from paceline.transport.unix_connection import new_address
 
@@ -65,26 +67,25 @@ class MeshServerTrainer(ParameterServerTrainer):
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         assert isinstance(context.strategy, Mesh)
         _refuse(optimizer, options)
-        refuse(optimizer, options, str(context.strategy))
-        if (context.launch.compress or parse_policy(context.strategy.sync).compress) not in ("none", "fp32"):
+        check_split(optimizer, options, str(context.strategy))
+        if (context.launch.compress or options.compress) not in ("none", "fp32"):
             raise UsageError("a replica of several workers writes its gradient in parts, which cannot be compressed")
-        self._members, self._recorder, self._stopwatch = context.members, context.recorder, context.stopwatch
         self._coord = coord = MeshCoord(MeshShape.of(context.strategy), context.members.rank)
+        self._split = SplitModel(model, optimizer, options, context, coord, lambda: self.version)
+        sync = parse_strategy(context.strategy.sync)
+        context = dataclasses.replace(context, stopwatch=self._split.stopwatch)
+        Trainer.__init__(self, model, optimizer, context, replicas=coord.shape.data)
         self._rank, self.size = coord.replica, coord.shape.data
         """As the server knows it: of replicas."""
         self._worker = context.members.rank
-        self._model, self._optimizer, self._launch = model, optimizer, context.launch
+        self._launch = context.launch
         self._timeouts = context.members.barrier.timeouts
         self._relay, self._joins = None, None
         RateScaling(options.scale_lr, 1, options.warmup)
-        self._sync = sync = parse_policy(context.strategy.sync)
-        policy = sync.for_workers(range(self.size))
+        policy = make_policy(sync, range(self.size))
         self.cancels = False
         self._at = self._buffer = self._before = self._pushes = 0
-        self.paces = [(0.0, 0)] * self.size
         self.replica = (coord.replica, coord.shape.data)
-        self._split = SplitModel(model, optimizer, options, context, coord, lambda: self.version)
-        self._stopwatch = self._split.stopwatch
         self._together = self._split.barrier
         self._prepare(options, context, policy.spare)
         if policy.spare:
@@ -94,29 +95,19 @@ class MeshServerTrainer(ParameterServerTrainer):
         self._pushed = False
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
-        self._accumulating = self._frozen = self._gone_back = False
+        self._frozen = self._gone_back = False
         self._exchanged = 0.0
         self._snapshot = self._boundaries = None
         self._gradients.attach()
-        self._patch, self._clamp = (
-            OptimizerPatch(optimizer),
-            None if policy.lockstep else OneCycleClamp(optimizer),
-        )
-        for name, method in (
-            ("step", self.step),
-            ("zero_grad", self._zero_grad),
-            ("state_dict", self._state_dict),
-            ("load_state_dict", self._load_state_dict),
-        ):
-            self._patch.replace(name, method)
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self._clamp = None if policy.lockstep else OneCycleClamp(optimizer)
+        self._patch_optimizer()
         self._split.ready()
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
     def _prepare(self, options: Options, context: TrainerContext, spare: bool) -> None:
         members, parts = self._members, self._split.parts
-        self._servers = parse_servers(self._launch.servers or str(self._sync.servers))
+        self._servers = parse_servers(self._launch.servers or options.servers)
         self._spec = spec = self._describe_run(parts.named, options, context)
         self._layout, _ = make_layout(spec, parts.named, parts.shadow)
         layout = self._layout
@@ -154,12 +145,12 @@ class MeshServerTrainer(ParameterServerTrainer):
             machines=(replicas,),
             capacity=self.size,
             servers=tuple(place_servers(str(self._servers), [list(replicas)])),
-            strategy=str(self._sync),
+            strategy=str(parse_strategy(context.strategy.sync)),
             timeouts=self._timeouts,
             folder=str(context.folder) if context.recorder.on else None,
             optimizer=describe_optimizer(self._optimizer),
             parameters=describe_parameters(named, self._split.parts.shadow),
-            corrections=tuple(self._launch.corrections or self._sync.corrections),
+            corrections=tuple(self._launch.corrections or options.corrections),
             scale_lr=options.scale_lr,
             warmup=options.warmup,
             replica=self._coord.shape.replica,
@@ -195,15 +186,15 @@ class MeshServerTrainer(ParameterServerTrainer):
     def present(self) -> None:
         """Replicas do not come and go."""
 
-    def gather(self, payload: bytes, intent: BarrierKind) -> None:
+    def gather(self, payload: bytes, kind: BarrierKind) -> None:
         """All workers take part, not only those that speak with the server."""
 
-    def drawn(self) -> None:
+    def epoch_drawn(self) -> None:
         self._split.draw_alike()
 
     def _push(self, samples: int, factor: float, skip: bool) -> None:
         start = time.perf_counter()
-        used = self._gradients.settle()
+        used = self._gradients.collect()
         self._pushes += 1
         of = len(self._layout.slots)
         self._recorder.add(Brought(self._worker, start, self._rank, self._pushes, self._at, sum(used), of))
@@ -236,14 +227,14 @@ class MeshServerTrainer(ParameterServerTrainer):
         else:
             self._recorder.add(Pull(self._worker, start, end - start, self._at))
         self._stopwatch.restart(end)
-        self.updated()
+        self.on_update()
 
     def _exchange(self, used: bytes, skip: bool) -> tuple[bytes, bool]:
         """All workers of the replica are here: of which parts they have gradients, and whether one is not finite."""
         if self._together is None:
             return used, skip
         notes = self._together.gather(bytes([skip]) + used, BarrierKind.UPDATE)
-        return either([note[1:] for note in notes]), any(note[0] for note in notes)
+        return any_used([note[1:] for note in notes]), any(note[0] for note in notes)
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         """The mean is clipped where it is made, on the server; what is known here is this replica's own norm."""
@@ -260,7 +251,7 @@ class MeshServerTrainer(ParameterServerTrainer):
     # -- state as plain torch knows it -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def still(self, reload: bool = False) -> Iterator[None]:
+    def frozen(self, reload: bool = False) -> Iterator[None]:
         """While here, the server changes nothing, and the first worker of a replica sees its newest version.
 
         The others of its replica need not be here, so it goes on with the version that it had.
@@ -280,7 +271,7 @@ class MeshServerTrainer(ParameterServerTrainer):
             self._client.send(Thaw(reload))
 
     @contextlib.contextmanager
-    def _all_still(self, reload: bool = False) -> Iterator[None]:
+    def _all_frozen(self, reload: bool = False) -> Iterator[None]:
         """The same, with all workers of the replica, who go on with the newest version."""
         self._follow(self._client.call(Freeze()))
         self._frozen = True
@@ -307,7 +298,7 @@ class MeshServerTrainer(ParameterServerTrainer):
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         type(self._optimizer).load_state_dict(self._optimizer, state)
         if self._worker == 0:
-            with self.still(reload=True):
+            with self.frozen(reload=True):
                 self._split.parts.import_state(self._import)
         self._optimizer.state.clear()
 
@@ -316,18 +307,17 @@ class MeshServerTrainer(ParameterServerTrainer):
         # One after the other: the lead's replica writes what all share, the others then find it, and their own buffers.
         for replica in range(self.size):
             if replica == self._rank:
-                with self._all_still():
+                with self._all_frozen():
                     self._model.load_state_dict(model)
                 self._optimizer.load_state_dict(optimizer)
             self._members.barrier.wait(BarrierKind.BARRIER)
 
     def close(self) -> None:
-        with contextlib.suppress(TeamError), self._all_still():
+        with contextlib.suppress(TeamError), self._all_frozen():
             self._export_state()
             self._split.undo()
             own_parameters(self._layout)
         self._gradients.detach()
-        self._patch.undo()
+        Trainer.close(self)
         if self._clamp is not None:
             self._clamp.undo()
-        vars(self._optimizer).pop("_step_supports_amp_scaling", None)

@@ -1,7 +1,6 @@
-"""Puts a team behind the user's own optimizer object.
+"""Replaces methods of the user's optimizer.
 
-The object stays the same, so that schedulers, scalers and references made before or after still hold the right one;
-only what its methods do changes.
+The object stays the same, so that schedulers, scalers and references made before or after still hold the right one.
 """
 
 from __future__ import annotations
@@ -17,9 +16,12 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from paceline.parameters.layout import Layout
 
+_AMP = "_step_supports_amp_scaling"
+"""The attribute by which GradScaler knows an optimizer whose `step` unscales gradients itself."""
 
-def zero_grad(optimizer: Optimizer, layout: Layout, set_to_none: bool) -> None:
-    """As the optimizer's own, for the parameters of a layout."""
+
+def clear_gradients(optimizer: Optimizer, layout: Layout, set_to_none: bool) -> None:
+    """As the optimizer's `zero_grad`, for the parameters of a layout, and faster."""
     if set_to_none:
         for slot in layout.slots:
             slot.parameter.grad = None
@@ -28,14 +30,14 @@ def zero_grad(optimizer: Optimizer, layout: Layout, set_to_none: bool) -> None:
 
 
 def own_state(optimizer: Optimizer) -> None:
-    """Let the optimizer's state be in memory of its own, not in shared memory."""
+    """Copies the optimizer's state from shared memory to memory of its own."""
     for state in optimizer.state.values():
         for name, value in state.items():
             state[name] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def own_parameters(layout: Layout) -> None:
-    """Let the parameters be in memory of their own, not in shared memory."""
+    """Copies the parameters from shared memory to memory of their own."""
     for slot in layout.slots:
         slot.parameter.data = slot.parameter.data.clone(memory_format=torch.preserve_format)
 
@@ -49,6 +51,7 @@ class OptimizerPatch:
         self.plain_step: Callable[..., Any] = types.MethodType(type(optimizer).step, optimizer)
         """The optimizer's own step."""
         self._replaced: set[str] = set()
+        self._had_amp = vars(optimizer).get(_AMP)
         self._hooks: dict[str, dict[int, Callable[..., Any]]] = {
             "pre": optimizer._optimizer_step_pre_hooks,
             "post": optimizer._optimizer_step_post_hooks,
@@ -57,7 +60,7 @@ class OptimizerPatch:
     def replace(self, name: str, function: Callable[..., Any]) -> None:
         def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if name == "step":
-                self._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
+                self._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check it
             return function(*args, **kwargs)
 
         method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -70,10 +73,26 @@ class OptimizerPatch:
             if name in self._had:
                 setattr(self._optimizer, name, self._had[name])
         self._replaced.clear()
+        vars(self._optimizer).pop(_AMP, None)
+        if self._had_amp is not None:
+            setattr(self._optimizer, _AMP, self._had_amp)
+
+    def support_amp_scaling(self) -> None:
+        """Make GradScaler leave unscaling and skipping to `step`, where the workers agree on it."""
+        setattr(self._optimizer, _AMP, True)
+
+    def amp_scaling(self) -> tuple[float, bool]:
+        """The factor that undoes GradScaler's scale, and True if it has found a gradient that is not finite.
+
+        GradScaler sets both attributes for the time of a step.
+        """
+        scale = getattr(self._optimizer, "grad_scale", None)
+        found_inf = bool(getattr(self._optimizer, "found_inf", False))
+        return 1.0 if scale is None else 1.0 / float(scale), found_inf
 
     @contextlib.contextmanager
     def values(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """Let the optimizer's groups have these values for a while."""
+        """Gives the optimizer's groups these values until the context exits."""
         own = self._optimizer.param_groups
         before = [{key: group.get(key) for key in values} for group, values in zip(own, groups, strict=True)]
         for group, values in zip(own, groups, strict=True):
@@ -85,17 +104,17 @@ class OptimizerPatch:
                 group.update(values)
 
     def run_hooks(self, kind: str) -> None:
-        """The user's own hooks around a step."""
+        """Runs the user's hooks of a step; kind: "pre" or "post"."""
         if self._hooks[kind]:
             for hook in list(self._hooks[kind].values()):
                 hook(self._optimizer, (), {})
 
 
 class OneCycleClamp:
-    """Lets a worker keep the last rate of a schedule that it has outrun, until `undo`.
+    """Keeps the last learning rate of a `OneCycleLR` schedule after its last step, until `undo`.
 
-    Where samples go to whoever needs some, a fast worker takes more steps than `len(loader)` says. `OneCycleLR` refuses
-    to go on after its last step, and is the only one of torch's schedulers that does.
+    Where samples are leased, a fast worker takes more steps than `len(loader)`. `OneCycleLR` is the only scheduler of
+    torch that raises an error after its last step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from paceline.cluster.process import is_stopped
 from paceline.cluster.servers import StartServers, start_servers
-from paceline.config import RunSpec, capacity, parse_compression, parse_servers, place_servers
+from paceline.config import RunSpec, capacity, parse_compression, parse_correction, parse_servers, place_servers
 from paceline.data.leased_loader import LeasedLoader
 from paceline.errors import Mismatch, ServerLost, TeamError, UsageError
 from paceline.events import Pull, Reduce, Wait
@@ -55,7 +55,7 @@ from paceline.server.shard import describe_optimizer, describe_parameters, make_
 from paceline.strategies.base import Options, Trainer, TrainerContext
 from paceline.strategies.cancellation import CancelHooks, StepCancelledError, release_scaler
 from paceline.strategies.leasing import Leases
-from paceline.strategies.optimizer_patch import OneCycleClamp, OptimizerPatch, own_parameters, own_state, zero_grad
+from paceline.strategies.optimizer_patch import OneCycleClamp, clear_gradients, own_parameters, own_state
 from paceline.transport import BarrierKind, Memory
 from paceline.transport.unix_connection import new_address
 
@@ -73,8 +73,8 @@ class ParameterServerTrainer(Trainer):
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         _refuse(optimizer, options)
-        self._members, self._recorder, self._stopwatch = context.members, context.recorder, context.stopwatch
-        self._rank, self.size = context.members.rank, context.members.size
+        super().__init__(model, optimizer, context)
+        self.size = context.members.size
         self._spread = len(context.members.machines) > 1
         self._relay: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -83,8 +83,8 @@ class ParameterServerTrainer(Trainer):
         """Whether it has pushed anything."""
         self._joins = context.launch.joins
         """Of a run that goes on already, the address of its server."""
-        self._model, self._optimizer, self._launch = model, optimizer, context.launch
-        self._policy, self._timeouts = parse_policy(context.strategy), context.members.barrier.timeouts
+        self._launch = context.launch
+        self._timeouts = context.members.barrier.timeouts
         RateScaling(options.scale_lr, 1, options.warmup)
         self._at = self._buffer = 0
         """The server's version, and the buffer that it lies in."""
@@ -97,7 +97,7 @@ class ParameterServerTrainer(Trainer):
         self._rest = ModelBuffers([*rest, *model.buffers()])
         self._set_up(named, options, context)
         self.paces = [(0.0, 0)] * self.size
-        policy = self._policy.for_workers(range(self.size))
+        policy = parse_policy(context.strategy).for_workers(range(self.size))
         self.cancels = policy.cancels
         if policy.spare or self._launch.elastic:
             context.members.barrier.spare = True
@@ -106,7 +106,7 @@ class ParameterServerTrainer(Trainer):
         self._leases.leave = self._leave_if_told
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
-        self._accumulating = self._frozen = False
+        self._frozen = False
         self._exchanged = 0.0
         """Seconds that the last push and pull took that had to wait for nobody."""
         self._gone_back = False
@@ -120,19 +120,8 @@ class ParameterServerTrainer(Trainer):
         away = set(self._spec.servers) != {context.members.machine}
         early = self._spread and self._feedback is None and away
         self._gradients.attach(which=self._made if early else None)
-        self._patch, self._clamp = (
-            OptimizerPatch(optimizer),
-            None if policy.lockstep else OneCycleClamp(optimizer),
-        )
-        for name, method in (
-            ("step", self.step),
-            ("zero_grad", self._zero_grad),
-            ("state_dict", self._state_dict),
-            ("load_state_dict", self._load_state_dict),
-        ):
-            self._patch.replace(name, method)
-        # GradScaler then leaves unscaling and skipping to `step`.
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self._clamp = None if policy.lockstep else OneCycleClamp(optimizer)
+        self._patch_optimizer()
 
     @property
     def version(self) -> int:
@@ -151,7 +140,7 @@ class ParameterServerTrainer(Trainer):
 
     def _set_up(self, named: list[tuple[str, torch.nn.Parameter]], options: Options, context: TrainerContext) -> None:
         members = self._members
-        self._servers = parse_servers(self._launch.servers or str(self._policy.servers))
+        self._servers = parse_servers(self._launch.servers or options.servers)
         spec = self._describe_run(named, options, context)
         if self._joins is not None:
             self._join(spec, self._joins)
@@ -169,10 +158,13 @@ class ParameterServerTrainer(Trainer):
                 members, spec, layout, memory, coordinator, self._launch.key
             )
         address = self._relay_addresses[members.machine] if self._spread else coordinator
-        spare = spec.elastic or self._policy.for_workers(range(self.size)).spare
+        spare = spec.elastic or parse_policy(context.strategy).for_workers(range(self.size)).spare
         self._start(coordinator if members.machine == 0 else address, spare, context.say)
         self._connect(ServerClient(address, self._rank, self._timeouts), memory)
-        self._client.open(spec, memory, self._pids())
+        if self._rank == 0:
+            self._client.open_run(spec, memory, self._pids())
+        else:
+            self._client.open()
         self._client.wait_until_ready(self._look_for_lead)
         memory.close_descriptors()
         self._versions.pull(0)
@@ -186,7 +178,7 @@ class ParameterServerTrainer(Trainer):
     def _made(self, parameter: int) -> None:
         """While the backward pass goes on, what it has made can travel."""
         if not self._accumulating:
-            self._client.send(GradientReady([parameter]))
+            self._client.tell(GradientReady([parameter]))
 
     def _describe_run(
         self, named: list[tuple[str, torch.nn.Parameter]], options: Options, context: TrainerContext
@@ -204,8 +196,8 @@ class ParameterServerTrainer(Trainer):
             optimizer=describe_optimizer(self._optimizer),
             parameters=describe_parameters(named, self._optimizer),
             buffers=self._rest.size,
-            corrections=tuple(launch.corrections or self._policy.corrections),
-            compress=launch.compress or self._policy.compress,
+            corrections=tuple(launch.corrections or options.corrections),
+            compress=launch.compress or options.compress,
             scale_lr=options.scale_lr,
             warmup=options.warmup,
         )
@@ -260,7 +252,7 @@ class ParameterServerTrainer(Trainer):
 
     def _connect(self, client: ServerClient, memory: RunMemory) -> None:
         self._client = client
-        client.attach(SharedFlags(memory.flags, self._spec.capacity))
+        client.watch(SharedFlags(memory.flags, self._spec.capacity))
         client.reduce = self._sum_part
         client.copy = functools.partial(self._rest.write, memory.buffers)
 
@@ -316,12 +308,12 @@ class ParameterServerTrainer(Trainer):
                     StartServers(0, address, patience, [], False, relay_addresses=list(self._relay_addresses)),
                 )
             return
-        for what, kind in (("optimizer", type(self._optimizer)), ("policy", type(self._policy))):
-            if kind.__module__ == "__main__":
-                raise UsageError(
-                    f"the {what} {kind.__name__} is defined in the script itself, where a server process cannot find "
-                    "it; move it to a module, or hold the parameters in the lead with --servers lead"
-                )
+        kind = type(self._optimizer)
+        if kind.__module__ == "__main__":
+            raise UsageError(
+                f"the optimizer {kind.__name__} is defined in the script itself, where a server process cannot find "
+                "it; move it to a module, or hold the parameters in the lead with --servers lead"
+            )
         servers = self._spec.servers_on(machine)
         if self._members.local.rank == 0 and servers:
             paths = [path for path in sys.path if path]
@@ -337,12 +329,6 @@ class ParameterServerTrainer(Trainer):
             shard.import_state(self._optimizer)
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
-
-    def take_batch(self, samples: int, weight: float) -> None:
-        self._stopwatch.start(samples)
-
-    def accumulate(self, on: bool) -> None:
-        self._accumulating = on
 
     def report_loss(self, loss: float) -> None:
         self._loss = loss
@@ -379,31 +365,17 @@ class ParameterServerTrainer(Trainer):
         if self._client.sleep(seconds, self._at if self._inside else None):
             raise StepCancelledError
 
-    def _zero_grad(self, set_to_none: bool = True) -> None:
-        if not self._accumulating:
-            zero_grad(self._optimizer, self._layout, set_to_none)
+    def _clear_gradients(self, set_to_none: bool) -> None:
+        clear_gradients(self._optimizer, self._layout, set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self._accumulating:
-            return None
-        self._patch.run_hooks("pre")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # Set by GradScaler for the time of this call.
-        scale = getattr(self._optimizer, "grad_scale", None)
-        factor = 1.0 if scale is None else 1.0 / float(scale)
-        skip = bool(getattr(self._optimizer, "found_inf", False))
+    def _update(self, unscale: float, found_inf: bool) -> None:
         self._look()
         _, samples = self._stopwatch.stop(self._at)
-        self._push(samples, factor, skip)
-        self._patch.run_hooks("post")
-        return loss
+        self._push(samples, unscale, found_inf)
 
     def _push(self, samples: int, factor: float, skip: bool) -> None:
         start = time.perf_counter()
-        used = self._gradients.settle()
+        used = self._gradients.collect()
         complete = 0 not in used
         if not complete:
             self._used[:] = used
@@ -428,13 +400,13 @@ class ParameterServerTrainer(Trainer):
         answer: Proceed = self._client.call(message)
         self._follow(answer)
         end = time.perf_counter()
-        self._exchanged = end - sent if answer.waited_for < 0 else self._exchanged
-        if answer.waited_for >= 0:
-            self._recorder.add(Wait(self._rank, start, end - start, answer.waited_for))
+        self._exchanged = end - sent if answer.on < 0 else self._exchanged
+        if answer.on >= 0:
+            self._recorder.add(Wait(self._rank, start, end - start, answer.on))
         else:
             self._recorder.add(Pull(self._rank, start, end - start, self._at))
         self._stopwatch.restart(end)
-        self.updated()
+        self.on_update()
         self._leave_if_told()
         if answer.outcome == "dropped" and self.cancels and self._inside:
             self._gone_back = True
@@ -460,9 +432,9 @@ class ParameterServerTrainer(Trainer):
     def present(self) -> int | None:
         return self._client.present
 
-    def gather(self, payload: bytes, intent: BarrierKind) -> list[bytes] | None:
+    def gather(self, payload: bytes, kind: BarrierKind) -> list[bytes] | None:
         """Over the server, since who takes part may change."""
-        brought = self._client.exchange(intent, payload)
+        brought = self._client.meet(kind, payload)
         return [brought.get(rank, b"") for rank in range(max(self.size, *(rank + 1 for rank in brought)))]
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
@@ -493,13 +465,10 @@ class ParameterServerTrainer(Trainer):
     def share_loader(self, loader: DataLoader[Any], global_batch: int | None) -> LeasedLoader:
         return self._leases.share(loader, global_batch)
 
-    def finish_epoch(self) -> None:
-        pass
-
     # -- state as plain torch knows it -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def still(self, reload: bool = False) -> Iterator[None]:
+    def frozen(self, reload: bool = False) -> Iterator[None]:
         """While here, the server changes nothing, and this worker has its newest version."""
         if self._frozen:
             yield
@@ -510,10 +479,10 @@ class ParameterServerTrainer(Trainer):
             yield
         finally:
             self._frozen = False
-            self._client.send(Thaw(reload))
+            self._client.tell(Thaw(reload))
 
     def _state_dict(self) -> dict[str, Any]:
-        with self.still():
+        with self.frozen():
             self._export_state()
             try:
                 return type(self._optimizer).state_dict(self._optimizer)
@@ -529,7 +498,7 @@ class ParameterServerTrainer(Trainer):
         """The lead's counts; the others take the hyperparameters."""
         type(self._optimizer).load_state_dict(self._optimizer, state)
         if self._rank == 0 and not self._late:
-            with self.still(reload=True):
+            with self.frozen(reload=True):
                 self._import_state()
         self._optimizer.state.clear()
 
@@ -540,12 +509,12 @@ class ParameterServerTrainer(Trainer):
         # One after the other: the lead writes what all share, the others then find it, and their own buffers.
         for rank in here:
             if rank == self._rank:
-                with self.still():
+                with self.frozen():
                     self._model.load_state_dict(model)
                 self._optimizer.load_state_dict(optimizer)
             self.gather(b"", BarrierKind.BARRIER)
 
-    def part(self) -> None:
+    def leave(self) -> None:
         self._client.close()
         if getattr(sys, "last_value", None) is not None:
             return  # this script has failed, and the others should know soon
@@ -557,7 +526,7 @@ class ParameterServerTrainer(Trainer):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
 
-    def settle(self) -> None:
+    def wait_until_forwarded(self) -> None:
         if self._relay is None:
             return
         try:
@@ -567,15 +536,14 @@ class ParameterServerTrainer(Trainer):
                 self._relay.kill()
 
     def close(self) -> None:
-        with contextlib.suppress(TeamError), self.still():
+        with contextlib.suppress(TeamError), self.frozen():
             self._export_state()
         if self._boundaries is not None:
             self._boundaries.remove()
         self._gradients.detach()
-        self._patch.undo()
+        super().close()
         if self._clamp is not None:
             self._clamp.undo()
-        vars(self._optimizer).pop("_step_supports_amp_scaling", None)
         own_parameters(self._layout)
 
 
@@ -591,3 +559,7 @@ def _refuse(optimizer: Optimizer, options: Options) -> None:
             f"gradients is {options.gradients!r}; with a parameter server the mean gradient is on the server only, "
             "so it must be 'local'"
         )
+    for spec in options.corrections:
+        parse_correction(spec)
+    parse_servers(options.servers)
+    parse_compression(options.compress)

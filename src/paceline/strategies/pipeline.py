@@ -1,8 +1,7 @@
-"""A pipeline: the model is cut between its layers, and microbatches of every batch follow each other through the parts.
+"""A pipeline: the model is cut between its layers into stages, through which the microbatches of each batch pass.
 
-The script's own loop drives it. `model(x)` gives a value that is not there yet, `loss.backward()` runs the schedule,
-and `optimizer.step()` updates this worker's part. The model is traced and cut when it is first called to be trained:
-that is when it is known what it is called with.
+The script's own loop drives it: `model(x)` returns deferred values, `loss.backward()` runs the schedule, and
+`optimizer.step()` updates the parameters of this worker's stages.
 """
 
 from __future__ import annotations
@@ -22,28 +21,23 @@ from paceline.events import Update
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.pipeline.pipelined_model import PipelinedModel, PipelineWorkers
 from paceline.pipeline.shared_state import SharedState
-from paceline.strategies.base import Options, Trainer, TrainerContext
-from paceline.strategies.optimizer_patch import OptimizerPatch
+from paceline.strategies.base import Options, Trainer, TrainerContext, run_closure
 from paceline.transport import BarrierKind
 
 
 class PipelineTrainer(Trainer):
-    """One worker's stages of a model."""
+    """Trains one worker's stages of a model."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
         assert isinstance(context.strategy, Pipeline)
-        self._members, self._rank = context.members, context.members.rank
-        self._recorder, self._stopwatch = context.recorder, context.stopwatch
-        self._model, self._optimizer = model, optimizer
         _refuse(model, optimizer)
-        # Only to refuse what a larger team would: a pipeline is one replica, and scales its rate by 1.
+        # Checks the options as a larger team does; a pipeline is one replica, and scales its rate by 1.
         RateScaling(options.scale_lr, 1, options.warmup)
-        self.version = 0
-        self.paces = [(0.0, 0)]
+        super().__init__(model, optimizer, context, replicas=1)
         self.replica = (0, 1)
         self._steps = 0
-        self._accumulating = False
+        """Updates since setup; `version` may begin at a checkpoint's."""
         slow = context.launch.slow
         self._pipelined = PipelinedModel(
             model,
@@ -60,44 +54,23 @@ class PipelineTrainer(Trainer):
                 shared_state=lambda: SharedState(self._members, model, optimizer),
             ),
         )
-        self._patch = OptimizerPatch(optimizer)
-        self._patch.replace("step", self.step)
-        self._patch.replace("zero_grad", self._zero_grad)
-        self._patch.replace("state_dict", self._state_dict)
-        self._patch.replace("load_state_dict", self._load_state_dict)
-        # So that a GradScaler leaves it to `step` to say that it cannot be used.
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-        self._hook = model.register_state_dict_pre_hook(lambda *_: self._settle())
+        self._patch_optimizer()
+        self._hook = model.register_state_dict_pre_hook(lambda *_: self._wait_for_stages())
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
 
     def take_batch(self, samples: int, weight: float) -> None:
-        self._stopwatch.start(samples)
-        self._stopwatch.drop()  # what a stage computes is told by its passes
+        super().take_batch(samples, weight)
+        self._stopwatch.drop()  # the passes of the stages are measured instead
         self._pipelined.samples = samples
 
-    def finish_epoch(self) -> None:
-        pass
-
-    def accumulate(self, on: bool) -> None:
-        self._accumulating = on
-
-    def _zero_grad(self, set_to_none: bool = True) -> None:
-        if not self._accumulating:
-            type(self._optimizer).zero_grad(self._optimizer, set_to_none)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self._accumulating:
-            return None
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         if getattr(self._optimizer, "grad_scale", None) is not None:
             raise UsageError(
                 "a GradScaler has one scale per worker, and the stages of a pipeline would not agree on it; use "
                 "autocast with bfloat16, which needs no scaling"
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         start = time.perf_counter()
         with self._patch.values(_in_one_pass(self._optimizer)):
             self._patch.plain_step()
@@ -110,59 +83,56 @@ class PipelineTrainer(Trainer):
             self._pipelined.runtime.home.done(self._steps)
         end = time.perf_counter()
         self._recorder.add(Update(self._rank, start, end - start, self.version))
-        self.updated()
+        self.on_update()
         return loss
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
         own = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], norm)  # type: ignore[misc]
-        # JSON has no word for what is infinite or not a number.
-        told = self._members.gather(msgspec.msgpack.encode(float(own)), BarrierKind.CLIP)
-        parts = [msgspec.msgpack.decode(part, type=float) for part in told]
+        payloads = self._members.gather(msgspec.msgpack.encode(float(own)), BarrierKind.CLIP)
+        parts = [msgspec.msgpack.decode(part, type=float) for part in payloads]
         total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
         return total
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Until every part of the model is at this worker's version."""
+    def _wait_for_stages(self) -> None:
+        """Wait until all stages have had as many updates as this worker's."""
         if self._pipelined.runtime is not None:
             self._pipelined.runtime.home.wait(self._steps)
 
     @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
-        self._settle()
+    def frozen(self) -> Iterator[None]:
+        self._wait_for_stages()
         yield
 
     def _state_dict(self) -> dict[str, Any]:
-        plain = type(self._optimizer).state_dict
         if self._pipelined.runtime is None:
-            return plain(self._optimizer)
-        self._settle()
+            return super()._state_dict()
+        self._wait_for_stages()
         own = self._optimizer.state
         self._optimizer.state = _like(own, self._pipelined.runtime.home.all_state())
         try:
-            return plain(self._optimizer)
+            return super()._state_dict()
         finally:
             self._optimizer.state = own
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
-        type(self._optimizer).load_state_dict(self._optimizer, state)
+        super()._load_state_dict(state)
         if self._pipelined.runtime is not None:
             self._pipelined.runtime.home.keep(self._pipelined.runtime.own)
 
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         if self._pipelined.runtime is not None:
-            self._members.barrier.wait(BarrierKind.BARRIER)
-        self._model.load_state_dict(model)
-        self._optimizer.load_state_dict(optimizer)
+            self._barrier.wait(BarrierKind.BARRIER)
+        super().load(model, optimizer)
         if self._pipelined.runtime is not None:
-            self._members.barrier.wait(BarrierKind.BARRIER)
+            self._barrier.wait(BarrierKind.BARRIER)
 
     def close(self) -> None:
         if self._pipelined.runtime is not None:
-            self._settle()
+            self._wait_for_stages()
             state = self._pipelined.runtime.home.all_state()
             self._pipelined.runtime.home.release()
             copies = {
@@ -172,13 +142,13 @@ class PipelineTrainer(Trainer):
                 for parameter, own in state.items()
             }
             self._optimizer.state = _like(self._optimizer.state, copies)
-        self._patch.undo()
+        super().close()
         self._hook.remove()
         self._pipelined.close()
 
 
 def _in_one_pass(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """For each group, what lets torch do all of Adam in one pass over memory, if the script has not chosen a way."""
+    """Per group, the options that let torch run Adam in one pass over memory, unless the script has chosen others."""
     return [{"fused": True} if _fusable(optimizer, group) else {} for group in optimizer.param_groups]
 
 
@@ -189,7 +159,7 @@ def _fusable(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _is_flat(parameter: torch.nn.Parameter) -> bool:
-    """Whether its elements and its gradient's lie in memory in the same order: one pass looks at nothing else."""
+    """True if its elements and its gradient's have the same order in memory, as one pass needs."""
     plain = parameter.is_floating_point() and parameter.is_contiguous()
     return plain and (parameter.grad is None or parameter.grad.is_contiguous())
 

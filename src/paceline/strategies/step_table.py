@@ -1,4 +1,4 @@
-"""What the workers tell each other at the start of an update, and what follows from it, equally on all of them."""
+"""The notes that workers exchange at the start of an update, and the agreement that follows from them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _NOTE = struct.Struct("=ddqqqdq")  # weight, factor, skip, number of the hyperpa
 
 
 class StepAgreement(NamedTuple):
-    """The same on every worker."""
+    """What an update is made of; equal on all workers."""
 
     weights: list[tuple[int, float]]
-    """Those who brought a gradient, with its weight in the mean."""
+    """Ranks that contribute a gradient, each with its weight in the mean."""
     used: list[bytes] | None
-    """Per worker, which parameters have a gradient there; None when all have everywhere."""
+    """Per worker, a byte per parameter: 1 if it has a gradient there. None if all parameters have one everywhere."""
     skip: bool
-    """Somebody's gradient was not finite."""
+    """True if a worker's gradient is not finite."""
     groups: list[dict[str, Any]]
     """The optimizer's hyperparameters for this update, by parameter group."""
     paces: list[tuple[float, int]]
-    """Per worker, seconds and samples of what it computed; zeros for one that computed nothing."""
+    """Per worker, seconds and samples of its minibatch; zeros for a passive worker."""
 
     share: float = 1.0
-    """Which part of the samples of this update they have: less than all if a worker was lost that had some."""
+    """Their share of the global batch; below 1 if a worker was lost that had samples of it."""
 
     def anywhere(self) -> bytes | None:
-        """Which parameters have a gradient on any worker."""
+        """A byte per parameter: 1 if it has a gradient on any worker; None if all have."""
         if self.used is None:
             return None
         taking_part = [self.used[rank] for rank, _ in self.weights]
@@ -40,26 +40,26 @@ class StepAgreement(NamedTuple):
 
 
 class StepTable:
-    """Where the workers write what they bring to an update."""
+    """Writes this worker's note for an update, and reads all."""
 
     def __init__(self, members: Members, optimizer: Optimizer, parameters: int) -> None:
         self._barrier = members.barrier
         self._rank, self._size = members.rank, members.size
         self._everything = bytes([1]) * parameters
-        self._spread = len(members.machines) > 1
-        """What is long goes with the notes, for those on other machines; else it lies in shared memory."""
+        self._in_notes = len(members.machines) > 1
+        """True if flags and hyperparameters travel in the notes, to other machines; else they are in shared memory."""
         size = WorkerTable.memory_size(self._size, parameters)
-        memory = memoryview(bytearray(size)) if self._spread else members.share(size).bytes(0, size)
+        memory = memoryview(bytearray(size)) if self._in_notes else members.share(size).bytes(0, size)
         table = WorkerTable(memory, self._size, parameters)
         self._slots, self._used = table.slots, table.used
         self._hyperparameters = Hyperparameters(optimizer, self._slots, self._rank)
         self._sent = 0
-        """The number of the hyperparameters that the others have."""
+        """The number of the hyperparameters that the other workers have."""
 
-    def bring(self, weight: float, factor: float, skip: bool, used: bytes, pace: tuple[float, int]) -> int:
-        """Write this worker's note for the barrier that is about to be held; returns its length.
+    def write(self, weight: float, factor: float, skip: bool, used: bytes, pace: tuple[float, int]) -> int:
+        """Write this worker's note for the next barrier; returns its length in bytes.
 
-        weight: of its samples in the team's; factor: what undoes the scale of its loss.
+        weight: its share of the global batch; factor: undoes the scale of its loss.
         """
         complete = 0 not in used
         if not complete:
@@ -68,7 +68,7 @@ class StepTable:
         note = self._barrier.note
         _NOTE.pack_into(note, 0, weight, factor, skip, number, complete, *pace)
         end = _NOTE.size
-        if not self._spread:
+        if not self._in_notes:
             return end
         if not complete:
             note[end : end + len(used)] = used
@@ -82,7 +82,7 @@ class StepTable:
         return end
 
     def read(self) -> StepAgreement:
-        """Make out of all notes what was agreed."""
+        """The agreement that follows from all notes."""
         weights: list[tuple[int, float]] = []
         paces: list[tuple[float, int]] = [(0.0, 0)] * self._size
         used = [self._everything] * self._size
@@ -92,7 +92,7 @@ class StepTable:
             if self._barrier.passive[rank]:
                 continue
             weight, factor, skips, number, all_used, seconds, samples = _NOTE.unpack_from(note)
-            if self._spread:
+            if self._in_notes:
                 self._take(rank, note[_NOTE.size : self._barrier.length(rank)], bool(all_used))
             if not weights:
                 groups = self._hyperparameters.read(rank, number)
@@ -106,10 +106,43 @@ class StepTable:
         return StepAgreement(weights, None if complete else used, skip, groups, paces, share)
 
     def _take(self, rank: int, rest: memoryview, complete: bool) -> None:
-        """Keep what came with a note."""
+        """Store the flags and hyperparameters of another worker's note."""
         if not complete:
             count = len(self._everything)
             self._used[rank][:] = rest[:count]
             rest = rest[count:]
         if len(rest):
             self._slots[rank][: len(rest)] = rest
+
+
+class ReplicaStepTable(StepTable):
+    """A table whose agreement is by replica instead of by worker."""
+
+    def __init__(self, members: Members, optimizer: Optimizer, parameters: int, workers: int) -> None:
+        """workers: of each replica."""
+        super().__init__(members, optimizer, parameters)
+        self._workers = workers
+
+    def read(self) -> StepAgreement:
+        agreed = super().read()
+        each = self._workers
+        weights = [(rank // each, weight) for rank, weight in agreed.weights if rank % each == 0]
+        paces = [
+            (max(seconds for seconds, _ in part), sum(samples for _, samples in part))
+            for start in range(0, len(agreed.paces), each)
+            if (part := agreed.paces[start : start + each])
+        ]
+        used = None
+        if agreed.used is not None:
+            used = [any_used(agreed.used[first : first + each]) for first in range(0, len(agreed.used), each)]
+            if all(0 not in used[replica] for replica, _ in weights):
+                used = None
+        return StepAgreement(weights, used, agreed.skip, agreed.groups, paces)
+
+
+def any_used(flags: list[bytes]) -> bytes:
+    """The flags of a replica: 1 for each parameter that has a gradient on any of its workers."""
+    found = 0
+    for one in flags:
+        found |= int.from_bytes(one, "little")
+    return found.to_bytes(len(flags[0]), "little")

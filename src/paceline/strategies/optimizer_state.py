@@ -1,0 +1,63 @@
+"""The optimizer's state, which lies in shared memory, as plain torch knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from paceline.parameters.sharding import ShardedOptimizer
+from paceline.parameters.whole import WholeOptimizer
+from paceline.strategies.optimizer_patch import own_state
+
+if TYPE_CHECKING:  # few trainers need it, and it takes long to import
+    from paceline.strategies.partitioned_parameters import PartitionedParameters
+
+Shard = ShardedOptimizer | WholeOptimizer
+
+
+class OptimizerState:
+    """Exports the state of all shards to the user's optimizer, and imports it from there."""
+
+    def __init__(
+        self, optimizer: Optimizer, shards: Callable[[], Iterable[Shard]], parts: PartitionedParameters | None = None
+    ) -> None:
+        """shards: those that this worker imports state to; parts: of a split model, whose state has whole tensors."""
+        self._optimizer, self._shards, self._parts = optimizer, shards, parts
+
+    def export(self, *, copy: bool) -> None:
+        """Fill `optimizer.state` with the whole state, as views of shared memory where they can be, or copies."""
+        shard = next(iter(self._shards()))
+        if self._parts is None:
+            shard.export_state(self._optimizer)
+        else:
+            self._parts.export_state(shard)
+        if copy:
+            own_state(self._optimizer)
+
+    def import_all(self) -> None:
+        """Move `optimizer.state` to the shards, and empty it."""
+        if self._parts is None:
+            self._import(self._optimizer)
+        else:
+            self._parts.import_state(self._import)
+        self._optimizer.state.clear()
+
+    def _import(self, optimizer: Optimizer) -> None:
+        state = dict(optimizer.state)
+        for shard in self._shards():
+            optimizer.state.update(state)
+            shard.import_state(optimizer)
+
+    def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
+        """The optimizer's `state_dict()`, with the whole state."""
+        self.export(copy=copy)
+        try:
+            return type(self._optimizer).state_dict(self._optimizer)
+        finally:
+            self._optimizer.state.clear()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        type(self._optimizer).load_state_dict(self._optimizer, state)
+        self.import_all()

@@ -1,0 +1,206 @@
+"""Updates that all workers make together, each of its own shard of the parameters.
+
+A step:
+
+1. Each worker writes its gradient into its shared buffer, and the weight of its samples, its hyperparameters and its
+   pace into its note; all wait at a barrier. From there on no worker computes on the old version.
+2. Each worker sums its shard of all gradients and writes that shard of the next version.
+3. All wait at a second barrier; then all workers see the next version.
+
+A worker that has no more samples in an epoch is passive: it takes part in the others' updates without a gradient.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.events import Reduce, Update
+from paceline.parameters.gradients import Gradients
+from paceline.parameters.hyperparameters import RateScaling
+from paceline.parameters.layout import Layout
+from paceline.parameters.reduction import combine_norms
+from paceline.parameters.sharding import ShardedOptimizer
+from paceline.strategies.base import Trainer, TrainerContext
+from paceline.strategies.optimizer_patch import clear_gradients
+from paceline.strategies.step_table import StepAgreement, StepTable
+from paceline.transport import BarrierKind
+
+_VALUES = struct.Struct("=dd")
+
+
+class SynchronousTrainer(Trainer):
+    """A trainer whose workers make every update together."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        context: TrainerContext,
+        rate: RateScaling,
+        gradients: Gradients,
+        table: StepTable,
+    ) -> None:
+        super().__init__(model, optimizer, context, replicas=rate.workers)
+        self._rate, self._gradients, self._table = rate, gradients, table
+        self._layout: Layout = gradients.layout
+        self._weight = 1.0 / rate.workers
+        """This worker's share of the global batch."""
+        self._groups: list[dict[str, Any]] = []
+        """The hyperparameters of the last update."""
+        self._clip_factor: float | None = None
+        """The factor on the mean gradient, once it has been reduced and clipped."""
+
+    # -- the user's loop ---------------------------------------------------------------------------------------------
+
+    def take_batch(self, samples: int, weight: float) -> None:
+        if weight != self._weight:
+            if self._gradients.any:
+                # Summed over minibatches of unlike weight: scale the sum so far as the next minibatches will be.
+                self._gradients.scale(self._weight / weight)
+            self._weight = weight
+        super().take_batch(samples, weight)
+
+    def _clear_gradients(self, set_to_none: bool) -> None:
+        clear_gradients(self._optimizer, self._layout, set_to_none)
+
+    def _update(self, unscale: float, found_inf: bool) -> None:
+        self._wait(BarrierKind.UPDATE, self._contribute(unscale, found_inf))
+        self._run_update()
+
+    def clip(self, limit: float, norm: float) -> torch.Tensor:
+        self._wait(BarrierKind.CLIP, self._contribute(1.0, found_inf=False, final=False))
+        return self._clip(limit, norm)
+
+    def finish_epoch(self) -> None:
+        helped = False
+        while (kind := self._wait(BarrierKind.PASSIVE)) is not BarrierKind.PASSIVE:
+            if not self._take_part(kind):
+                self._barrier.carry(kind)
+                break
+            helped = True
+        if helped:
+            self._zero_grad()
+
+    # -- what all workers do together; a passive one takes part without a gradient -----------------------------------
+
+    def _take_part(self, kind: BarrierKind) -> bool:
+        """As a passive worker, in what the others do after a barrier; returns False if they left the epoch."""
+        if kind is BarrierKind.UPDATE:
+            self._run_update()
+        elif kind is BarrierKind.CLIP:
+            self._clip()
+        return kind in (BarrierKind.UPDATE, BarrierKind.CLIP, BarrierKind.STATISTICS)
+
+    def _contribute(self, unscale: float, found_inf: bool, final: bool = True) -> int:
+        """Write this worker's note; returns its length in bytes."""
+        pace = self._pace() if final else (0.0, 0)
+        # The reduced mean lies in the shared buffer, where this worker's own gradient must not be copied again.
+        used = self._gradients.collect() if self._clip_factor is None else self._gradients.used()
+        return self._table.write(self._weight, unscale, found_inf, used, pace)
+
+    def _pace(self) -> tuple[float, int]:
+        """Seconds and samples of this worker's step."""
+        return self._stopwatch.stop(self.version)
+
+    def _run_update(self) -> None:
+        start = time.perf_counter()
+        agreed = self._table.read()
+        self.paces = agreed.paces
+        read = 0 if agreed.skip else self._update_parameters(agreed)
+        self._clip_factor = None
+        self._stopwatch.slow_link(time.perf_counter() - start)
+        end = time.perf_counter()
+        version = self.version + (not agreed.skip)
+        count = len(agreed.weights)
+        self._recorder.add(Update(self._rank, start, end - start, version, read, count, agreed.skip))
+        if not agreed.skip:
+            self._publish()
+            self.version += 1
+        self.on_update()
+        self._stopwatch.restart(time.perf_counter())
+
+    @abstractmethod
+    def _update_parameters(self, agreed: StepAgreement) -> int:
+        """Make the next version of this worker's shards; returns the bytes read from other workers."""
+
+    def _publish(self) -> None:
+        """Wait until all shards of the next version are written."""
+        self._wait(BarrierKind.PUBLISH)
+
+    def _scaled_groups(self, agreed: StepAgreement) -> list[dict[str, Any]] | None:
+        """The hyperparameters of this update; None if they are those of the last one."""
+        groups = self._rate.scaled(agreed.groups, self.version)
+        if groups is self._groups:
+            return None
+        self._groups = groups
+        return groups
+
+    def _update_reduced(self, shard: ShardedOptimizer, agreed: StepAgreement, source: int, sources: int) -> int:
+        """Update a shard with the mean gradient, which one of the gradient buffers holds already."""
+        anywhere = agreed.anywhere()
+        used = None if anywhere is None else [anywhere] * sources
+        return shard.update([(source, 1.0)], used, 1.0 if self._clip_factor is None else self._clip_factor)
+
+    def _resize(self, before: int, now: int) -> None:
+        """The team has another number of workers."""
+        if self._weight == 1.0 / before:
+            self._weight = 1.0 / now
+        self._rate = self._rate.of(now)
+
+    @abstractmethod
+    def _reduce(self, agreed: StepAgreement) -> int:
+        """Make the mean gradient of this worker's shard; returns the bytes read from other workers."""
+
+    @abstractmethod
+    def _shard_norm(self, agreed: StepAgreement, norm: float) -> float:
+        """The norm of that mean, raised to `norm` so that shards can be added; the norm itself for inf."""
+
+    def _first_source(self, agreed: StepAgreement) -> int:
+        """The rank of the first worker that contributes a gradient."""
+        return agreed.weights[0][0]
+
+    def _clip(self, limit: float = float("nan"), norm: float = 2.0) -> torch.Tensor:
+        """Make the mean gradient of this worker's shard, and compute the norm of the whole."""
+        start = time.perf_counter()
+        agreed = self._table.read()
+        read = self._reduce(agreed)
+        self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
+        # Passive workers know neither limit nor norm; the first contributing worker's count.
+        self._exchange_values(limit, norm)
+        limit, norm = self._values_of(self._first_source(agreed))
+        self._exchange_values(self._shard_norm(agreed, norm))
+        # Every machine has all shards. Cut elsewhere, they round differently: all take those of the first.
+        return self._set_clip_factor([self._values_of(rank)[0] for rank in self._members.machines[0]], limit, norm)
+
+    def _exchange_values(self, first: float, second: float = 0.0) -> None:
+        """Give all workers these two values."""
+        _VALUES.pack_into(self._barrier.note, 0, first, second)
+        self._wait(BarrierKind.CLIP, _VALUES.size)
+
+    def _values_of(self, rank: int) -> tuple[float, float]:
+        first, second = _VALUES.unpack_from(self._barrier.notes[rank])
+        return first, second
+
+    def _set_clip_factor(self, parts: list[float], limit: float, norm: float) -> torch.Tensor:
+        """Clip at the next update; returns the norm of all parts."""
+        total = combine_norms(parts, norm) ** (1.0 if norm == float("inf") else 1.0 / norm)
+        self._clip_factor = min(1.0, limit / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ computes it
+        return torch.tensor(total, dtype=self._layout.flats[0].dtype)
+
+    # -- state as plain torch knows it -------------------------------------------------------------------------------
+
+    def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        # No worker may still compute on these values, and none may go on before all of them are loaded.
+        self._wait(BarrierKind.BARRIER)
+        super().load(model, optimizer)
+        self._wait(BarrierKind.BARRIER)
+
+    def close(self) -> None:
+        self._gradients.detach()
+        super().close()
