@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from paceline.parameters import reduction, sharding
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout
-from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
+from paceline.parameters.optimizers import ELEMENTWISE
+from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.transport import Memory
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.optim import Optimizer
 
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout, Slot
+from paceline.parameters.optimizers import same_kind, without_parameters
 from paceline.parameters.reduction import Weights, weighted_sum
 from paceline.parameters.sharding import Mix
 from paceline.parameters.versions import Versions
@@ -17,13 +17,6 @@ from paceline.transport import Memory
 
 _Spec = dict[str, tuple[torch.Size, torch.dtype]]
 """The tensors that an optimizer keeps for one parameter: shapes and dtypes."""
-
-
-def like(kind: Any, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
-    """An optimizer of that kind on other parameters; its constructor gets what it once was given."""
-    known = inspect.signature(kind).parameters
-    made: Optimizer = kind(groups, **{name: value for name, value in defaults.items() if name in known})
-    return made
 
 
 class WholeOptimizer:
@@ -64,10 +57,10 @@ class WholeOptimizer:
         groups = []
         for group in self._user.param_groups:
             inside = [parameters[i] for p in group["params"] if (i := index_of[id(p)]) in wanted]
-            groups.append({**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": inside})
+            groups.append({**without_parameters(group), "params": inside})
         if not any(group["params"] for group in groups):
             groups[0]["params"] = [torch.nn.Parameter(torch.zeros(2, 2))]
-        return like(type(self._user), groups, self._user.defaults)
+        return same_kind(type(self._user), groups, self._user.defaults)
 
     def _try(self) -> dict[int, _Spec]:
         """What the optimizer keeps for each parameter of the model, found by trying."""

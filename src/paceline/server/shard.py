@@ -14,8 +14,9 @@ from paceline.parameters.corrections import Corrections
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import plain
 from paceline.parameters.layout import Layout
+from paceline.parameters.optimizers import ELEMENTWISE, same_kind
 from paceline.parameters.reduction import CHUNK, Weights, combine_norms, weighted_sum
-from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
+from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.parameters.optimizers import same_kind
 from paceline.parameters.whole import WholeOptimizer

@@ -26,8 +26,9 @@ from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout
 from paceline.parameters.machines_reduction import MachinesReduction
+from paceline.parameters.optimizers import ELEMENTWISE
 from paceline.parameters.reduction import CollectiveReduction, Reduction, SharedReduction
-from paceline.parameters.sharding import ELEMENTWISE, ShardedOptimizer
+from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.strategies.base import Options, TrainerContext, split_parameters
 from paceline.strategies.optimizer_patch import own_parameters

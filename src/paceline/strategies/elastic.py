@@ -25,8 +25,8 @@ from paceline.parameters.elastic_reduction import ElasticReduction
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout
+from paceline.parameters.optimizers import ELEMENTWISE
 from paceline.parameters.reduction import Weights
-from paceline.parameters.sharding import ELEMENTWISE
 from paceline.strategies.all_reduce import on_host, topology_of
 from paceline.strategies.base import Options, TrainerContext, split_parameters
 from paceline.strategies.elastic_shards import ElasticShards

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout
+from paceline.parameters.optimizers import same_kind
 from paceline.parameters.reduction import CHUNK, SharedReduction, Weights, weighted_sum
 from paceline.parameters.sharding import ShardedOptimizer
-from paceline.parameters.whole import WholeOptimizer, like
+from paceline.parameters.whole import WholeOptimizer
 from paceline.strategies.mesh_coord import MeshCoord
 from paceline.tensor_parallel.placement import cut, join
 from paceline.tensor_parallel.sharded_model import ShardedModel
@@ -61,7 +62,7 @@ class PartitionedParameters:
             parts = [self.named[number][1] for p in group["params"] for number in self.of[id(p)]]
             rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             groups.append({**rest, "params": parts})
-        return like(type(self._optimizer), groups, self._optimizer.defaults)
+        return same_kind(type(self._optimizer), groups, self._optimizer.defaults)
 
     def fill(self, views: list[torch.Tensor]) -> None:
         """Write this process's values, which it had before they were cut, to where all will find them."""

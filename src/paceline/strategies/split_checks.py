@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from paceline.config import one_of
 from paceline.errors import UsageError
-from paceline.parameters.sharding import ELEMENTWISE
+from paceline.parameters.optimizers import ELEMENTWISE
 from paceline.strategies.base import Options
 
 
