@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from paceline.parameters import reduction, sharding
+from paceline.parameters import pieces, reduction
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout
 from paceline.parameters.optimizers import ELEMENTWISE
@@ -220,7 +220,7 @@ def test_parameters_without_a_gradient_stay_as_plain_torch_leaves_them(
 def test_parameters_larger_than_a_chunk_come_out_the_same(
     kind: type[Optimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharding, "CHUNK", 16 * 8)
+    monkeypatch.setattr(pieces, "CHUNK", 16 * 8)
     monkeypatch.setattr(reduction, "CHUNK", 16 * 8)
     team, plain = Sharded(kind, options, 3), Plain(kind, options)
     assert all(len(shard._chunks) > 2 for shard in team.shards)
