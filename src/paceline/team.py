@@ -38,15 +38,16 @@ from paceline.data.leased_loader import LeasedLoader
 from paceline.data.loader import check_loader
 from paceline.errors import UsageError
 from paceline.events import Balance, Join, Leave, Metric, Recorder, folder_of
+from paceline.events.stopwatch import Stopwatch
 from paceline.events.summary import merge
 from paceline.parameters.checkpoint_codec import pack, unpack
 from paceline.parameters.variables import Mirrored, PerReplica
 from paceline.policies import Policy
 from paceline.strategies import PROFILING, SINGLE, Make, Options, Trainer, TrainerContext, load, trainer_of
+from paceline.strategies.backward_timer import BackwardTimer
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
 from paceline.strategies.mesh_factory import is_whole
-from paceline.strategies.stopwatch import BackwardTimer, Stopwatch
 from paceline.transport import BarrierKind
 
 _joined: Team | None = None

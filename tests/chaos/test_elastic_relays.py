@@ -37,7 +37,7 @@ def work(team: Any, notes: str) -> tuple[int, int]:
     trainer = team._trainer
     tracked = int(model[1].num_batches_tracked)
     begun = {
-        "relay_addresses": getattr(trainer, "_relay_addresses", []),
+        "relay_addresses": list(trainer._servers.relay_addresses),
         "tracked": tracked,
         "version": trainer.version,
     }

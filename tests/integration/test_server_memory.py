@@ -56,20 +56,20 @@ def buffers(team: Team) -> tuple[set[int], int]:
     model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
     trainer: Any = team._trainer
     told: set[int] = set()
-    follow = trainer._follow
+    adopt = trainer._adopt
 
     def watch(answer: Any) -> None:
         told.add(answer.buffer)
-        follow(answer)
-        held = {value.data_ptr() for value in trainer._versions.views(answer.buffer)}
+        adopt(answer)
+        held = {value.data_ptr() for value in trainer._memory.versions.views(answer.buffer)}
         assert {parameter.data_ptr() for parameter in model.parameters()} == held
 
-    trainer._follow = watch
+    trainer._adopt = watch
     for x, y in loader:
         cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return told, len(trainer._versions.buffers)
+    return told, len(trainer._memory.versions.buffers)
 
 
 def test_no_more_versions_exist_than_workers_and_two() -> None:

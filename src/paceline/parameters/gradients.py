@@ -1,8 +1,8 @@
-"""Gradients in shared memory: each worker's lie in its own flat buffers, where the others can read them.
+"""Gradients in shared memory: each worker's are in its own flat buffers, where the others can read them.
 
-What the backward pass makes is copied there while it is still warm in the cache: a large gradient at once, with `.grad`
-a view of the buffer from then on; the small ones together, when all are made. Either way `.grad` stays what it is in
-plain PyTorch: None until a backward pass makes it, summed over several, and gone with `zero_grad`.
+Gradients are copied there while they are still in the cache: a large one as soon as the backward pass has made it, with
+`.grad` a view of the buffer from then on; the small ones together at the end. `.grad` behaves as in plain PyTorch: None
+until a backward pass makes it, summed over several, and cleared by `zero_grad`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,30 @@ from paceline.parameters.layout import Layout
 from paceline.transport import Memory
 
 _LARGE = 256 * 1024
-"""Bytes from which on a gradient has a hook of its own; calling one costs as much as copying many kilobytes."""
+"""Bytes from which on a gradient has a hook of its own; a call of a hook costs as much as copying many kilobytes."""
 
 
 class Gradients:
     """The gradient buffers of all workers, and the hooks that fill this worker's."""
 
-    def __init__(self, layout: Layout, flats: list[list[torch.Tensor]], rank: int) -> None:
+    def __init__(
+        self, layout: Layout, flats: list[list[torch.Tensor]], rank: int, own: list[bool] | None = None
+    ) -> None:
+        """own: for each parameter, True if this worker writes its gradient; None if it writes all."""
         self.layout = layout
         self.flats = flats
         """Per worker, one flat tensor per dtype."""
         self.own = flats[rank]
         self._views = layout.buffers(self.own)
-        self._parameters = [slot.parameter for slot in layout.slots]
+        nothing = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+        self._parameters = [slot.parameter if own is None or own[slot.index] else nothing for slot in layout.slots]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     @classmethod
-    def shared(cls, layout: Layout, memory: Memory, rank: int, workers: int) -> Gradients:
-        """In memory that all workers map, each with a part of its own."""
+    def shared(
+        cls, layout: Layout, memory: Memory, rank: int, workers: int, own: list[bool] | None = None
+    ) -> Gradients:
+        """In memory that all workers map, with a buffer for each of them, or for each replica."""
         flats: list[list[torch.Tensor]] = []
         offset = 0
         for _ in range(workers):
@@ -42,30 +48,33 @@ class Gradients:
                 tensors.append(memory.tensor(offset, flat.count, flat.dtype))
                 offset += flat.size
             flats.append(tensors)
-        return cls(layout, flats, rank)
+        return cls(layout, flats, rank, own)
 
     @classmethod
     def private(cls, layout: Layout, device: torch.device) -> Gradients:
-        """In this worker's own memory, where its device computes."""
+        """In this worker's own memory, on its device."""
         return cls(layout, [[torch.zeros(flat.count, dtype=flat.dtype, device=device) for flat in layout.flats]], 0)
 
     @classmethod
     def memory_size(cls, layout: Layout, workers: int) -> int:
         return workers * layout.size
 
-    def attach(self, made: Callable[[], None] | None = None, which: Callable[[int], None] | None = None) -> None:
-        """Catch gradients as they are made; `made` or `which`, if given, is told of each, the latter of its number.
+    def attach(
+        self, on_gradient: Callable[[], None] | None = None, on_index: Callable[[int], None] | None = None
+    ) -> None:
+        """Copy gradients to the buffer as the backward pass makes them.
 
-        If nobody is told, small ones are found by `collect`, and so are those of parameters that are thawed later.
+        on_gradient: called for each; on_index: called for each with the parameter's index. Without either, `collect`
+        copies small gradients, and those of parameters that are thawed later.
         """
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            tell = made if which is None else functools.partial(which, index)
-            if not parameter.requires_grad or (tell is None and view.nbytes < _LARGE):
+            call = on_gradient if on_index is None else functools.partial(on_index, index)
+            if not parameter.requires_grad or (call is None and view.nbytes < _LARGE):
                 continue
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_catcher(view, tell)))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_copier(view, call)))
 
     def detach(self) -> None:
-        """The hooks go, and `.grad` becomes private memory again."""
+        """Remove the hooks, and move `.grad` to private memory."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -74,9 +83,9 @@ class Gradients:
                 parameter.grad = view.clone()
 
     def collect(self) -> bytes:
-        """Bring what lies in `.grad` and not yet in the shared buffer there.
+        """Copy gradients that are not in the shared buffer yet.
 
-        Returns a byte per parameter: whether it has a gradient now.
+        Returns a byte per parameter: 1 if it has a gradient now.
         """
         used = bytearray(len(self._parameters))
         sources, targets = [], []
@@ -96,27 +105,28 @@ class Gradients:
         return bytes(used)
 
     def used(self) -> bytes:
-        """A byte per parameter: whether it has a gradient now."""
+        """A byte per parameter: 1 if it has a gradient now."""
         return bytes(parameter.grad is not None for parameter in self._parameters)
 
     @property
     def any(self) -> bool:
+        """True if any parameter has a gradient."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def show(self, used: bytes | None) -> None:
-        """Let `.grad` of the used parameters (None: of all) be this worker's buffer, and of the others None."""
+        """Set `.grad` of the used parameters (None: of all) to this worker's buffer, and of the others to None."""
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             parameter.grad = view if used is None or used[index] else None
 
     def scale(self, factor: float) -> None:
-        """Multiply what this worker has summed so far."""
+        """Multiply the gradients that this worker has summed so far."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
 
-def _catcher(view: torch.Tensor, made: Callable[[], None] | None) -> Callable[[torch.Tensor], None]:
-    def catch(parameter: torch.Tensor) -> None:
+def _copier(view: torch.Tensor, on_gradient: Callable[[], None] | None) -> Callable[[torch.Tensor], None]:
+    def copy(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not view and gradient is not None:
             if gradient.is_sparse:
@@ -124,11 +134,11 @@ def _catcher(view: torch.Tensor, made: Callable[[], None] | None) -> Callable[[t
             view.copy_(gradient.detach() if gradient.requires_grad else gradient)
             parameter.grad = view
 
-    if made is None:
-        return catch
+    if on_gradient is None:
+        return copy
 
-    def catch_and_tell(parameter: torch.Tensor) -> None:
-        catch(parameter)
-        made()
+    def copy_and_call(parameter: torch.Tensor) -> None:
+        copy(parameter)
+        on_gradient()
 
-    return catch_and_tell
+    return copy_and_call

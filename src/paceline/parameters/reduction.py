@@ -48,8 +48,10 @@ class Reduction(ABC):
 class SharedReduction(Reduction):
     """Each worker sums a shard from everybody's buffers, which lie in memory that all share."""
 
-    def __init__(self, layout: Layout, gradients: Gradients, rank: int) -> None:
+    def __init__(self, layout: Layout, gradients: Gradients, rank: int, target: int | None = None) -> None:
+        """rank: of the shard; target: the buffer that the sums are written to, if not that of the same number."""
         self._layout, self._gradients, self._rank = layout, gradients, rank
+        self._target = rank if target is None else target
 
     def shard(self, weights: Weights, used: list[bytes] | None) -> int:
         read = 0
@@ -85,7 +87,7 @@ class SharedReduction(Reduction):
             end = min(begin + step, stop)
             piece = total[: end - begin]
             weighted_sum(piece, tuple(part[begin:end] for part in parts), weights)
-            parts[self._rank][begin:end].copy_(piece)
+            parts[self._target][begin:end].copy_(piece)
 
     def gather(self) -> int:
         copied = 0

@@ -19,8 +19,8 @@ from paceline.cluster.membership import Members
 from paceline.config import Launch, Strategy
 from paceline.errors import TeamError, UsageError
 from paceline.events import Recorder, Wait
+from paceline.events.stopwatch import Stopwatch
 from paceline.strategies.optimizer_patch import OptimizerPatch
-from paceline.strategies.stopwatch import Stopwatch
 from paceline.transport import BarrierKind, MachinesBarrier
 
 _NOTABLE = 5e-6

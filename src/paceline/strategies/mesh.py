@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout
+from paceline.parameters.reduction import SharedReduction
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.strategies.base import Options, TrainerContext
 from paceline.strategies.mesh_coord import MeshCoord, MeshShape
 from paceline.strategies.optimizer_patch import own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
-from paceline.strategies.partitioned_parameters import PartGradients, PartReduction
 from paceline.strategies.split_checks import check_split
 from paceline.strategies.split_model import SplitModel
 from paceline.strategies.step_table import ReplicaStepTable, StepAgreement
@@ -48,11 +48,11 @@ class MeshTrainer(SynchronousTrainer):
         layout = Layout(parts.named, members.size)
         table = ReplicaStepTable(members, optimizer, len(parts.named), coord.shape.replica)
         memory = members.share(Gradients.memory_size(layout, coord.shape.data))
-        gradients = PartGradients.of(layout, memory, coord.replica, coord.shape.data, parts.own)
+        gradients = Gradients.shared(layout, memory, coord.replica, coord.shape.data, parts.own)
         context = dataclasses.replace(context, stopwatch=split.stopwatch)
         super().__init__(model, optimizer, context, rate, gradients, table)
         self.replica = (coord.replica, coord.shape.data)
-        self._reduction = PartReduction(layout, gradients, self._rank, coord.replica)
+        self._reduction = SharedReduction(layout, gradients, self._rank, coord.replica)
         versions = Versions(layout, members.share(Versions.memory_size(layout)))
         if self._rank == 0:
             parts.fill(versions.views(0))

@@ -1,16 +1,17 @@
 """Replicas that are split themselves, with a parameter server between them, under any policy.
 
 To the server a replica is one worker: it has one gradient buffer, holds one version, and makes one push. Each of its
-workers writes its parts of the gradient into that buffer; when all have, the first one pushes; what the server answers
-is passed on, and all of them change their pointers to the same version. So an update is made of whole gradients, each
-of one replica, and a version is one over all parts. A replica that is too late finds out when it pushes: its gradient
-is dropped and its samples go to others.
+workers writes its parts of the gradient into that buffer; when all have, the first one pushes; the server's answer is
+passed on, and all of them point their parameters at the same version. So an update is made of whole gradients, each of
+one replica, and a version is one over all parts. A replica that is too late learns it when it pushes: its gradient is
+dropped and its samples go to others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import struct
 import time
@@ -20,304 +21,212 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from paceline.config import Mesh, RunSpec, parse_servers, parse_strategy, place_servers
-from paceline.data.ledger import Lease
+from paceline.config import Mesh
 from paceline.errors import TeamError, UsageError
-from paceline.events import Brought, Pull, Wait
-from paceline.parameters.hyperparameters import Hyperparameters, RateScaling
-from paceline.parameters.sharding import ShardedOptimizer
-from paceline.parameters.versions import Versions
-from paceline.parameters.worker_table import SLOT, WorkerTable
-from paceline.policies import make_policy
+from paceline.events import Brought
+from paceline.policies import parse_policy
 from paceline.server.client import ServerClient
 from paceline.server.flags import SharedFlags
-from paceline.server.memory import RunMemory
-from paceline.server.messages import Freeze, Proceed, PushGradient, Thaw
-from paceline.server.shard import describe_optimizer, describe_parameters, make_layout, memory_sizes
-from paceline.strategies.base import Options, Trainer, TrainerContext
-from paceline.strategies.leasing import Leases
+from paceline.server.messages import Freeze, SessionOpened
+from paceline.strategies.base import Options, TrainerContext
+from paceline.strategies.local_servers import LocalServers
 from paceline.strategies.mesh_coord import MeshCoord, MeshShape
-from paceline.strategies.optimizer_patch import OneCycleClamp, own_parameters, own_state
-from paceline.strategies.parameter_server import ParameterServerTrainer, _refuse
-from paceline.strategies.partitioned_parameters import PartGradients
+from paceline.strategies.optimizer_patch import own_parameters
+from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.replica_client import ReplicaClient
+from paceline.strategies.server_trainer import ServerTrainer, check_server
 from paceline.strategies.split_checks import check_split
 from paceline.strategies.split_model import SplitModel
 from paceline.strategies.step_table import any_used
+from paceline.strategies.worker_memory import WorkerMemory, describe_run
 from paceline.transport import BarrierKind
 from paceline.transport.unix_connection import new_address
 
-
-class _ReplicaLeases(Leases):
-    """The first worker of a replica counts its samples."""
-
-    counts = True
-
-    def begin(self, lease: Lease) -> None:
-        if self.counts:
-            super().begin(lease)
-        elif torch.is_grad_enabled():
-            self._open[lease.number] = (lease.loader, 0)
-            self._stopwatch.start(0)
+_NORM = struct.Struct("=d")
 
 
-class MeshServerTrainer(ParameterServerTrainer):
-    """One worker's part in training a split model with a parameter server."""
+class MeshServerTrainer(ServerTrainer):
+    """Trains one worker's part of a split model with a parameter server."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         assert isinstance(context.strategy, Mesh)
-        _refuse(optimizer, options)
+        check_server(optimizer, options)
         check_split(optimizer, options, str(context.strategy))
         if (context.launch.compress or options.compress) not in ("none", "fp32"):
             raise UsageError("a replica of several workers writes its gradient in parts, which cannot be compressed")
-        self._coord = coord = MeshCoord(MeshShape.of(context.strategy), context.members.rank)
-        self._split = SplitModel(model, optimizer, options, context, coord, lambda: self.version)
-        sync = parse_strategy(context.strategy.sync)
-        context = dataclasses.replace(context, stopwatch=self._split.stopwatch)
-        Trainer.__init__(self, model, optimizer, context, replicas=coord.shape.data)
-        self._rank, self.size = coord.replica, coord.shape.data
-        """As the server knows it: of replicas."""
-        self._worker = context.members.rank
-        self._launch = context.launch
-        self._timeouts = context.members.barrier.timeouts
-        self._relay, self._joins = None, None
-        RateScaling(options.scale_lr, 1, options.warmup)
-        policy = make_policy(sync, range(self.size))
-        self.cancels = False
-        self._at = self._buffer = self._before = self._pushes = 0
+        members = context.members
+        self._coord = coord = MeshCoord(MeshShape.of(context.strategy), members.rank)
+        self._split = split = SplitModel(model, optimizer, options, context, coord, lambda: self.version)
+        sync = parse_policy(context.strategy.sync)
+        policy = sync.for_workers(range(coord.shape.data))
+        servers = LocalServers(options, context)
+        memory = self._lay_out(options, context, optimizer, servers, str(sync))
+        state = OptimizerState(optimizer, lambda: memory.shards, split.parts)
+        if members.rank == 0:
+            split.parts.fill(memory.versions.views(0))
+            state.import_all()
+        optimizer.state.clear()
+        client = self._connect(context, optimizer, servers, memory, spare=policy.spare)
+        super().__init__(
+            model,
+            optimizer,
+            dataclasses.replace(context, stopwatch=split.stopwatch),
+            policy,
+            memory,
+            servers,
+            client,
+            state,
+            SessionOpened(0, 0),
+            server_rank=coord.replica,
+            workers=coord.shape.data,
+            counts=not coord.place,
+        )
+        if client.client is not None:
+            client.client.reduce = self._reduce_share
+        self._pushes = 0
         self.replica = (coord.replica, coord.shape.data)
-        self._together = self._split.barrier
-        self._prepare(options, context, policy.spare)
-        if policy.spare:
-            context.members.barrier.spare = True
-        self._leases = _ReplicaLeases(self._client, self._stopwatch, self._gradients, self.size, self._follow)
-        self._leases.counts = not coord.place
-        self._pushed = False
-        self._loss: float | None = None
-        self._clip: tuple[float, float] | None = None
-        self._frozen = self._gone_back = False
-        self._exchanged = 0.0
-        self._snapshot = self._boundaries = None
         self._gradients.attach()
-        self._clamp = None if policy.lockstep else OneCycleClamp(optimizer)
         self._patch_optimizer()
-        self._split.ready()
+        split.ready()
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
-    def _prepare(self, options: Options, context: TrainerContext, spare: bool) -> None:
-        members, parts = self._members, self._split.parts
-        self._servers = parse_servers(self._launch.servers or options.servers)
-        self._spec = spec = self._describe_run(parts.named, options, context)
-        self._layout, _ = make_layout(spec, parts.named, parts.shadow)
-        layout = self._layout
-        gradients, versions, table, flags, buffers = (
-            members.share(size, keep=True) for size in memory_sizes(spec, layout)
+    def _lay_out(
+        self, options: Options, context: TrainerContext, optimizer: Optimizer, servers: LocalServers, sync: str
+    ) -> WorkerMemory:
+        coord, parts = self._coord, self._split.parts
+        spec = describe_run(
+            context,
+            options,
+            optimizer,
+            (parts.named, parts.shadow),
+            [range(coord.shape.data)],
+            servers.where,
+            capacity=coord.shape.data,
+            strategy=sync,
+            replica=coord.shape.replica,
         )
-        self._versions = Versions(layout, versions, spec.versions)
-        self._gradients = PartGradients.of(layout, gradients, self._rank, spec.gradients, parts.own)
-        self._feedback, self._bytes = None, layout.size
-        workers = WorkerTable(table.bytes(0, table.size), spec.capacity, len(layout.slots))
-        slots = workers.slots
-        if self._coord.place:
-            slots = [memoryview(bytearray(SLOT))] * self.size  # the first worker's values count
-        self._hyperparameters = Hyperparameters(self._optimizer, slots, self._rank)
-        self._used = workers.used[self._rank]
-        self._shards = [
-            ShardedOptimizer(parts.shadow, layout, self._versions, self._gradients, index, len(spec.servers))
-            for index in range(len(spec.servers))
-        ]
-        state = members.share(self._shards[0].memory_size(), keep=True)
-        for shard in self._shards:
-            shard.place(state)
-        if self._worker == 0:
-            parts.fill(self._versions.views(0))
-            parts.import_state(self._import)
-        self._optimizer.state.clear()
-        self._open(RunMemory(gradients, versions, table, flags, buffers, state), spare, context)
-
-    def _describe_run(
-        self, named: list[tuple[str, torch.nn.Parameter]], options: Options, context: TrainerContext
-    ) -> RunSpec:
-        assert isinstance(context.strategy, Mesh)
-        replicas = tuple(range(self.size))
-        return RunSpec(
-            machines=(replicas,),
-            capacity=self.size,
-            servers=tuple(place_servers(str(self._servers), [list(replicas)])),
-            strategy=str(parse_strategy(context.strategy.sync)),
-            timeouts=self._timeouts,
-            folder=str(context.folder) if context.recorder.on else None,
-            optimizer=describe_optimizer(self._optimizer),
-            parameters=describe_parameters(named, self._split.parts.shadow),
-            corrections=tuple(self._launch.corrections or options.corrections),
-            scale_lr=options.scale_lr,
-            warmup=options.warmup,
-            replica=self._coord.shape.replica,
+        share = functools.partial(context.members.share, keep=True)
+        return WorkerMemory(
+            spec,
+            coord.replica,
+            parts.named,
+            parts.shadow,
+            share,
+            parts.own,
+            hyperparameters=optimizer,
+            publishes=not coord.place,
         )
 
-    def _import(self, shadow: Optimizer) -> None:
-        state = dict(shadow.state)
-        for shard in self._shards:
-            shadow.state.update(state)
-            shard.import_state(shadow)
-
-    def _open(self, memory: RunMemory, spare: bool, context: TrainerContext) -> None:
-        members = self._members
+    def _connect(
+        self, context: TrainerContext, optimizer: Optimizer, servers: LocalServers, memory: WorkerMemory, *, spare: bool
+    ) -> ReplicaClient:
+        members, coord, spec = context.members, self._coord, memory.spec
         address = members.gather(new_address().encode(), BarrierKind.ALLOCATE)[0].decode()
-        self._thread, self._processes = None, []
-        client = None
-        if not self._coord.place:
-            self._start(address, spare, context.say)
-            client = ServerClient(address, self._rank, self._timeouts)
-            client.attach(SharedFlags(memory.flags, self.size))
-            client.reduce = self._sum_part
-        self._client: Any = ReplicaClient(client, self._together, self._timeouts)
-        if client is not None:
-            client.open(self._spec, memory, [])
-        self._client.wait_until_ready()
+        first = None
+        if not coord.place:
+            servers.start(spec, coord.replica, optimizer, address, spare=spare)
+            first = ServerClient(address, coord.replica, spec.timeouts)
+            first.watch(SharedFlags(memory.run.flags, spec.capacity))
+            if members.rank == 0:
+                first.open_run(spec, memory.run, [])
+            else:
+                first.open()
+        client = ReplicaClient(first, self._split.barrier)
+        client.wait_until_ready()
         members.barrier.wait(BarrierKind.ALLOCATE)
-        memory.close_descriptors()
-        self._versions.pull(0)
+        memory.run.close_descriptors()
+        return client
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
-
-    @property
-    def present(self) -> None:
-        """Replicas do not come and go."""
-
-    def gather(self, payload: bytes, kind: BarrierKind) -> None:
-        """All workers take part, not only those that speak with the server."""
 
     def epoch_drawn(self) -> None:
         self._split.draw_alike()
 
-    def _push(self, samples: int, factor: float, skip: bool) -> None:
-        start = time.perf_counter()
-        used = self._gradients.collect()
+    def _collect(self, found_inf: bool) -> tuple[bytes, bool]:
+        used, _ = super()._collect(found_inf)
         self._pushes += 1
-        of = len(self._layout.slots)
-        self._recorder.add(Brought(self._worker, start, self._rank, self._pushes, self._at, sum(used), of))
-        found, skip = self._exchange(used, skip)
-        complete = 0 not in found
-        if not complete and not self._coord.place:
-            self._used[:] = found
-        message = PushGradient(
-            self._at,
-            samples,
-            self._leases.take(),
-            self._hyperparameters.publish(),
-            complete,
-            factor,
-            self._bytes,
-            self._loss,
-            self._clip,
-            skip,
-            self._leases.wanted(),
+        now, count = time.perf_counter(), len(self._layout.slots)
+        self._recorder.add(
+            Brought(self._rank, now, self._server_rank, self._pushes, self._server_version, sum(used), count)
         )
-        self._loss = self._clip = None
-        self._stopwatch.slow_link(self._exchanged)
-        sent = time.perf_counter()
-        answer: Proceed = self._client.call(message)
-        self._follow(answer)
-        end = time.perf_counter()
-        self._exchanged = end - sent if answer.waited_for < 0 else self._exchanged
-        if answer.waited_for >= 0:
-            self._recorder.add(Wait(self._worker, start, end - start, answer.waited_for * self._coord.shape.replica))
-        else:
-            self._recorder.add(Pull(self._worker, start, end - start, self._at))
-        self._stopwatch.restart(end)
-        self.on_update()
-
-    def _exchange(self, used: bytes, skip: bool) -> tuple[bytes, bool]:
-        """All workers of the replica are here: of which parts they have gradients, and whether one is not finite."""
-        if self._together is None:
-            return used, skip
-        notes = self._together.gather(bytes([skip]) + used, BarrierKind.UPDATE)
+        if self._split.barrier is None:
+            return used, found_inf
+        notes = self._split.barrier.gather(bytes([found_inf]) + used, BarrierKind.UPDATE)
         return any_used([note[1:] for note in notes]), any(note[0] for note in notes)
 
+    def _write_used(self, used: bytes) -> None:
+        if not self._coord.place:
+            super()._write_used(used)
+
     def clip(self, limit: float, norm: float) -> torch.Tensor:
-        """The mean is clipped where it is made, on the server; what is known here is this replica's own norm."""
-        self._clip = (limit, norm)
-        slots = zip(self._layout.slots, self._split.parts.own, strict=True)
-        gradients = [slot.parameter.grad for slot, own in slots if own and slot.parameter.grad is not None]
-        note = struct.pack("=d", float(torch.nn.utils.get_total_norm(gradients, norm)))
-        notes = [note] if self._together is None else self._together.gather(note, BarrierKind.CLIP)
-        values = [struct.unpack("=d", note)[0] for note in notes]
+        """The server clips the mean gradient; returns the norm of this replica's own."""
+        note = _NORM.pack(float(super().clip(limit, norm)))
+        notes = [note] if self._split.barrier is None else self._split.barrier.gather(note, BarrierKind.CLIP)
+        values = [_NORM.unpack(note)[0] for note in notes]
         if math.isinf(norm):
             return torch.tensor(max(values))
         return torch.tensor(sum(value**norm for value in values) ** (1 / norm))
+
+    def _own_gradients(self) -> list[torch.Tensor]:
+        slots = zip(self._layout.slots, self._split.parts.own, strict=True)
+        return [slot.parameter.grad for slot, own in slots if own and slot.parameter.grad is not None]
 
     # -- state as plain torch knows it -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def frozen(self, reload: bool = False) -> Iterator[None]:
-        """While here, the server changes nothing, and the first worker of a replica sees its newest version.
+        """While entered, the server changes nothing, and the first worker of a replica has its newest version.
 
-        The others of its replica need not be here, so it goes on with the version that it had.
+        The other workers of its replica need not take part, so it goes on with the version that it had.
         """
-        if self._frozen or self._client.client is None:
+        first = self._client.client
+        if self._frozen or first is None:
             yield
             return
-        frozen = self._client.client.call(Freeze(pull=False))
-        self._frozen = True
-        before = self._buffer
-        self._versions.pull(frozen.buffer)
-        try:
-            yield
-        finally:
-            self._versions.pull(before)
-            self._frozen = False
-            self._client.send(Thaw(reload))
-
-    @contextlib.contextmanager
-    def _all_frozen(self, reload: bool = False) -> Iterator[None]:
-        """The same, with all workers of the replica, who go on with the newest version."""
-        self._follow(self._client.call(Freeze()))
-        self._frozen = True
-        try:
-            yield
-            if self._together is not None:
-                self._together.gather(b"", BarrierKind.BARRIER)
-        finally:
-            self._frozen = False
-            self._client.send(Thaw(reload))
+        with self._until_thaw(first.call(Freeze(renew=False)), reload) as answer:
+            self._memory.versions.pull(answer.buffer)
+            try:
+                yield
+            finally:
+                self._memory.versions.pull(self._buffer)
 
     def _state_dict(self) -> dict[str, Any]:
         if self._client.client is None:
             raise UsageError(
-                f"rank {self._worker} is not the first worker of its replica, so it does not speak with the server; "
+                f"rank {self._rank} is not the first worker of its replica, so it does not speak with the server; "
                 f"ask rank {self._coord.lead} for the optimizer's state, or use team.save, which all may call"
             )
         return super()._state_dict()
 
-    def _export_state(self) -> None:
-        self._split.parts.export_state(self._shards[0])
-        own_state(self._optimizer)
-
     def _load_state_dict(self, state: dict[str, Any]) -> None:
-        type(self._optimizer).load_state_dict(self._optimizer, state)
-        if self._worker == 0:
+        super()._load_state_dict(state)
+        if self._rank == 0:
             with self.frozen(reload=True):
-                self._split.parts.import_state(self._import)
+                self._state.import_all()
         self._optimizer.state.clear()
 
+    @contextlib.contextmanager
+    def _replica_frozen(self) -> Iterator[None]:
+        """While entered by all workers of the replica, the server changes nothing, and they have its newest version."""
+        with self._newest_frozen():
+            yield
+            if self._split.barrier is not None:
+                self._split.barrier.gather(b"", BarrierKind.BARRIER)
+
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        self._members.barrier.wait(BarrierKind.BARRIER)
-        # One after the other: the lead's replica writes what all share, the others then find it, and their own buffers.
-        for replica in range(self.size):
-            if replica == self._rank:
-                with self._all_frozen():
+        self._barrier.wait(BarrierKind.BARRIER)
+        # One after the other: the lead's replica writes the shared values; the others load them again.
+        for replica in range(self._coord.shape.data):
+            if replica == self._server_rank:
+                with self._replica_frozen():
                     self._model.load_state_dict(model)
                 self._optimizer.load_state_dict(optimizer)
-            self._members.barrier.wait(BarrierKind.BARRIER)
+            self._barrier.wait(BarrierKind.BARRIER)
 
     def close(self) -> None:
-        with contextlib.suppress(TeamError), self._all_frozen():
-            self._export_state()
+        with contextlib.suppress(TeamError), self._replica_frozen():
+            self._state.export(copy=True)
             self._split.undo()
             own_parameters(self._layout)
-        self._gradients.detach()
-        Trainer.close(self)
-        if self._clamp is not None:
-            self._clamp.undo()
+        super().close()

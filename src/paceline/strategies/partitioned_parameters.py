@@ -12,16 +12,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from paceline.parameters.gradients import Gradients
-from paceline.parameters.layout import Layout
 from paceline.parameters.optimizers import same_kind
-from paceline.parameters.reduction import CHUNK, SharedReduction, Weights, weighted_sum
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.whole import WholeOptimizer
 from paceline.strategies.mesh_coord import MeshCoord
 from paceline.tensor_parallel.placement import cut, join
 from paceline.tensor_parallel.sharded_model import ShardedModel
-from paceline.transport import Memory
 
 
 class PartitionedParameters:
@@ -135,34 +131,3 @@ def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """Of the same shape, without memory of its own."""
     nothing = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
     return torch.nn.Parameter(nothing, requires_grad=parameter.requires_grad)
-
-
-class PartGradients(Gradients):
-    """One gradient per replica, into which each of its workers writes its parts."""
-
-    @classmethod
-    def of(cls, layout: Layout, memory: Memory, replica: int, sources: int, own: list[bool]) -> PartGradients:
-        gradients = cls.shared(layout, memory, replica, sources)
-        assert isinstance(gradients, PartGradients)
-        nobody = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
-        gradients._parameters = [
-            slot.parameter if mine else nobody for slot, mine in zip(layout.slots, own, strict=True)
-        ]
-        return gradients
-
-
-class PartReduction(SharedReduction):
-    """Each worker sums a shard of all replicas' gradients into its own replica's buffer."""
-
-    def __init__(self, layout: Layout, gradients: Gradients, rank: int, replica: int) -> None:
-        super().__init__(layout, gradients, rank)
-        self._replica = replica
-
-    def _sum(self, parts: tuple[torch.Tensor, ...], start: int, stop: int, weights: Weights) -> None:
-        step = CHUNK // parts[0].itemsize
-        total = torch.empty(min(step, stop - start), dtype=parts[0].dtype)
-        for begin in range(start, stop, step):
-            end = min(begin + step, stop)
-            piece = total[: end - begin]
-            weighted_sum(piece, tuple(part[begin:end] for part in parts), weights)
-            parts[self._replica][begin:end].copy_(piece)

@@ -13,12 +13,11 @@ import msgspec
 
 from paceline import errors
 from paceline.cluster.membership import LivenessMonitor, Members
-from paceline.config import Timeouts
 from paceline.errors import TeamError
+from paceline.events.stopwatch import pause
 from paceline.server.client import ServerClient
 from paceline.server.messages import ToWorker
 from paceline.strategies.mesh_coord import MeshCoord
-from paceline.strategies.stopwatch import pause
 from paceline.transport import Barrier, BarrierKind, Memory
 
 
@@ -67,9 +66,9 @@ class _ReplicaMessage(msgspec.Struct, array_like=True):
 class ReplicaClient:
     """As `ServerClient`, for all workers of a replica."""
 
-    def __init__(self, client: ServerClient | None, barrier: ReplicaBarrier | None, timeouts: Timeouts) -> None:
-        """client: of the first worker."""
-        self.client, self._barrier, self._timeouts = client, barrier, timeouts
+    def __init__(self, client: ServerClient | None, barrier: ReplicaBarrier | None) -> None:
+        """client: the first worker's; None on the others."""
+        self.client, self._barrier = client, barrier
 
     def call(self, message: msgspec.Struct) -> Any:
         """Say something, and wait for the answer."""

@@ -9,13 +9,13 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
+from paceline.events.stopwatch import Stopwatch
 from paceline.strategies.base import Options, TrainerContext
 from paceline.strategies.mesh_coord import MeshCoord, random_state, set_random_state
 from paceline.strategies.partitioned_parameters import PartitionedParameters
 from paceline.strategies.replica_client import ReplicaBarrier
 from paceline.strategies.splitting import cut_model, share_rest
 from paceline.strategies.stages import Stages, StageWatch
-from paceline.strategies.stopwatch import Stopwatch
 from paceline.transport import BarrierKind
 
 

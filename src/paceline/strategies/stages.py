@@ -13,11 +13,11 @@ import torch
 from paceline.cluster.membership import Members
 from paceline.config import Mesh, Pipeline
 from paceline.events import Pass, Wait
+from paceline.events.stopwatch import Stopwatch
 from paceline.pipeline.pipelined_model import PipelinedModel, PipelineWorkers
 from paceline.strategies.base import TrainerContext
 from paceline.strategies.mesh_coord import MeshCoord
 from paceline.strategies.splitting import Inside
-from paceline.strategies.stopwatch import Stopwatch
 from paceline.transport import BarrierKind
 
 

@@ -1,16 +1,14 @@
-"""Tells how long a worker loads and computes, and makes it slow on purpose."""
+"""Measures how long a worker loads and computes, and slows it down on purpose."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Callable
-from typing import Any
-
-import torch
 
 from paceline.config import Slowness
-from paceline.events import Cancel, Compute, Load, Recorder, Reduce
+from paceline.events.recorder import Recorder
+from paceline.events.schema import Cancel, Compute, Load, Reduce
 
 _NOTABLE = 2e-5
 """Seconds of loading that are worth an event."""
@@ -212,35 +210,3 @@ class Stopwatch:
 
     def _slow_down(self, part: str, seconds: float) -> None:
         self.sleep(max(0.0, self._parts[part].seconds(seconds, self._source) - seconds))
-
-
-class BackwardTimer:
-    """Tells a stopwatch when backward passes begin and end, until `undo`.
-
-    Autograd has no hook for that, so `torch.autograd.backward`, which every backward pass of a script goes through, is
-    replaced by one that looks at the watch before and after.
-    """
-
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        self._plain = plain = torch.autograd.backward
-        inside = False
-
-        def backward(*args: Any, **kwargs: Any) -> None:
-            nonlocal inside
-            if inside:  # of a backward pass in a backward pass, as checkpointing has it
-                plain(*args, **kwargs)
-                return
-            inside = True
-            stopwatch.turn()
-            try:
-                plain(*args, **kwargs)
-            finally:
-                stopwatch.turn_back()
-                inside = False
-
-        self._own = backward
-        torch.autograd.backward = backward
-
-    def undo(self) -> None:
-        if torch.autograd.backward is self._own:
-            torch.autograd.backward = self._plain
