@@ -99,7 +99,7 @@ class LeaseClient:
         answer = self._client.call(BeginEpoch(loader, epoch, not self._open, training))
         if isinstance(answer, DrawOrder):
             order = draw()
-            self._client.tell(EpochOrder(loader, epoch, order.sizes, order.drop_last, training))
+            self._client.send(EpochOrder(loader, epoch, order.sizes, order.drop_last, training))
             answer = self._client.call_in_parts(order.order)
         self._adopt(answer)
         self._stopwatch.away(time.perf_counter() - start)
@@ -113,7 +113,7 @@ class LeaseClient:
             self.on_ask()
         training = torch.is_grad_enabled()
         if training and not ahead and not self._computed and (passed := self._forget(loader)):
-            self._client.tell(LeaseDone(passed))  # the script has skipped them
+            self._client.send(LeaseDone(passed))  # the script has skipped them
         start = time.perf_counter()
         answer = self._client.call(RequestLease(loader, epoch, ahead, training and not self._open and not ahead))
         self._stopwatch.away(time.perf_counter() - start)
@@ -146,7 +146,7 @@ class LeaseClient:
             self._open[lease.number] = (lease.loader, samples)
             self._stopwatch.start(samples)
         elif self._counts:
-            self._client.tell(LeaseDone([lease.number]))
+            self._client.send(LeaseDone([lease.number]))
 
     def quit(self, loader: int, epoch: int) -> None:
         if self._granted is not None and self._granted.loader == loader:
@@ -155,4 +155,4 @@ class LeaseClient:
         self._trained.discard(loader)
         self._forget(loader)
         with contextlib.suppress(TeamError):
-            self._client.tell(LeaveEpoch(loader, epoch))
+            self._client.send(LeaveEpoch(loader, epoch))

@@ -18,7 +18,6 @@ from paceline.parameters.optimizers import ELEMENTWISE, same_kind
 from paceline.parameters.reduction import CHUNK, Weights, combine_norms, weighted_sum
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
-from paceline.parameters.optimizers import same_kind
 from paceline.parameters.whole import WholeOptimizer
 from paceline.parameters.worker_table import WorkerTable
 from paceline.server.flags import SharedFlags

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,10 @@ class Options:
     scale_lr: str | None = None
     warmup: int = 0
     """In updates."""
-    servers: str = "1"
-    """The number of server processes, "lead" or "all" workers."""
-    corrections: Sequence[str] = ()
-    """For stale gradients."""
-    compress: str = "none"
-    """The encoding of pushed gradients."""
     loss: Callable[..., Any] | None = None
     """The script's loss function."""
     loaders: Sequence[DataLoader[Any]] = ()
     """The loaders that the model is trained with, before they are shared out."""
-    tensor_plan: Mapping[str, Any] | None = None
-    """How layers are split, by name or pattern; None if the plan is found from the model."""
-    sequence_parallel: bool = False
-    """True if activations between split layers are split along the sequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from paceline.cluster.process import is_stopped
 from paceline.cluster.servers import StartServers, start_servers
 from paceline.config import RunSpec, parse_servers
 from paceline.errors import UsageError
+from paceline.policies import Policy
 from paceline.relay.launch import open_relay
 from paceline.relay.messages import TransferLayout
 from paceline.server.process import serve_in_thread
-from paceline.strategies.base import Options, TrainerContext
+from paceline.strategies.base import TrainerContext
 from paceline.strategies.worker_memory import WorkerMemory
 
 _RELAY_ENDS = 5.0
@@ -28,10 +29,11 @@ _RELAY_ENDS = 5.0
 class LocalServers:
     """Server processes, a server thread and a relay, as far as this worker has started them."""
 
-    def __init__(self, options: Options, context: TrainerContext) -> None:
+    def __init__(self, context: TrainerContext, policy: Policy) -> None:
+        self._policy = policy
         self._members, self._launch, self._say = context.members, context.launch, context.say
         self._timeouts = context.members.barrier.timeouts
-        self.where = str(parse_servers(context.launch.servers or options.servers))
+        self.where = str(parse_servers(context.launch.servers or str(policy.servers)))
         """The number of server processes, "lead" or "all"."""
         self.relay_addresses: Sequence[str] = ()
         """Per machine, the address at which its workers reach the server, if there are several machines."""
@@ -61,12 +63,12 @@ class LocalServers:
             if rank == 0:
                 start_servers(self._launch, StartServers(0, address, patience, [], False, relay_addresses=relays))
             return
-        kind = type(optimizer)
-        if kind.__module__ == "__main__":
-            raise UsageError(
-                f"the optimizer {kind.__name__} is defined in the script itself, where a server process cannot find "
-                "it; move it to a module, or hold the parameters in the lead with --servers lead"
-            )
+        for what, kind in (("optimizer", type(optimizer)), ("policy", type(self._policy))):
+            if kind.__module__ == "__main__":
+                raise UsageError(
+                    f"the {what} {kind.__name__} is defined in the script itself, where a server process cannot find "
+                    "it; move it to a module, or hold the parameters in the lead with --servers lead"
+                )
         servers = spec.servers_on(self._members.machine)
         if self._members.local.rank == 0 and servers:
             paths = [path for path in sys.path if path]

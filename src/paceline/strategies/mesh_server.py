@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from paceline.config import Mesh
 from paceline.errors import TeamError, UsageError
 from paceline.events import Brought
-from paceline.policies import parse_policy
+from paceline.policies import Policy, parse_policy
 from paceline.server.client import ServerClient
 from paceline.server.flags import SharedFlags
 from paceline.server.messages import Freeze, SessionOpened
@@ -52,15 +52,15 @@ class MeshServerTrainer(ServerTrainer):
         assert isinstance(context.strategy, Mesh)
         check_server(optimizer, options)
         check_split(optimizer, options, str(context.strategy))
-        if (context.launch.compress or options.compress) not in ("none", "fp32"):
+        sync = parse_policy(context.strategy.sync)
+        if (context.launch.compress or sync.compress) not in ("none", "fp32"):
             raise UsageError("a replica of several workers writes its gradient in parts, which cannot be compressed")
         members = context.members
         self._coord = coord = MeshCoord(MeshShape.of(context.strategy), members.rank)
         self._split = split = SplitModel(model, optimizer, options, context, coord, lambda: self.version)
-        sync = parse_policy(context.strategy.sync)
         policy = sync.for_workers(range(coord.shape.data))
-        servers = LocalServers(options, context)
-        memory = self._lay_out(options, context, optimizer, servers, str(sync))
+        servers = LocalServers(context, sync)
+        memory = self._lay_out(options, context, optimizer, servers, sync)
         state = OptimizerState(optimizer, lambda: memory.shards, split.parts)
         if members.rank == 0:
             split.parts.fill(memory.versions.views(0))
@@ -92,7 +92,7 @@ class MeshServerTrainer(ServerTrainer):
     # -- setting up --------------------------------------------------------------------------------------------------
 
     def _lay_out(
-        self, options: Options, context: TrainerContext, optimizer: Optimizer, servers: LocalServers, sync: str
+        self, options: Options, context: TrainerContext, optimizer: Optimizer, servers: LocalServers, sync: Policy
     ) -> WorkerMemory:
         coord, parts = self._coord, self._split.parts
         spec = describe_run(
@@ -102,8 +102,8 @@ class MeshServerTrainer(ServerTrainer):
             (parts.named, parts.shadow),
             [range(coord.shape.data)],
             servers.where,
+            sync,
             capacity=coord.shape.data,
-            strategy=sync,
             replica=coord.shape.replica,
         )
         share = functools.partial(context.members.share, keep=True)
@@ -127,11 +127,8 @@ class MeshServerTrainer(ServerTrainer):
         if not coord.place:
             servers.start(spec, coord.replica, optimizer, address, spare=spare)
             first = ServerClient(address, coord.replica, spec.timeouts)
-            first.watch(SharedFlags(memory.run.flags, spec.capacity))
-            if members.rank == 0:
-                first.open_run(spec, memory.run, [])
-            else:
-                first.open()
+            first.attach(SharedFlags(memory.run.flags, spec.capacity))
+            first.open(spec, memory.run, [])
         client = ReplicaClient(first, self._split.barrier)
         client.wait_until_ready()
         members.barrier.wait(BarrierKind.ALLOCATE)
@@ -184,7 +181,7 @@ class MeshServerTrainer(ServerTrainer):
         if self._frozen or first is None:
             yield
             return
-        with self._until_thaw(first.call(Freeze(renew=False)), reload) as answer:
+        with self._until_thaw(first.call(Freeze(pull=False)), reload) as answer:
             self._memory.versions.pull(answer.buffer)
             try:
                 yield

@@ -16,7 +16,7 @@ from paceline.config import RunSpec, capacity
 from paceline.errors import Mismatch, ServerLost, TeamError
 from paceline.parameters.model_buffers import ModelBuffers
 from paceline.parameters.step_snapshot import StepSnapshot
-from paceline.policies import parse_policy
+from paceline.policies import Policy, parse_policy
 from paceline.server.client import ServerClient
 from paceline.server.flags import SharedFlags
 from paceline.server.messages import GradientReady, Proceed, SessionOpened
@@ -37,20 +37,21 @@ class ParameterServerTrainer(ServerTrainer):
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         check_server(optimizer, options)
-        members, servers = context.members, LocalServers(options, context)
+        members, policy = context.members, parse_policy(context.strategy)
+        servers = LocalServers(context, policy)
         self._joins = context.launch.joins
         """The address of the server of a run that has begun, which this worker joins."""
         trained, rest = split_parameters(model, optimizer)
         if self._joins is None:
             members.mirror([*rest, *model.buffers()])
         buffers = ModelBuffers([*rest, *model.buffers()])
-        spec = _describe(context, options, optimizer, trained, buffers, servers)
+        spec = _describe(context, options, optimizer, trained, buffers, servers, policy)
         if self._joins is None:
             run = _open_run(context, spec, optimizer, trained, buffers, servers)
         else:
             run = _join_run(context, spec, optimizer, trained, buffers, self._joins)
         self.size = run.memory.spec.workers
-        policy = parse_policy(context.strategy).for_workers(range(self.size))
+        policy = policy.for_workers(range(self.size))
         super().__init__(
             model,
             optimizer,
@@ -93,7 +94,7 @@ class ParameterServerTrainer(ServerTrainer):
     def _gradient_made(self, parameter: int) -> None:
         """During the backward pass, let the relay send a gradient that is complete."""
         if not self._accumulating:
-            self._client.tell(GradientReady([parameter]))
+            self._client.send(GradientReady([parameter]))
 
     def _update(self, unscale: float, found_inf: bool) -> None:
         self._check_cancelled()
@@ -151,7 +152,7 @@ class ParameterServerTrainer(ServerTrainer):
 
     def gather(self, payload: bytes, kind: BarrierKind) -> list[bytes] | None:
         """Over the server, since the number of workers may change."""
-        payloads = self._client.meet(kind, payload)
+        payloads = self._client.exchange(kind, payload)
         return [payloads.get(rank, b"") for rank in range(max(self.size, *(rank + 1 for rank in payloads)))]
 
     # -- state as plain torch knows it -------------------------------------------------------------------------------
@@ -213,6 +214,7 @@ def _describe(
     trained: Named,
     buffers: ModelBuffers,
     servers: LocalServers,
+    policy: Policy,
 ) -> RunSpec:
     launch = context.launch
     return describe_run(
@@ -222,11 +224,11 @@ def _describe(
         (trained, optimizer),
         context.members.machines,
         servers.where if launch.joins is None else "1",
+        policy,
         capacity=capacity(context.members.size),
-        strategy=str(context.strategy),
         elastic=launch.elastic,
         buffers=buffers.size,
-        compress=launch.compress or options.compress,
+        compress=launch.compress or policy.compress,
     )
 
 
@@ -262,13 +264,10 @@ def _open_run(
     servers.start(spec, members.rank, optimizer, coordinator if members.machine == 0 else address, spare=spare)
     client = ServerClient(address, members.rank, spec.timeouts)
     _attach(client, memory, buffers)
-    if members.rank == 0:
-        pids = [0] * members.size
-        for place, rank in enumerate(members.machines[members.machine]):
-            pids[rank] = members.local.barrier.pid(place)
-        client.open_run(spec, memory.run, pids)
-    else:
-        client.open()
+    pids = [0] * members.size
+    for place, rank in enumerate(members.machines[members.machine]):
+        pids[rank] = members.local.barrier.pid(place)
+    client.open(spec, memory.run, pids)
     client.wait_until_ready(functools.partial(_check_lead, members))
     memory.run.close_descriptors()
     return _Run(memory, client, state, SessionOpened(0, 0))
@@ -298,7 +297,7 @@ def _join_run(
 
 
 def _attach(client: ServerClient, memory: WorkerMemory, buffers: ModelBuffers) -> None:
-    client.watch(SharedFlags(memory.run.flags, memory.spec.capacity))
+    client.attach(SharedFlags(memory.run.flags, memory.spec.capacity))
     client.copy = functools.partial(buffers.write, memory.run.buffers)
 
 

@@ -21,7 +21,6 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline.config import parse_compression, parse_correction, parse_servers
 from paceline.errors import UsageError
 from paceline.events import Pull, Reduce, Wait
 from paceline.parameters.hyperparameters import RateScaling
@@ -132,11 +131,11 @@ class ServerTrainer(Trainer):
         answer: Proceed = self._client.call(message)
         self._adopt(answer)
         end = time.perf_counter()
-        if answer.on < 0:
+        if answer.waited_for < 0:
             self._exchange_seconds = end - sent
             self._recorder.add(Pull(self._rank, start, end - start, self._server_version))
         else:
-            self._recorder.add(Wait(self._rank, start, end - start, answer.on * memory.spec.replica))
+            self._recorder.add(Wait(self._rank, start, end - start, answer.waited_for * memory.spec.replica))
         self._stopwatch.restart(end)
         self.on_update()
         self._after_push(answer)
@@ -211,7 +210,7 @@ class ServerTrainer(Trainer):
             yield answer
         finally:
             self._frozen = False
-            self._client.tell(Thaw(reload))
+            self._client.send(Thaw(reload))
 
     @contextlib.contextmanager
     def _newest_frozen(self, reload: bool = False) -> Iterator[None]:
@@ -252,8 +251,4 @@ def check_server(optimizer: Optimizer, options: Options) -> None:
             f"gradients is {options.gradients!r}; with a parameter server the mean gradient is on the server only, "
             "so it must be 'local'"
         )
-    for spec in options.corrections:
-        parse_correction(spec)
-    parse_servers(options.servers)
-    parse_compression(options.compress)
     RateScaling(options.scale_lr, 1, options.warmup)  # checks its arguments

@@ -17,6 +17,7 @@ from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.parameters.whole import WholeOptimizer
 from paceline.parameters.worker_table import SLOT, WorkerTable
+from paceline.policies import Policy
 from paceline.server.memory import RunMemory
 from paceline.server.shard import describe_optimizer, describe_parameters, make_layout, memory_sizes
 from paceline.strategies.base import Options, TrainerContext
@@ -32,6 +33,7 @@ def describe_run(
     parameters: tuple[Named, Optimizer],
     machines: Sequence[Sequence[int]],
     servers: str,
+    policy: Policy,
     **fields: Any,
 ) -> RunSpec:
     """The spec of a run whose workers, or replicas, are on these machines.
@@ -45,7 +47,8 @@ def describe_run(
         folder=str(context.folder) if context.recorder.on else None,
         optimizer=describe_optimizer(optimizer),
         parameters=describe_parameters(*parameters),
-        corrections=tuple(context.launch.corrections or options.corrections),
+        strategy=str(policy),
+        corrections=tuple(context.launch.corrections or policy.corrections),
         scale_lr=options.scale_lr,
         warmup=options.warmup,
         **fields,
