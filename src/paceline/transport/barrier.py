@@ -1,8 +1,7 @@
-"""Barriers: all members come, each brings a note, everybody reads all notes.
+"""Barriers of the members on one machine: all wait for each other, each with a note that all read.
 
-A barrier is at once a barrier, a small all-gather, and the place where it shows that somebody is missing. Each
-barrier is one step that all take; notes lie in two alternating sets of slots, as nobody can come to barrier n+1 before
-all have read barrier n-1.
+A barrier is also a small all-gather, and finds members that are missing. Each barrier is one step of a `StepCounter`.
+Notes lie in two alternating sets of slots, as no member can be at barrier n+1 before all have read those of n-1.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _HEADER = struct.Struct("=qq")  # intent, length of the note
 
 
 class BarrierKind(IntEnum):
-    """What a member comes to a barrier for. All must come for the same, or be passive."""
+    """The purpose of a barrier. All members must come with the same kind, or passively."""
 
     PASSIVE = 0
     BARRIER = 1
@@ -53,7 +52,7 @@ _SPOKEN = {
 
 
 class Barrier(StepCounter):
-    """One member's chair at all barriers of a team."""
+    """One member's part in all barriers of a team."""
 
     CAPACITY = 1 << 20
     """The largest note in bytes. Pages of a slot that were never written cost nothing."""
@@ -68,13 +67,13 @@ class Barrier(StepCounter):
         self._payloads = [[slot[_HEADER.size :] for slot in slots] for slots in self._slots]
         self._carried: BarrierKind | None = None
         self.departed: set[int] = set()
-        """Who has left for good while this member had nothing more to do with them."""
+        """Members that have left, and that this one no longer needs."""
         self.spare = False
-        """Whether the others can go on when one is lost."""
+        """True if the others can go on when one is lost."""
         self.notes = self._payloads[0]
         """Everybody's note of the last barrier."""
         self.passive: list[bool] = [False] * size
-        """Who came to the last barrier only to help."""
+        """By rank, True if it was passive at the last barrier."""
 
     @classmethod
     def memory_size(cls, size: int) -> int:
@@ -86,10 +85,10 @@ class Barrier(StepCounter):
         return self._payloads[(self._count + 1) & 1][self.rank]
 
     def wait(self, intent: BarrierKind, length: int = 0) -> BarrierKind:
-        """Come to the next barrier and wait for all; returns what it was about.
+        """Waits for all members at the next barrier; returns its kind.
 
-        A passive member may find that the others came for something that it must do itself: it says so with
-        `carry`, and then its own next barrier of that kind is the one just held.
+        A passive member may find that the others are at a barrier which its own script will reach, too: it calls
+        `carry`, and its next barrier of that kind is the one just held.
         """
         if self._carried is not None:
             carried, self._carried = self._carried, None
@@ -113,7 +112,7 @@ class Barrier(StepCounter):
         return self._agree(intent, slots)
 
     def excused(self, peer: int, topic: Topic) -> bool:
-        """An epoch may well end with somebody's script: nothing is asked of it any more."""
+        """True if `peer` is not needed: its script may end with the epoch."""
         excused = self.gone(peer) is not None if self.spare else topic is BarrierKind.PASSIVE and self.has_left(peer)
         if excused:
             self.departed.add(peer)
@@ -124,7 +123,7 @@ class Barrier(StepCounter):
         self._carried = intent
 
     def length(self, rank: int) -> int:
-        """The length of `rank`'s note at the last barrier; 0 of somebody who was not there."""
+        """The length of `rank`'s note at the last barrier; 0 if it did not take part."""
         if rank in self.departed:
             return 0
         return int(_HEADER.unpack_from(self._slots[self._count & 1][rank])[1])

@@ -1,4 +1,4 @@
-"""A channel: one member's way to send tensors to each of the others. Algorithms know this and nothing else.
+"""Channels, on which one member sends tensors to each of the others: all that collective algorithms know.
 
 Between two members messages arrive in the order in which they were sent. `InMemoryChannel` is the in-process double:
 members are threads, nothing leaves the process, and a clock that nobody waits for says how long it would have taken on
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class PendingSend(Protocol):
-    """A message on its way."""
+    """A message that is being sent."""
 
     def wait(self) -> object:
-        """Until the tensor may be changed again."""
+        """Waits until the tensor may be changed again."""
 
 
 class Channel(Protocol):
@@ -39,14 +39,14 @@ class Channel(Protocol):
     size: int
 
     def send(self, peer: int, tensor: torch.Tensor) -> PendingSend:
-        """Begin to send; does not wait for the peer."""
+        """Begins to send; does not wait for the peer."""
 
     def receive(self, peer: int, tensor: torch.Tensor) -> None:
-        """Wait for the next message from `peer`, and put it into `tensor`."""
+        """Receives the next message from `peer` into `tensor`."""
 
 
 class CountingChannel:
-    """A channel that counts what goes through it; `told` hears of each message, once it is sent or received."""
+    """A channel that counts its messages; `told` is called for each, once it is sent or received."""
 
     def __init__(self, channel: Channel, told: Callable[[str, int, int, float], None] | None = None) -> None:
         self.rank, self.size = channel.rank, channel.size

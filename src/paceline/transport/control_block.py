@@ -1,7 +1,7 @@
-"""A board on which the members of a group write before each step, and which all read after it.
+"""A block of shared memory that members of a group write before each step, and that all read after it.
 
-A member has two places on it, used in turns: a row of numbers that say what it does and offers, and a slot for data
-that is small enough to be copied there.
+Each member has two places in it, used in turns: a row of numbers that describe its operation, and a slot for data small
+enough to be copied there.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from paceline.transport.step_counter import StepCounter, Topic
 
 
 class ControlBlock(StepCounter):
-    """One member's view of the board."""
+    """One member's view of the block."""
 
     SLOT = 128 * 1024
-    """Bytes that fit into a slot. Larger data is quicker read where it lies."""
+    """Bytes of a slot. Larger data is faster to read where it lies."""
 
     def __init__(self, memory: Memory, rank: int, size: int, timeouts: Timeouts, say: Callable[[str], None]) -> None:
         super().__init__(memory, rank, size, timeouts, say)
@@ -32,7 +32,7 @@ class ControlBlock(StepCounter):
         self._slots_start = start + 2 * size * row
         self._memory = memory
         self.rows = self._rows[0]
-        """Everybody's numbers of the last step."""
+        """The numbers of all members at the last step."""
 
     @classmethod
     def memory_size(cls, size: int) -> int:
@@ -40,12 +40,12 @@ class ControlBlock(StepCounter):
 
     @property
     def turn(self) -> int:
-        """Which of the two places is this member's for the next step."""
+        """The index of this member's place for the next step."""
         return (self._count + 1) & 1
 
     @property
     def row(self) -> memoryview:
-        """Where to write this member's numbers for the next step."""
+        """This member's numbers for the next step, to be written."""
         return self._rows[(self._count + 1) & 1][self.rank]
 
     def slot(self, turn: int, rank: int, count: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
@@ -53,7 +53,7 @@ class ControlBlock(StepCounter):
         return self._memory.tensor(self._slots_start + self.SLOT * (turn * self.size + rank) + offset, count, dtype)
 
     def agree(self, signature: int, topic: Topic, spin: bool) -> bool:
-        """Take the next step with a number; whether all others came with the same. Then `rows` is what all wrote."""
+        """Takes the next step with a number; True if all others came with the same. `rows` then has all rows."""
         rows = self.rows = self._rows[(self._count + 1) & 1]
         rows[self.rank][0] = signature
         self.come(topic, spin)
@@ -63,9 +63,9 @@ class ControlBlock(StepCounter):
         return True
 
     def finish(self, topic: Topic, spin: bool = True) -> None:
-        """Take the last step of something in which members looked at each other's memory.
+        """Takes the last step of an operation in which members read each other's memory.
 
-        Who has given up may have used its memory for something else by the time that others looked at it.
+        A member that gave up may have reused its memory before others read it.
         """
         self.come(topic, spin)
         for rank in self._peers:

@@ -1,12 +1,12 @@
-"""Barriers of an elastic team that is spread over machines: all members bring their notes to rank 0.
+"""Barriers of an elastic team over machines: all members send their notes to rank 0.
 
     rank 1 ── note ──►╮                                   ╭── all notes ──► rank 1
     rank 2 ── note ──►├ rank 0: who has come, who is gone ┼── all notes ──► rank 2
     rank 3 ── note ──►╯                                   ╰── all notes ──► rank 3
 
-Every member has a connection of its own, so the death of one is seen by its end, whoever it was on its machine. One
-decides who is gone, so all who are left know the same, and a part of the team that is cut off can not go on by itself.
-That one is rank 0: without it the run ends.
+Every member has a connection of its own, so the death of any member is seen by its end. Rank 0 alone decides who is
+gone, so all who are left agree, and a part of the team that is cut off cannot go on by itself. Without rank 0 the run
+ends.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import msgspec
 
 from paceline.errors import TeamError, TeamTimeout, WorkerLost
 from paceline.transport.barrier import Barrier, BarrierKind
-from paceline.transport.machines_barrier import FRAME, RANK, SLOT, Failure, MachinesBarrier
+from paceline.transport.barrier_frames import SLOT, Failure, Note, pack_notes, unpack_notes
+from paceline.transport.machines_barrier import MachinesBarrier
 from paceline.transport.memory import Memory
 from paceline.transport.peer_connections import FrameKind, PeerConnection, PeerConnections
 
 _SLICE = 0.1
 _DIED, _LEFT = 1, 2
-"""How one has departed."""
+"""How a member has departed."""
 
 
 class ElasticBarrier(MachinesBarrier):
-    """One member's chair at the barriers of an elastic team over machines."""
+    """One member's part in the barriers of an elastic team over machines."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class ElasticBarrier(MachinesBarrier):
         memory.close_descriptor()
         self._star = connections
         self._left: set[int] = set()
-        """Of those who have departed, whose scripts have ended."""
+        """Departed members whose scripts have ended."""
 
     # -- as Barrier has it -------------------------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ class ElasticBarrier(MachinesBarrier):
 
     def fail(self, reason: str) -> None:
         self._local.fail(reason)
-        self._shout(TeamError(f"rank {self.rank} gave up ({reason})", [self.rank]))
+        self._send_failure(TeamError(f"rank {self.rank} gave up ({reason})", [self.rank]))
 
     def has_left(self, rank: int) -> bool:
         return rank in self._left or (rank in self._star.connections and self._star.connections[rank].left)
@@ -76,42 +77,39 @@ class ElasticBarrier(MachinesBarrier):
         self._refuse_departed(intent)
         slots = self._bring(intent, length, trouble)
         if self.rank:
-            if not self._attend(intent):
+            if not self._exchange_with_first(intent):
                 return self._without_lead(intent)
         else:
             try:
-                self._preside(intent)
+                self._collect_notes(intent)
             except TeamError as error:
-                self._shout(error)
+                self._send_failure(error)
                 raise
         if self.idle is not None:
             self.idle()
         self.notes = self._payloads[self._count & 1]
         return self._agree(intent, slots)
 
-    def _shout(self, error: TeamError) -> None:
+    def _send_failure(self, error: TeamError) -> None:
         self._star.send_all(FrameKind.FAILURE, msgspec.msgpack.encode(Failure.of(error)))
         self._star.settle(1.0)
 
-    # -- one member's part -------------------------------------------------------------------------------------------
+    # -- other members' part -----------------------------------------------------------------------------------------
 
-    def _attend(self, topic: BarrierKind) -> bool:
-        """Bring a note, and wait for all of them; False if rank 0 has left and nothing is asked of it any more."""
+    def _exchange_with_first(self, topic: BarrierKind) -> bool:
+        """Sends a note, and waits for all of them; False if rank 0 has left at the end of an epoch."""
         connection = self._star.connections[0]
-        slot = self._slots[self._count & 1][self.rank]
-        intent, length, _ = SLOT.unpack_from(slot)
-        head = FRAME.pack(self._count, self.rank, 1) + RANK.pack(self.rank, intent, length, 0)
-        connection.send(FrameKind.NOTES, head, slot[SLOT.size : SLOT.size + length])
+        slots = self._slots[self._count & 1]
+        connection.send(FrameKind.NOTES, *pack_notes(self._count, self.rank, [self.rank], slots, {}))
         start = time.monotonic()
-        # Rank 0 waits as long for the others, and then goes on without those who are late, or says who they are.
+        # Rank 0 waits as long for the others, and then goes on without those that are late, or names them.
         limit = self._timeouts.barrier + 2 * self._grace
         while True:
             while connection.frames:
                 kind, payload = connection.frames.popleft()
                 if kind is FrameKind.FAILURE:
                     raise msgspec.msgpack.decode(payload, type=Failure).error()
-                if kind is FrameKind.TABLE and FRAME.unpack_from(payload)[0] == self._count:
-                    self._read_table(payload)
+                if kind is FrameKind.TABLE and self._read_table(payload):
                     return True
             if connection.left and topic is BarrierKind.PASSIVE:
                 return False
@@ -135,25 +133,33 @@ class ElasticBarrier(MachinesBarrier):
                 )
             self._star.move(_SLICE)
 
-    def _read_table(self, payload: memoryview) -> None:
-        _, self.last, count = FRAME.unpack_from(payload)
-        offset = FRAME.size
-        for _ in range(count):
-            rank, intent, length, departed = RANK.unpack_from(payload, offset)
-            offset += RANK.size
-            if departed:
-                self.departed.add(rank)
-            if departed == _LEFT:
-                self._left.add(rank)
-            slot = self._slots[self._count & 1][rank]
-            SLOT.pack_into(slot, 0, intent, length, departed)
-            slot[SLOT.size : SLOT.size + length] = payload[offset : offset + length]
-            offset += length
+    def _read_table(self, payload: memoryview) -> bool:
+        """Writes the notes of all into their slots; False if they are of another barrier."""
+        number, last, notes = self._unpacked(0, payload)
+        if number != self._count:
+            return False
+        self.last = last
+        for note in notes:
+            if note.departed:
+                self.departed.add(note.rank)
+            if note.departed == _LEFT:
+                self._left.add(note.rank)
+            note.write(self._slots[self._count & 1][note.rank])
+        return True
+
+    def _unpacked(self, sender: int, payload: memoryview) -> tuple[int, int, list[Note]]:
+        try:
+            number, last, notes = unpack_notes(payload, self.CAPACITY)
+        except ValueError:
+            notes = []
+        if not notes or any(not 0 <= note.rank < self.size for note in notes):
+            raise TeamError(f"what came from {self.where(sender)} is not a frame of this team", [sender])
+        return number, last, notes
 
     # -- rank 0's part -----------------------------------------------------------------------------------------------
 
-    def _preside(self, topic: BarrierKind) -> None:
-        """Wait for everybody's note, or end, and give all notes to all."""
+    def _collect_notes(self, topic: BarrierKind) -> None:
+        """Waits for the note or the end of every member, and sends all notes to all."""
         waiting = {rank: connection for rank, connection in self._star.connections.items() if rank not in self.departed}
         start, notice = time.monotonic(), self._timeouts.notice
         self.last = 0
@@ -177,14 +183,16 @@ class ElasticBarrier(MachinesBarrier):
                 notice *= 2
             self._star.move(_SLICE)
             waited = time.monotonic() - start
-        table = self._table()
+        departed = {rank: _LEFT if rank in self._left else _DIED for rank in self.departed}
+        slots = self._slots[self._count & 1]
+        table = b"".join(pack_notes(self._count, self.last, range(self.size), slots, departed))
         for rank, connection in self._star.connections.items():
             if rank not in self.departed:
-                connection.send(FrameKind.TABLE, *table)
+                connection.send(FrameKind.TABLE, table)
         self._star.settle(self._timeouts.barrier)
 
     def _came(self, rank: int, connection: PeerConnection, topic: BarrierKind) -> bool:
-        """Whether a member's note is here, or it is known that none will come."""
+        """True if a member's note is here, or none will come."""
         while connection.frames:
             kind, payload = connection.frames.popleft()
             if kind is FrameKind.FAILURE:
@@ -203,19 +211,15 @@ class ElasticBarrier(MachinesBarrier):
         return True
 
     def _take_note(self, rank: int, payload: memoryview) -> None:
-        count = FRAME.unpack_from(payload)[0]
-        sender, intent, length, _ = RANK.unpack_from(payload, FRAME.size)
-        start = FRAME.size + RANK.size
-        if sender != rank or length != len(payload) - start or length > self.CAPACITY:
+        number, _, (note, *_) = self._unpacked(rank, payload)
+        if note.rank != rank:
             raise TeamError(f"what came from {self.where(rank)} is not a frame of this team", [rank])
-        if count != self._count:
-            raise TeamError(f"{self.where(rank)} is at barrier {count}, rank 0 at {self._count}", [rank])
-        slot = self._slots[self._count & 1][rank]
-        SLOT.pack_into(slot, 0, intent, length, 0)
-        slot[SLOT.size : SLOT.size + length] = payload[start:]
+        if number != self._count:
+            raise TeamError(f"{self.where(rank)} is at barrier {number}, rank 0 at {self._count}", [rank])
+        note.write(self._slots[self._count & 1][rank])
 
     def _give_up(self, late: list[int], waited: float, topic: BarrierKind) -> None:
-        """These have not come in time, and are not known to be dead: their machines may be cut off."""
+        """Gives up members that have not come in time: their machines may be cut off."""
         who = self._called(late)
         if not self._spare:
             raise TeamTimeout(
@@ -233,15 +237,6 @@ class ElasticBarrier(MachinesBarrier):
         if how == _LEFT:
             self._left.add(rank)
         SLOT.pack_into(self._slots[self._count & 1][rank], 0, 0, 0, how)
-
-    def _table(self) -> list[bytes | memoryview]:
-        parts: list[bytes | memoryview] = [FRAME.pack(self._count, self.last, self.size)]
-        for rank, slot in enumerate(self._slots[self._count & 1]):
-            intent, length, departed = SLOT.unpack_from(slot)
-            if rank in self.departed:
-                intent, length, departed = 0, 0, _LEFT if rank in self._left else _DIED
-            parts += [RANK.pack(rank, intent, length, departed), slot[SLOT.size : SLOT.size + length]]
-        return parts
 
     def _called(self, ranks: list[int]) -> str:
         return " and ".join(self.where(rank) for rank in sorted(ranks))

@@ -1,7 +1,7 @@
-"""Sleeping until a word of shared memory changes: Linux's futex, which Python does not offer.
+"""Futexes: sleeping until a word of shared memory changes, by Linux's system call, which Python does not offer.
 
 A word has one writer, so no atomic arithmetic is needed: the kernel itself compares the word with the value that the
-sleeper saw, and a change between looking and sleeping can not be missed.
+sleeper saw, so a change between looking and sleeping cannot be missed.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class FutexArray:
         self._call = ctypes.PyDLL(None).syscall  # keeps it: waking takes well under a microsecond
 
     def write(self, index: int, value: int) -> None:
-        """Set a word and wake whoever sleeps on it."""
+        """Sets a word and wakes its sleepers."""
         self.values[index * self.step] = value
         self._call(self._number, self._addresses[index], _WAKE, _EVERYBODY)
 
     def stamp(self, index: int, moment: float) -> None:
-        """Note beside a word when it is changed; before it is."""
+        """Records the time of a change beside a word, before the change."""
         self._moments[index * self.STRIDE // 8 + 1] = moment
 
     def stamped(self, index: int) -> float:
-        """When a word was last changed."""
+        """The time of a word's last change."""
         return float(self._moments[index * self.STRIDE // 8 + 1])
 
     def sleep(self, index: int, seen: int, seconds: float) -> None:
-        """Sleep while the word still is `seen`, at most so long. May return early; look again."""
+        """Sleeps while the word is `seen`, at most so many seconds. May return early: look again."""
         whole = int(seconds)
         limit = _Timespec(whole, int((seconds - whole) * 1e9))
         self._sleep(self._number, self._addresses[index], _WAIT, ctypes.c_long(seen), ctypes.byref(limit))

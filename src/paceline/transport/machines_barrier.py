@@ -2,13 +2,13 @@
 
     machine 0                          machine 1
     rank 0   rank 1                    rank 2   rank 3
-       ╰── meet ──╯                       ╰── meet ──╯         in shared memory
+       ╰─ barrier ╯                       ╰─ barrier ╯         in shared memory
           lead ───────── notes ───────────── lead              over the connection, each way
-       ╭── meet ──╮                       ╭── meet ──╮         and now all see all notes
+       ╭─ barrier ╮                       ╭─ barrier ╮         and now all see all notes
     rank 0   rank 1                    rank 2   rank 3
 
-A worker that dies is missed by those of its machine, and their lead tells the other machines. Of a lead that dies the
-connection is closed. Whoever finds out that something is wrong tells all, so that all fail for the same reason.
+A worker that dies is noticed on its machine, and the machine's lead tells the others. A lead that dies closes its
+connections. A member that finds an error sends it to all, so that all fail for the same reason.
 """
 
 from __future__ import annotations
@@ -19,43 +19,23 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from paceline import errors
 from paceline.config import Timeouts
 from paceline.errors import Mismatch, TeamError, TeamTimeout, WorkerLost, names
 from paceline.transport.barrier import Barrier, BarrierKind
+from paceline.transport.barrier_frames import SLOT, Failure, pack_notes, unpack_notes
 from paceline.transport.memory import Memory
 from paceline.transport.peer_connections import FrameKind, PeerConnections
 from paceline.transport.step_counter import Watch
 
-SLOT = struct.Struct("=qqq")  # intent, length of the note, whether its writer has departed
 _STATE = struct.Struct("=qqq")  # bytes of a failure, who came last, number of the barrier
-RANK = struct.Struct("!qqqq")  # rank, intent, length, whether it has departed
-FRAME = struct.Struct("!qqq")  # number of the barrier, who came last, how many ranks
 _TROUBLE = -1
-"""The intent of a member that brings an error."""
+"""The intent of a member that has an error for all."""
 _PAGE = 4096
 _SLICE = 0.1
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """An error on its way to the others."""
-
-    kind: str
-    message: str
-    ranks: list[int]
-
-    @classmethod
-    def of(cls, error: TeamError) -> Failure:
-        return cls(type(error).__name__, str(error)[:2000], list(error.ranks))
-
-    def error(self) -> TeamError:
-        kind = getattr(errors, self.kind, TeamError)
-        proper = isinstance(kind, type) and issubclass(kind, TeamError)
-        return (kind if proper else TeamError)(self.message, self.ranks)
-
-
 class MachinesBarrier:
-    """One member's chair at the barriers of a team that is on several machines; does what `Barrier` does on one."""
+    """One member's part in the barriers of a team on several machines; has the interface of `Barrier`."""
 
     CAPACITY = Barrier.CAPACITY
 
@@ -69,7 +49,7 @@ class MachinesBarrier:
         connections: PeerConnections | None,
         say: Callable[[str], None],
     ) -> None:
-        """memory: shared by the members of this machine, zeroed. connections: the lead's."""
+        """memory: shared by the members of this machine, zeroed. connections: of a lead; None for others."""
         self.rank, self.size = rank, sum(map(len, machines))
         self.ranks: Sequence[int] = range(self.size)
         self._local, self._connections, self._say = local, connections, say
@@ -91,9 +71,9 @@ class MachinesBarrier:
         self.notes = self._payloads[0]
         """Everybody's note of the last barrier."""
         self.passive = [False] * self.size
-        """Who came to the last barrier only to help."""
+        """By rank, True if it was passive at the last barrier."""
         self.last = rank
-        """Who came last to the last barrier, as far as is known."""
+        """The rank that came last to the last barrier, as far as is known."""
         self.idle: Callable[[], None] | None = None
         """Called by the lead at every barrier."""
 
@@ -121,7 +101,7 @@ class MachinesBarrier:
 
     @property
     def spare(self) -> bool:
-        """Whether the others can go on when one is lost."""
+        """True if the others can go on when one is lost."""
         return self._spare
 
     @spare.setter
@@ -142,7 +122,7 @@ class MachinesBarrier:
         return self._payloads[(self._count + 1) & 1][self.rank]
 
     def length(self, rank: int) -> int:
-        """The length of `rank`'s note at the last barrier; 0 of somebody who was not there."""
+        """The length of `rank`'s note at the last barrier; 0 if it did not take part."""
         if rank in self.departed:
             return 0
         return int(SLOT.unpack_from(self._slots[self._count & 1][rank])[1])
@@ -160,7 +140,7 @@ class MachinesBarrier:
             self._connections.send_all(FrameKind.BYE)
 
     def fail(self, reason: str) -> None:
-        """Tell the others that this member gave up in the middle."""
+        """Tells the others that this member has given up."""
         self._local.fail(reason)
         if self._connections is not None:
             self._tell(TeamError(f"rank {self.rank} gave up ({reason})", [self.rank]))
@@ -196,9 +176,9 @@ class MachinesBarrier:
     # -- barrier -----------------------------------------------------------------------------------------------------
 
     def wait(self, intent: BarrierKind, length: int = 0, trouble: TeamError | None = None) -> BarrierKind:
-        """Come to the next barrier and wait for all; returns what it was about.
+        """Waits for all members at the next barrier; returns its kind.
 
-        trouble: something that this member found out on its way here, and that all should know: they all raise it.
+        trouble: an error of this member, which all members raise.
         """
         if self._was_carried(intent):
             return intent
@@ -225,7 +205,7 @@ class MachinesBarrier:
         return self._agree(intent, slots)
 
     def _was_carried(self, intent: BarrierKind) -> bool:
-        """Whether the last barrier counts as this one."""
+        """True if the last barrier counts as this one."""
         if self._carried is None:
             return False
         carried, self._carried = self._carried, None
@@ -237,7 +217,7 @@ class MachinesBarrier:
         return True
 
     def _bring(self, intent: BarrierKind, length: int, trouble: TeamError | None) -> list[memoryview]:
-        """Begin the next barrier with what this member brings; returns everybody's places for it."""
+        """Begins the next barrier with this member's note; returns the slots of all members."""
         self._count += 1
         slots = self._slots[self._count & 1]
         if trouble is not None:
@@ -270,7 +250,7 @@ class MachinesBarrier:
             self._connections.settle(1.0)
 
     def _wait_for_lead(self, intent: BarrierKind) -> None:
-        """The second step. The lead waits for others there, and speaks of it, so it is given more time than it has."""
+        """The second step on this machine; longer than the timeout, as the lead waits for others and reports them."""
         timeouts = self._timeouts
         self._local.timeouts = msgspec.structs.replace(timeouts, barrier=timeouts.barrier + 2 * self._grace, notice=1e9)
         try:
@@ -282,17 +262,17 @@ class MachinesBarrier:
 
     @property
     def _grace(self) -> float:
-        """Whoever is closer to the one that is missed shall speak first."""
+        """Extra seconds, so that the member closest to a missing one reports it first."""
         return 0.5 + 0.1 * min(self._timeouts.barrier, 15.0)
 
     def _without_lead(self, intent: BarrierKind) -> BarrierKind:
-        """The lead's script has ended, and this one's epoch: nothing is asked of anybody any more."""
+        """The barrier after the lead's script has ended: nothing is left to do at the end of this epoch."""
         self.departed.update(rank for rank in range(self.size) if rank != self.rank)
         self.passive = [True] * self.size
         return intent
 
     def _topic(self, slots: list[memoryview]) -> BarrierKind:
-        """What the members of this machine came for."""
+        """The kind of barrier that the members of this machine are at."""
         found = [SLOT.unpack_from(slots[rank])[0] for rank in self._here if rank not in self.departed]
         return BarrierKind(max([intent for intent in found if intent > 0], default=0))
 
@@ -320,7 +300,7 @@ class MachinesBarrier:
                 [rank],
             )
         if troubles:
-            # Who lost a connection knows more than who only waited.
+            # A member that lost a connection knows more than one that only waited.
             raise min(troubles, key=lambda error: not isinstance(error, WorkerLost))
         if topic is not BarrierKind.PASSIVE:
             self._refuse_departed(topic)
@@ -329,12 +309,14 @@ class MachinesBarrier:
     # -- the lead's part ---------------------------------------------------------------------------------------------
 
     def _exchange(self, topic: BarrierKind) -> None:
-        """Give this machine's notes to the others, and write theirs where the members here find them."""
+        """Sends this machine's notes to the others, and writes theirs into this machine's memory."""
         assert self._connections is not None
         last = -1
         failure: TeamError | None = None
         try:
-            self._connections.send_all(FrameKind.NOTES, *self._bundle())
+            departed = dict.fromkeys(self.departed, 1)
+            notes = pack_notes(self._count, self.last, self._here, self._slots[self._count & 1], departed)
+            self._connections.send_all(FrameKind.NOTES, *notes)
             last = self._collect(topic)
         except TeamError as error:
             failure = error
@@ -345,17 +327,8 @@ class MachinesBarrier:
         self._state[_STATE.size : _STATE.size + len(text)] = text
         _STATE.pack_into(self._state, 0, len(text), last, self._count)
 
-    def _bundle(self) -> list[bytes | memoryview]:
-        parts: list[bytes | memoryview] = [FRAME.pack(self._count, self.last, len(self._here))]
-        for rank in self._here:
-            departed = rank in self.departed
-            slot = self._slots[self._count & 1][rank]
-            intent, length = (0, 0) if departed else SLOT.unpack_from(slot)[:2]
-            parts += [RANK.pack(rank, intent, length, departed), slot[SLOT.size : SLOT.size + length]]
-        return parts
-
     def _collect(self, topic: BarrierKind) -> int:
-        """Wait for the notes of all other machines; returns who came last, or -1 if that was somebody here."""
+        """Waits for the notes of all other machines; returns the rank that came last, -1 if it is on this machine."""
         assert self._connections is not None
         waiting = {number for number in self._connections.connections if self._machines[number][0] not in self.departed}
         last, waited_for = -1, False
@@ -370,7 +343,7 @@ class MachinesBarrier:
                     last = came if waited_for else last
             behind = {
                 number for number, connection in self._connections.connections.items() if connection.pending
-            }  # who have not read ours yet
+            }  # machines that have not read ours yet
             if not waiting and not behind:
                 return last
             waited_for = waited_for or bool(waiting)
@@ -396,7 +369,7 @@ class MachinesBarrier:
         return " and ".join(f"{names(self._machines[number])} on {self._hosts[number]}" for number in sorted(machines))
 
     def _take(self, number: int, topic: BarrierKind) -> int | None:
-        """The notes of a machine, if they have come: who came last there."""
+        """Takes the notes of a machine, if they have come; returns the rank that came last there."""
         assert self._connections is not None
         connection = self._connections.connections[number]
         while connection.frames:
@@ -419,17 +392,15 @@ class MachinesBarrier:
         return None
 
     def _unpack(self, number: int, payload: memoryview) -> int:
-        count, last, ranks = FRAME.unpack_from(payload)
+        """Writes a machine's notes into their slots; returns the rank that came last there."""
+        try:
+            count, last, notes = unpack_notes(payload, self.CAPACITY)
+        except ValueError:
+            notes = []
+        if not notes or any(note.rank not in self._machines[number] for note in notes):
+            raise TeamError(f"what came from {self._hosts[number]} is not a frame of this team")
         if count != self._count:
             raise TeamError(f"{self._hosts[number]} is at barrier {count}, this machine at {self._count}")
-        offset = FRAME.size
-        for _ in range(ranks):
-            rank, intent, length, departed = RANK.unpack_from(payload, offset)
-            offset += RANK.size
-            if rank not in self._machines[number] or not 0 <= length <= self.CAPACITY:
-                raise TeamError(f"what came from {self._hosts[number]} is not a frame of this team")
-            slot = self._slots[self._count & 1][rank]
-            SLOT.pack_into(slot, 0, intent, length, departed)
-            slot[SLOT.size : SLOT.size + length] = payload[offset : offset + length]
-            offset += length
-        return int(last)
+        for note in notes:
+            note.write(self._slots[self._count & 1][note.rank])
+        return last

@@ -1,7 +1,7 @@
-"""Memory that several processes of one machine share, and that has no name.
+"""Shared memory without a name, for processes of one machine.
 
 A named segment in /dev/shm outlives a process that is killed before it cleans up, and is limited by the size of that
-file system (64 MB in many containers). A memfd is neither: it lives exactly as long as somebody maps it. Another
+file system (64 MB in many containers). A memfd is neither: it lives exactly as long as a process maps it. Another
 process of the same user reaches it through `/proc/<pid>/fd/<n>`, or inherits the descriptor.
 """
 
@@ -32,7 +32,7 @@ class Memory:
 
     @classmethod
     def create(cls, size: int) -> Memory:
-        """New zeroed memory. Pages are taken from the system when they are first written, not before."""
+        """New zeroed memory. The system provides its pages when they are first written."""
         descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
         size = max(_PAGE, -(-size // _PAGE) * _PAGE)
         os.ftruncate(descriptor, size)
@@ -45,13 +45,13 @@ class Memory:
 
     @classmethod
     def of(cls, pid: int, descriptor: int) -> Memory:
-        """The memory that another process of this machine made."""
+        """The memory of another process of this machine."""
         with Path(f"/proc/{pid}/fd/{descriptor}").open("r+b", buffering=0) as file:
             own = os.dup(file.fileno())
         return cls(own, os.fstat(own).st_size)
 
     def close_descriptor(self) -> None:
-        """Nobody else needs to open it any more; what is mapped stays."""
+        """Closes the descriptor, once no other process has to open it; the mapping stays."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -28,13 +28,13 @@ class View(Protocol):
     """The bytes of a tensor that another process has exposed."""
 
     def read(self, offset: int, into: torch.Tensor) -> torch.Tensor:
-        """So many bytes as `into` has, from there on: in `into`, or where they are, if that can be seen from here."""
+        """Reads as many bytes as `into` has: returns `into`, or a view of them where they lie, if they are mapped."""
 
     def copy(self, offset: int, into: torch.Tensor) -> None:
-        """So many bytes as `into` has, in `into` for certain."""
+        """Copies as many bytes as `into` has into it."""
 
     def write(self, offset: int, source: torch.Tensor) -> None:
-        """Put these bytes there."""
+        """Writes these bytes there."""
 
 
 class PrivateView:
@@ -99,12 +99,12 @@ class PeerMemory:
         self._pids = pids
         self._mapped = segments.Mapped()
         self.private = False
-        """Whether private memory may be exposed: all members must be able to reach it."""
+        """True if private memory may be exposed: all members can reach it."""
         self._spare: list[torch.Tensor] = []
         self._used: list[torch.Tensor] = []
 
     def permit(self, addresses: list[int], magic: int) -> bool:
-        """Try to read a number that every member has put at an address; says whether that worked for all."""
+        """Reads a number that every member has put at an address; True if that worked for all."""
         try:
             for rank, (pid, address) in enumerate(zip(self._pids, addresses, strict=True)):
                 seen = PrivateView(rank, pid, address).read(0, torch.empty(1, dtype=torch.int64))
@@ -115,10 +115,10 @@ class PeerMemory:
         return True
 
     def expose(self, tensor: torch.Tensor, keep: bool = True) -> tuple[torch.Tensor, tuple[int, int, int]]:
-        """Make a contiguous tensor reachable; returns the tensor that the others see, and where they find it.
+        """Makes a contiguous tensor reachable; returns the tensor that the others see, and its place.
 
-        Where nothing else works that is a copy, of its content if `keep`: whoever exposed it copies back what it needs,
-        and then calls `release`.
+        Where private memory cannot be reached that is a copy in shared memory, with its content if `keep`; the caller
+        copies back what it needs, and then calls `release`.
         """
         segment = segments.find(tensor)
         if segment is None and self.private:
@@ -132,9 +132,9 @@ class PeerMemory:
         return tensor, (segment.number, segment.descriptor, tensor.data_ptr() - segment.start)
 
     def release(self) -> None:
-        """Nobody looks at what was exposed any more."""
+        """Releases what was exposed, once no other member reads it."""
         if self._used:
-            self._spare, self._used = self._used, []  # what was not used this time is given back
+            self._spare, self._used = self._used, []  # memory that was not used this time is freed
 
     def _scratch(self, size: int) -> torch.Tensor:
         for box in self._spare:
@@ -147,7 +147,7 @@ class PeerMemory:
         return box
 
     def view(self, rank: int, where: tuple[int, int, int]) -> View:
-        """What `rank` has exposed there."""
+        """The bytes that `rank` has exposed there."""
         number, descriptor, place = where
         if number == 0:
             return PrivateView(rank, self._pids[rank], place)
@@ -159,7 +159,7 @@ class PeerMemory:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same contiguous memory as a flat tensor of bytes."""
-    # One element counts as contiguous whatever its stride, but is not seen as bytes then.
+    # One element counts as contiguous whatever its stride, but then has no view as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

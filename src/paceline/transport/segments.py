@@ -1,4 +1,4 @@
-"""Tensors that lie in shared memory, so that other processes of this machine can map them instead of copying them."""
+"""Tensors in shared memory, which other processes of this machine map instead of copying them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from paceline.transport.memory import Memory
 
 _HEADER = mmap.PAGESIZE
-"""The first page of a segment: a byte that tells whether its owner has let it go."""
+"""Bytes of a segment's first page, in which a byte is set once its owner has released it."""
 _numbers = itertools.count(1)
 _lock = threading.Lock()
 _starts: list[int] = []
@@ -27,7 +27,7 @@ _released: deque[Segment] = deque()
 
 
 class Segment(NamedTuple):
-    """Where a tensor's memory is, in words that another process understands."""
+    """The place of a tensor's memory, valid in other processes, too."""
 
     number: int
     """Never used twice by one process."""
@@ -51,12 +51,12 @@ def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         _segments[segment.start] = segment
     # The map lives exactly as long as a tensor on it, since only tensors refer to it.
     weakref.finalize(memory.map, _release, segment, os.getpid())
-    memory.descriptor = -1  # kept open for those who have yet to map it
+    memory.descriptor = -1  # kept open for processes that map it later
     return flat.view(shape)
 
 
 def find(tensor: torch.Tensor) -> Segment | None:
-    """The segment that this contiguous tensor lies in, if it lies in one."""
+    """The segment of this contiguous tensor; None if it is not in one."""
     if not _starts:
         return None
     address = tensor.data_ptr()
@@ -70,9 +70,9 @@ def find(tensor: torch.Tensor) -> Segment | None:
 
 
 def _release(segment: Segment, process: int) -> None:
-    """Called whenever garbage is collected, in any thread, in the middle of anything: so it takes no lock."""
+    """Called by the garbage collector, in any thread and at any moment, so it takes no lock."""
     _released.append(segment)
-    if os.getpid() != process:  # a fork lets go of its copy; the owner has not
+    if os.getpid() != process:  # a fork releases its copy, not the owner's
         return
     with contextlib.suppress(OSError):
         os.pwrite(segment.descriptor, b"\1", 0)
@@ -88,7 +88,7 @@ def _forget_released() -> None:
 
 
 class Mapped:
-    """Segments of other processes that this one has mapped, each until its owner lets it go."""
+    """Segments of other processes that this one has mapped, each until its owner releases it."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], tuple[Memory, torch.Tensor]] = {}

@@ -1,8 +1,7 @@
-"""Going in step: nobody begins step n+1 before all members have come to step n.
+"""Steps that all members of a group take together: none begins step n+1 before all have come to step n.
 
-Members count their steps; a member's word in shared memory says how many it has taken. That one word per member is all
-the locking there is: what a member wrote before a step can be read by all after it, and stays untouched until all have
-come to the next.
+Each member counts its steps in a word of shared memory. There is no other lock: data that a member wrote before a step
+can be read by all after it, and stays unchanged until all have come to the next.
 """
 
 from __future__ import annotations
@@ -24,37 +23,37 @@ _REASON = 240
 _STATUS_STRIDE = 256
 _HERE, _LEFT, _FAILED = range(3)
 _SLICE = 0.1
-"""How long a sleeper sleeps before it looks whether those it waits for still live."""
+"""Seconds that a member sleeps before it checks whether those it waits for still live."""
 _SPINS = 4000
-"""How often to look before sleeping when there is a core for everybody: some two hundred microseconds at most."""
+"""Looks before sleeping when there is a core for each member: about 200 microseconds."""
 _BACKGROUND = 8
-"""A thread in the background looks so many times less often."""
+"""A background thread looks so many times less often."""
 _YIELDS = 1000
-"""How often to give the core away before sleeping when there are more members than cores."""
+"""Yields of the core before sleeping when there are more members than cores."""
 
 
 class Watch(Protocol):
     """Knows which members live."""
 
     def lost(self, rank: int) -> str | None:
-        """Why `rank` can not come any more, or None while it can."""
+        """Why `rank` cannot come any more, or None while it can."""
 
 
 class Topic(Protocol):
-    """What members come together for."""
+    """The purpose of a step."""
 
     @property
     def spoken(self) -> str:
-        """As it is called in a message to people."""
+        """Its name in messages to users."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Waiting:
-    """One member's wait in one step, for however many others."""
+    """One member's wait in one step."""
 
     since: float
     notice: float
-    """When next to say for whom."""
+    """Seconds after which the missing members are next reported."""
 
 
 class StepCounter:
@@ -70,40 +69,40 @@ class StepCounter:
         self._count = 0
         self.watch: Watch | None = None
         self.ranks: Sequence[int] = range(size)
-        """What the members are called where people read it: their ranks in the team, of which these may be a part."""
+        """The members' ranks in the team, for messages; the members may be a part of it."""
         self.place = ""
-        """Where they are, if that must be said: ` on 10.0.0.2`."""
+        """Their host, for messages: ` on 10.0.0.2`; empty if all are on one."""
         self.closing = False
-        """This process is ending: whoever still waits in it gives up."""
+        """True if this process is ending: its waits give up."""
         self._crowded = size > len(os.sched_getaffinity(0))
         self._spins = _YIELDS if self._crowded else _SPINS
         self.last = rank
-        """Who came last to the last step, as far as this member saw."""
+        """The member that came last to the last step, as far as this one saw."""
         self._slowest = list(self._peers)
 
     def crowd(self, workers: int) -> None:
-        """There are so many on this machine, of whom only some are members here: a core for each, or not."""
+        """Tells how many processes this machine runs, of which only some are members: whether each has a core."""
         self._crowded = workers > len(os.sched_getaffinity(0))
         self._spins = _YIELDS if self._crowded else _SPINS
 
     @staticmethod
     def fixed_size(size: int) -> int:
-        """Bytes at the start of the memory that words and states take, up to a whole page."""
+        """Bytes of words and states at the start of the memory, a whole number of pages."""
         return -(-(FutexArray.STRIDE + _STATUS_STRIDE) * size // 4096) * 4096
 
-    # -- who is here -------------------------------------------------------------------------------------------------
+    # -- membership --------------------------------------------------------------------------------------------------
 
     def sign_in(self) -> None:
-        """Leave this process's id where the others find it."""
+        """Writes this process's id where the others find it."""
         _STATUS.pack_into(self._status[self.rank], 0, os.getpid(), _HERE)
 
     def sign_out(self) -> None:
-        """Tell the others that this member will not come again."""
+        """Tells the others that this member will not come again."""
         if _STATUS.unpack_from(self._status[self.rank])[1] == _HERE:
             _STATUS.pack_into(self._status[self.rank], 0, os.getpid(), _LEFT)
 
     def fail(self, reason: str) -> None:
-        """Tell the others that this member gave up in the middle, so that nobody waits for it or writes to it."""
+        """Tells the others that this member has given up, so that none waits for it or writes to it."""
         text = reason.encode()[: _REASON - 1]
         self._status[self.rank][_STATUS.size : _STATUS.size + len(text) + 1] = text + b"\0"
         _STATUS.pack_into(self._status[self.rank], 0, os.getpid(), _FAILED)
@@ -128,7 +127,7 @@ class StepCounter:
         return self.watch.lost(rank) if self.watch else None
 
     def gone_soon(self, rank: int, seconds: float = 0.5) -> str | None:
-        """As `gone`, of somebody whose memory is not there any more: the kernel takes that away first."""
+        """As `gone`, for a member whose memory is gone already: the kernel frees that first."""
         until = time.monotonic() + seconds
         while (reason := self.gone(rank)) is None and time.monotonic() < until:
             time.sleep(0.005)
@@ -137,9 +136,9 @@ class StepCounter:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def come(self, topic: Topic, spin: bool = True) -> None:
-        """Take the next step and wait until all have taken it.
+        """Takes the next step, and waits until all have taken it.
 
-        spin: look for a while before sleeping; a thread in the background does so only briefly: it holds up the rest.
+        spin: False for a background thread, which looks only briefly before it sleeps.
         """
         self._count += 1
         count = self._count & 0xFFFFFFFF
@@ -166,7 +165,7 @@ class StepCounter:
                     self._await(peer, before, topic, waiting)
                 self.last = peer
         if self.last != self.rank and self._slowest[0] != self.last:
-            # Whoever was late is likely late again: waiting for it first means waking once, not once per peer.
+            # A late member is likely late again: waiting for it first means waking once, not once per peer.
             self._slowest.remove(self.last)
             self._slowest.insert(0, self.last)
 
@@ -175,12 +174,12 @@ class StepCounter:
         return names([self.ranks[peer] for peer in peers]) + self.place
 
     def missing(self) -> list[int]:
-        """Who has not come to the step that this member waits in."""
+        """Members that have not come to the step in which this one waits."""
         before = (self._count - 1) & 0xFFFFFFFF
         return [peer for peer in self._peers if self._words.values[peer * self._words.step] == before]
 
     def excused(self, peer: int, topic: Topic) -> bool:
-        """Whether the step can do without `peer`, who has not come."""
+        """True if the step can do without `peer`, which has not come."""
         return False
 
     def _await(self, peer: int, before: int, topic: Topic, waiting: _Waiting) -> None:
@@ -221,7 +220,7 @@ class StepCounter:
     def _check_alive(self, topic: Topic) -> None:
         for peer in self.missing():
             reason = self.gone(peer)
-            # It may have come, and only then ended: what it brought counts.
+            # It may have come before it ended: then its part counts.
             if reason is not None and peer in self.missing():
                 kind = TeamError if reason.startswith("gave up") else WorkerLost
                 raise kind(

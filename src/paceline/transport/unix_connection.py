@@ -1,7 +1,7 @@
 """Short typed messages between processes of one machine, over Unix sockets without a file.
 
-The kernel keeps messages whole and in order, and says at once when the other end has died. Memory travels as
-descriptors beside a message, so that the large things need not.
+The kernel keeps messages whole and in order, and reports at once that the other end has died. Memory is passed as
+descriptors beside a message, so that large data need not be sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from paceline.errors import JoinError, TeamError
 
 _LARGEST = 1 << 17
-"""Bytes of a message; what is longer is sent in parts."""
+"""Bytes of a message; longer ones are sent in parts."""
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 In = TypeVar("In")
@@ -58,7 +58,7 @@ class UnixConnection(Generic[In]):
             raise Closed(f"the other end is gone: {error}") from None
 
     def receive(self) -> In:
-        """The next message; waits for it, as long as `patience` says."""
+        """The next message; waits for it as long as `patience` allows."""
         try:
             data = self._socket.recv(_LARGEST)
         except BlockingIOError:
@@ -71,9 +71,9 @@ class UnixConnection(Generic[In]):
         return message
 
     def linger(self, seconds: float) -> None:
-        """Look for a message for a while, giving the core away in between, before `receive` goes to sleep for it.
+        """Looks for a message for so many seconds, yielding the core in between, before `receive` sleeps for it.
 
-        To sleep and to be woken takes longer than most answers do.
+        Sleeping and waking takes longer than most answers do.
         """
         poll, yield_core = self._poll.poll, os.sched_yield
         if poll(0):
@@ -83,22 +83,22 @@ class UnixConnection(Generic[In]):
             yield_core()
 
     def patience(self, seconds: float) -> None:
-        """Let `receive` raise TimeoutError after so long: the kernel's own clock, so it costs nothing."""
+        """Lets `receive` raise TimeoutError after so many seconds, by the kernel's own clock."""
         whole = int(seconds)
         limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     @property
     def ready(self) -> bool:
-        """Whether `receive` would return at once."""
+        """True if `receive` would return at once."""
         return bool(self._poll.poll(0))
 
     def of(self, kinds: Any) -> UnixConnection[Any]:
-        """The same connection, on which other messages come in from now on."""
+        """The same connection, with another union of messages to receive."""
         return UnixConnection(self._socket, kinds)
 
     def patience_to_send(self, seconds: float) -> None:
-        """Let `send` raise Closed after so long if the other end takes nothing."""
+        """Lets `send` raise Closed after so many seconds if the other end reads nothing."""
         whole = int(seconds)
         limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -108,7 +108,7 @@ class UnixConnection(Generic[In]):
         return self.receive() if self._poll.poll(max(0, int(seconds * 1e3))) else None
 
     def receive_with_descriptors(self, count: int) -> tuple[In, list[int]]:
-        # Not socket.recv_fds, which forgets its flags: what comes so would be inherited by every program started here.
+        # Not socket.recv_fds, which ignores its flags: programs started here would inherit the descriptors.
         room = socket.CMSG_SPACE(count * array.array("i").itemsize)
         try:
             data, beside, _, _ = self._socket.recvmsg(_LARGEST, room, socket.MSG_CMSG_CLOEXEC)
@@ -125,7 +125,7 @@ class UnixConnection(Generic[In]):
 
     @property
     def open(self) -> bool:
-        """Whether the other end is there, as far as the kernel knows."""
+        """True if the other end is open, as far as the kernel knows."""
         return not any(events & (select.POLLHUP | select.POLLERR) for _, events in self._poll.poll(0))
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class UnixConnection(Generic[In]):
 
 
 def deserted(kinds: Any) -> UnixConnection[Any]:
-    """A connection to one who is gone."""
+    """A connection whose other end is closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
     return UnixConnection(ours, kinds)
@@ -145,7 +145,7 @@ def new_address() -> str:
 
 
 class Listener:
-    """Where others of the same user connect to. The name is in no file system, and goes with the process."""
+    """A socket that processes of the same user connect to. Its name is in no file system, and ends with the process."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -154,7 +154,7 @@ class Listener:
         self.descriptor = self._socket.fileno()
 
     def accept(self, kinds: Any, seconds: float | None = None) -> UnixConnection[Any] | None:
-        """Whoever connects next; None for a stranger, or if nobody comes in time."""
+        """The next connection; None if it is another user's, or if none comes in time."""
         self._socket.settimeout(seconds)
         try:
             connection, _ = self._socket.accept()
@@ -171,7 +171,7 @@ class Listener:
 
 
 def connect(address: str, kinds: Any, seconds: float) -> UnixConnection[Any]:
-    """Connect to a listener, who may still be about to start."""
+    """Connects to a listener, which may not have started yet."""
     until = time.monotonic() + seconds
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
