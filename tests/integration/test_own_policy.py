@@ -99,3 +99,13 @@ def test_one_that_cannot_be_found_is_one_sentence(spec: str, words: str, folder:
         assert said.code == 2
         assert words in said.err
         assert "Traceback" not in said.err
+
+
+def test_one_of_the_script_itself_is_refused_where_a_server_process_would_need_it(folder: Path) -> None:
+    text = (folder / "own_policy.py").read_text() + SCRIPT.replace("    from own_policy import Quorum\n", "")
+    script = write_script(folder, text, "whole.py")
+    said = paceline(folder, "run", str(script), "--workers", "2", "--", "1.0")
+    assert said.code == 2
+    assert "the policy Quorum is defined in the script itself, where a server process cannot find it" in said.err
+    ran = paceline(folder, "run", str(script), "--workers", "2", "--servers", "lead", "--", "1.0")
+    assert ran.code == 0, ran.err
