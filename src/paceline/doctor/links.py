@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
-import hmac
 import os
 import secrets
 import socket
@@ -25,8 +23,9 @@ from paceline.cluster.rendezvous import addresses, machine
 from paceline.config import Place
 from paceline.doctor.findings import Finding, LinkFindings, Machine, limits, ok
 from paceline.errors import JoinError, UsageError
+from paceline.transport.handshake import Handshake
 from paceline.transport.keys import VARIABLE as KEY
-from paceline.transport.keys import is_loopback
+from paceline.transport.keys import Secret, is_loopback
 
 _SMALL, _LARGE = 64, 4 << 20
 _PINGS, _SPAN = 200, 0.12
@@ -87,7 +86,7 @@ class NetworkProbe:
         one = len(set(self._exchange("machine", machine()))) == 1
         key = os.environ.get(KEY, "").encode()
         word = self._exchange("word", secrets.token_hex(_WORD) if rank == 0 else "")[0]
-        secret = hashlib.sha256(key + word.encode()).digest()
+        secret = Secret.of(None, key + word.encode())  # plain TCP is measured
         silent = not one and not key
         address, self._master = ("127.0.0.1", "127.0.0.1") if one or silent else addresses(self._host, self._port)
         with _listen(address, everywhere=not (one or silent)) as listener:
@@ -102,7 +101,7 @@ class NetworkProbe:
         rows = [msgspec.json.decode(self._get(f"row/{other}"), type=_Row) for other in range(size)]
         return [card.findings for card in cards if card.findings is not None], _links(cards, rows)
 
-    def _take_turns(self, listener: socket.socket, cards: list[_Card], secret: bytes) -> _Row:
+    def _take_turns(self, listener: socket.socket, cards: list[_Card], secret: Secret) -> _Row:
         """Measure the pairs one after the other, so that they do not disturb each other."""
         row = _Row({}, {}, {})
         for low in range(self.place.world_size):
@@ -135,20 +134,15 @@ class NetworkProbe:
 # -- one pair --------------------------------------------------------------------------------------------------------
 
 
-def _greet(connection: socket.socket, secret: bytes, first: bool) -> None:
-    """Authenticate both ends by challenge and response, without sending the secret."""
-    connection.settimeout(_PATIENCE)
+def _greet(connection: socket.socket, secret: Secret, first: bool) -> None:
+    """Both prove that they know the secret, as on all connections between machines."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    own = secrets.token_bytes(_WORD)
-    connection.sendall(own)
-    theirs = _read(connection, _WORD)
-    connection.sendall(hmac.digest(secret, theirs + bytes([first]), "sha256"))
-    if not hmac.compare_digest(_read(connection, 32), hmac.digest(secret, own + bytes([not first]), "sha256")):
-        raise ConnectionError("the other end does not know the key")
+    Handshake(connection, secret, "doctor" if first else None).complete(time.monotonic() + _PATIENCE)
+    connection.settimeout(_PATIENCE)
 
 
 @contextlib.contextmanager
-def _caller(listener: socket.socket, secret: bytes) -> Iterator[socket.socket]:
+def _caller(listener: socket.socket, secret: Secret) -> Iterator[socket.socket]:
     """The first connection that authenticates itself; others are closed."""
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:

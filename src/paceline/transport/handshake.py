@@ -99,6 +99,17 @@ class Handshake:
             return True
         return False
 
+    def complete(self, until: float) -> socket.socket:
+        """Waits until it is done, at most to this time; returns the socket, which does not block."""
+        poll = select.poll()
+        while not self.advance():
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("no answer")
+            poll.register(self.socket, self.events)
+            poll.poll(1000 * min(left, 0.1))
+        return self.socket
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.socket.close()

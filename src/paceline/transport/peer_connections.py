@@ -247,26 +247,13 @@ def _call(host: str, port: int, secret: Secret, name: str, until: float) -> sock
         handshake: Handshake | None = None
         try:
             handshake = begin_call(host, port, secret, name)
-            return _finish(handshake, until)
+            return handshake.complete(until)
         except OSError as failed:
             error = failed
             if handshake is not None:
                 handshake.close()
             time.sleep(0.2)
     raise JoinError(f"cannot reach {host} on port {port}: {error}; are all ports open between the machines?")
-
-
-def _finish(handshake: Handshake, until: float) -> socket.socket:
-    poller = Poller()
-    try:
-        while not handshake.advance():
-            if time.monotonic() > until:
-                raise TimeoutError("no answer")
-            poller.watch(handshake.socket.fileno(), lambda _: None, handshake.events)
-            poller.wait(min(_SLICE, until - time.monotonic()))
-        return handshake.socket
-    finally:
-        poller.close()
 
 
 def compare_clocks(connections: PeerConnections, index: int, patience: float) -> float:
