@@ -2,8 +2,8 @@
 
 An all-reduce combines inside each machine, every member its own part; then members in the same place on all machines
 combine those parts over the network, all at once; then parts are gathered inside the machines again. Each byte crosses
-the network once, whatever the number of members on a machine. Other operations are algorithms over a channel that
-knows the quickest way to each member.
+the network once, whatever the number of members on a machine. Other operations are algorithms over a channel that uses
+shared memory or gloo, depending on the receiver.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from paceline.transport.channel import Channel, PendingSend
 from paceline.transport.peer_memory import bytes_of
 
 _LARGE = 64 * 1024
-"""From how many bytes on it pays to cut a tensor in parts."""
+"""Bytes from which on a tensor is cut into parts."""
 _TAG = 0x4000_0000
-"""Of the messages of algorithms, apart from those of users."""
+"""The tag of algorithms' messages, which users' messages do not have."""
 
 
 class HierarchicalGroup:
-    """One member's part in the collectives of such a group; does what `Shared` does on one machine."""
+    """One member's collectives in such a group; has the interface of `SharedMemoryCollectives`."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class HierarchicalGroup:
 
 
 class _MachineChannel:
-    """To members of this machine through shared memory, to others through gloo."""
+    """A channel to members of this machine through shared memory, to others through gloo."""
 
     def __init__(self, rank: int, size: int, here: list[int], group: Group, gloo: Any) -> None:
         self.rank, self.size = rank, size
@@ -168,7 +168,7 @@ class _MachineChannel:
 
 
 class _Part:
-    """Some members of a channel, numbered anew."""
+    """Some members of a channel, renumbered."""
 
     def __init__(self, channel: Channel, ranks: list[int]) -> None:
         self.rank, self.size = ranks.index(channel.rank), len(ranks)
@@ -182,7 +182,7 @@ class _Part:
 
 
 class _named:  # noqa: N801
-    """Errors of gloo as ours: it says with whom it lost the connection."""
+    """Turns errors of gloo into ours."""
 
     def __enter__(self) -> None:
         return
@@ -193,5 +193,5 @@ class _named:  # noqa: N801
 
 
 def _index(places: list[str], rank: int) -> int:
-    """How many members before this one are on its machine."""
+    """The number of members before this one on its machine."""
     return places[:rank].count(places[rank])

@@ -1,8 +1,8 @@
-"""All-reduce between machines: what each machine has summed in its shared memory becomes the sum of all.
+"""All-reduce between machines of the sums that each has made in its shared memory.
 
 A machine's flat buffers are divided among its workers. Where all machines have as many workers, those in the same place
 own the same part on all of them and exchange it with each other: all at once, each byte once. Where they have not, the
-buffers are cut at the borders of all machines' parts, and each segment is exchanged by whoever owns it on each machine.
+buffers are cut at the borders of all machines' parts, and each segment is exchanged by its owners on the machines.
 
         machine 0    ├──── rank 0 ────┼──── rank 1 ────┤
         machine 1    ├─ rank 2 ─┼─ rank 3 ─┼─ rank 4 ──┤
@@ -32,22 +32,22 @@ from paceline.transport.peer_memory import bytes_of
 _PIECE = 1 << 20
 """Bytes of a message of the ring: while one is added, the next ones are on the connection."""
 _AHEAD = 4
-"""So many messages are awaited at a time."""
+"""Messages that are awaited at a time."""
 _TAG = 0x4000_0000
 
 
 class ReduceSegment(NamedTuple):
-    """A stretch of a flat buffer that one worker owns on each machine."""
+    """A stretch of a flat buffer that has one owner on each machine."""
 
     flat: int
     start: int
     stop: int
     owners: list[int]
-    """Per machine, a rank."""
+    """By machine, a rank."""
 
 
 def segments(flat: int, bounds: Sequence[Sequence[int]], machines: Sequence[Sequence[int]]) -> list[ReduceSegment]:
-    """Cut a flat buffer at all borders. bounds: per machine, where its workers' parts begin, and the end."""
+    """Cuts a flat buffer at all borders. bounds: by machine, where its workers' parts begin, and the end."""
     cuts = sorted({cut for edges in bounds for cut in edges})
     found = []
     for start, stop in itertools.pairwise(cuts):
@@ -60,7 +60,7 @@ def segments(flat: int, bounds: Sequence[Sequence[int]], machines: Sequence[Sequ
 
 
 class InterMachineReduce:
-    """One worker's connections to those of other machines that own the same."""
+    """One worker's exchange with the owners of the same segments on other machines."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class InterMachineReduce:
         left: Sequence[Sequence[int]] | None = None,
         order: list[int] | None = None,
     ) -> None:
-        """left: by machine, who is left of an elastic team, where anybody may come to own anything.
+        """left: by machine, the workers that are left of an elastic team, in which any worker may own any segment.
 
         order: of the machines around the ring, if it is known.
         """
@@ -84,7 +84,7 @@ class InterMachineReduce:
             name, ranks = "all", list(range(members.size))
         self._index = {rank: index for index, rank in enumerate(ranks)}
         timeouts = members.barrier.timeouts
-        # A little less than the others wait in a barrier: whoever misses somebody speaks before those who miss it.
+        # A little less than a barrier's timeout: a worker reports a missing peer before others miss that worker.
         self._limit = datetime.timedelta(seconds=0.9 * timeouts.barrier)
         assert members.store is not None  # through which the machines found each other
         store = PrefixStore(f"between/{next(members.numbers)}/{name}", members.store)
@@ -92,14 +92,14 @@ class InterMachineReduce:
         host = members.hosts[members.machine]
         self._gloo = open_gloo(store, self._index[members.rank], len(ranks), host, patience, self._limit)
         self.order = list(range(len(machines))) if order is None else order
-        """Of the machines around the ring."""
+        """The order of the machines around the ring."""
         self.links: LinkMatrix | None = None
-        """What was measured, if it was."""
+        """The measured links; None if they were not measured."""
         if topology in ("auto", "ring") and len(machines) > 2 and order is None:
-            # Of two machines all orders are the same, and so is what any topology costs.
+            # With two machines all orders are the same, and all topologies cost the same.
             self._measure()
         self._chosen: dict[int, str] = {}
-        """By bytes."""
+        """By bytes, the topology."""
         self._scratch = torch.empty(_AHEAD * _PIECE, dtype=torch.uint8)
 
     def _measure(self) -> None:
@@ -113,7 +113,7 @@ class InterMachineReduce:
         self.order = best_order(self.links)
 
     def all_reduce(self, tensor: torch.Tensor, owners: Sequence[int]) -> int:
-        """Leave the sum over all machines in `tensor`, flat and contiguous; returns the bytes that came."""
+        """Leaves the sum over all machines in `tensor`, flat and contiguous; returns the bytes received."""
         ring = [owners[machine] for machine in self.order]
         topology = self._choose(tensor.nbytes)
         channel = _Owners(self, ring)
@@ -133,7 +133,7 @@ class InterMachineReduce:
         return self._chosen[size]
 
     def copy(self, tensor: torch.Tensor, source: int, takers: Sequence[int]) -> None:
-        """Give `source`'s values to `takers`."""
+        """Copies `source`'s values to `takers`."""
         channel = _Owners(self, [source, *takers])
         if channel.rank:
             channel.receive(0, tensor)
@@ -142,7 +142,7 @@ class InterMachineReduce:
             sending.wait()
 
     def _ring(self, tensor: torch.Tensor, channel: _Owners) -> None:
-        """As the topology `ring`, in small messages that are passed on as soon as they have come.
+        """The topology `ring` in small messages, which are passed on as soon as they have come.
 
         In step s, part (rank − 1 − s) goes to the next one and part (rank − 2 − s) comes; half of the steps add.
         """
@@ -192,7 +192,7 @@ def _add(total: torch.Tensor, part: torch.Tensor) -> None:
 
 
 class _Owners:
-    """A channel between some of the workers, numbered anew."""
+    """A channel between some of the workers, renumbered."""
 
     def __init__(self, between: InterMachineReduce, ranks: list[int]) -> None:
         self._between, self._ranks = between, ranks
@@ -208,7 +208,7 @@ class _Owners:
         return _Message(self, peer, work, tensor)
 
     def post(self, peer: int, tensor: torch.Tensor) -> Any:
-        """Begin to receive."""
+        """Begins to receive."""
         between, rank = self._between, self._ranks[peer]
         try:
             return between._gloo.recv([bytes_of(tensor)], between._index[rank], _TAG)
@@ -216,7 +216,7 @@ class _Owners:
             self._blame(peer, error)
 
     def wait(self, work: Any, peer: int, tensor: torch.Tensor) -> None:
-        """Until what was begun is done."""
+        """Waits until a message has come."""
         try:
             work.wait(self._between._limit)
         except RuntimeError as error:
@@ -243,7 +243,7 @@ class _Owners:
 
 
 class _Message:
-    """One that is being sent."""
+    """A message that is being sent."""
 
     def __init__(self, owners: _Owners, peer: int, work: Any, tensor: torch.Tensor) -> None:
         self._owners, self._peer, self._work = owners, peer, work

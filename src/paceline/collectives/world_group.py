@@ -1,8 +1,8 @@
-"""Collectives of all workers of a team on several machines, and errors that say who is to blame.
+"""Collectives of all workers of a team on several machines, with errors that name the lost worker.
 
-gloo only says that a connection was closed, and only to who waited for that one. So whoever hears of it lets go of its
-own connections: those who wait for it hear of it in turn, and so on, within milliseconds. Then all of them meet, and a
-barrier knows who is missing.
+gloo only reports that a connection was closed, and only to workers that waited on it. So a worker that gets this error
+closes its own connections: workers that wait for it get an error in turn, and so on, within milliseconds. Then all of
+them come to a barrier, which finds who is missing.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from paceline.transport import BarrierKind
 from paceline.transport.peer_memory import bytes_of
 
 _ROLL_CALL = 15.0
-"""Seconds that others have to come and say that they, too, have lost a connection."""
+"""Seconds in which the others must come to the barrier after a connection was lost."""
 
 
 class WorldGroup:
-    """One worker's connections to all others."""
+    """One worker's collectives with all others."""
 
     def __init__(self, members: Members, device: torch.device, told: Callable[[float, int], None]) -> None:
-        """told: is told of each exchange how long it took and how many bytes came."""
+        """told: is called for each exchange with its seconds and the bytes received."""
         self._members, self._told = members, told
         self.rank, self.size = members.rank, members.size
         self._own = not distributed.is_initialized()
-        """Whether torch's default group is ours to end."""
+        """True if this made torch's default group, and must end it."""
         timeouts = members.barrier.timeouts
         limit = datetime.timedelta(seconds=0.9 * timeouts.barrier)
         patience = datetime.timedelta(seconds=max(timeouts.join, timeouts.barrier))
@@ -52,7 +52,7 @@ class WorldGroup:
             )
         self.mesh = DeviceMesh.from_group(distributed.group.WORLD, device.type)  # type: ignore[arg-type]
         """All workers, as torch's own distributed tensors know them."""
-        # On CPUs what is exchanged goes another way than through torch's group, which could not be let go of.
+        # On CPUs a group of our own, since the connections of torch's cannot be closed alone.
         self._gloo: Any = None
         if device.type == "cpu":
             host = members.hosts[members.machine]
@@ -62,7 +62,7 @@ class WorldGroup:
     # -- exchanging --------------------------------------------------------------------------------------------------
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Everybody's part, by rank, one after the other."""
+        """Gathers all workers' parts, by rank."""
         with self._named(whole.nbytes - part.nbytes):
             if self._gloo is None:
                 distributed.all_gather_into_tensor(whole, part)
@@ -70,7 +70,7 @@ class WorldGroup:
                 self._gloo._allgather_base(bytes_of(whole), bytes_of(part)).wait()
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """The sum of everybody's `whole`, of which this worker gets its part."""
+        """Sums all workers' `whole`, of which this worker gets its part."""
         with self._named((self.size - 1) * part.nbytes):
             if self._gloo is None:
                 distributed.reduce_scatter_tensor(part, whole)
@@ -78,7 +78,7 @@ class WorldGroup:
                 self._gloo._reduce_scatter_base(part, whole, distributed.ReduceScatterOptions()).wait()
 
     def mirror(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values, on all."""
+        """Copies rank 0's values to all."""
         with self._named(tensor.nbytes if self.rank else 0):
             if self._gloo is None:
                 distributed.broadcast(tensor, 0)
@@ -89,7 +89,7 @@ class WorldGroup:
 
     @contextlib.contextmanager
     def _named(self, read: int) -> Iterator[None]:
-        """Errors of torch.distributed as ours."""
+        """Turns errors of torch.distributed into ours."""
         if not self.open:
             raise TeamError("this worker has lost its team, and cannot exchange anything with it any more")
         start = time.perf_counter()
@@ -104,7 +104,7 @@ class WorldGroup:
         self._told(time.perf_counter() - start, read)
 
     def _call_roll(self) -> None:
-        """Meet the others: who does not come is named by that."""
+        """Comes to a barrier, whose error names the missing workers."""
         barrier = self._members.barrier
         timeouts = barrier.timeouts
         barrier.timeouts = msgspec.structs.replace(timeouts, barrier=min(_ROLL_CALL, timeouts.barrier))
@@ -116,7 +116,7 @@ class WorldGroup:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Let go of all connections, so that whoever waits for this worker hears of it."""
+        """Closes all connections, so that workers that wait for this one get an error."""
         self._gloo = None
         self.open = False
 

@@ -1,7 +1,7 @@
-"""What ties the workers of an elastic team to those of other machines: who owns the same shards is not always the same.
+"""The mean gradient of an elastic team on several machines, whose owners of shards change when workers are lost.
 
-On every machine all shards have an owner, one of those who are left there. An update's sums are made beside the
-gradients, not over them: whoever is lost in the middle of an exchange, it can be done again with the others.
+On every machine all shards have an owner among the workers that are left there. The sums of an update are written
+beside the gradients, not over them: if a worker is lost during an exchange, the others repeat it.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from paceline.parameters.reduction import SharedReduction, Weights
 
 
 def shard_owner(ranks: Sequence[int], shard: int, shards: int) -> int:
-    """Which of these ranks has a shard."""
+    """The rank among these that owns a shard."""
     return ranks[shard * len(ranks) // shards]
 
 
 class ElasticReduction:
-    """One worker's, formed anew whenever somebody is lost."""
+    """One worker's part, formed again whenever a worker is lost."""
 
     def __init__(self, layout: Layout, gradients: Gradients, members: Members, topology: str, shards: int) -> None:
         self._layout, self._members, self._topology, self._shards = layout, members, topology, shards
         self._here = members.machines[members.machine]
         self.place = len(self._here)
-        """Where the sums lie: behind the gradients of this machine's workers."""
+        """The index of the sums, behind the gradients of this machine's workers."""
         self._gradients = gradients
         self._sums = SharedReduction(layout, gradients, self.place)
         self._between: InterMachineReduce | None = None
         self._alive = list(range(len(members.machines)))
-        """Machines on which somebody is left."""
+        """Machines on which a worker is left."""
         self._order: list[int] | None = None
-        """Of machines around the ring, once it is known."""
+        """The order of machines around the ring, once it is known."""
         self.broken = False
-        """Whether an exchange has failed since they were formed."""
+        """True if an exchange has failed since the connections were made."""
         self.trouble = ""
         """Why, in one sentence."""
 
     def alive(self, rank: int) -> bool:
-        """Whether anybody is left on the machine of this one, where its gradient lies."""
+        """True if a worker is left on this rank's machine, where its gradient lies."""
         return any(rank in self._members.machines[machine] for machine in self._alive)
 
     def form(self, gone: Collection[int]) -> None:
-        """Let those who are left be tied together; all of them do this at the same time."""
+        """Connects the workers that are left; all of them do this at the same time."""
         members = self._members
-        self._between = None  # closes the connections, so that nobody waits on them
+        self._between = None  # closes the connections, so that no worker waits on them
         left = [[rank for rank in ranks if rank not in gone] for ranks in members.machines]
         self._alive = [machine for machine, ranks in enumerate(left) if ranks]
         machines = [left[machine] for machine in self._alive]
@@ -67,7 +67,7 @@ class ElasticReduction:
             self._fail(str(error))
 
     def _cut(self, machines: Sequence[Sequence[int]]) -> list[ReduceSegment]:
-        """Stretches of whole shards with the same owner on each machine, of which this worker is one."""
+        """Segments of whole shards with the same owner on each machine, of which this worker is one."""
         owners = [[shard_owner(ranks, shard, self._shards) for ranks in machines] for shard in range(self._shards)]
         found = []
         for own, run in itertools.groupby(range(self._shards), lambda shard: owners[shard]):
@@ -79,7 +79,7 @@ class ElasticReduction:
         return found
 
     def sum(self, weights: Weights, used: list[bytes] | None) -> int:
-        """Make this worker's part of the sums; returns the bytes that came from others. See `broken` then."""
+        """Makes this worker's part of the sums; returns the bytes received. Check `broken` afterwards."""
         here = [(self._here.index(rank), weight) for rank, weight in weights if rank in self._here]
         used_here = None if used is None else [used[rank] for rank in self._here]
         read = 0
@@ -96,6 +96,6 @@ class ElasticReduction:
         return read
 
     def _fail(self, why: str) -> None:
-        """Whoever waits for this worker shall not: its connections are closed."""
+        """Closes this worker's connections, so that no other waits for it."""
         self.broken, self.trouble = True, why
         self._between = None

@@ -1,7 +1,7 @@
 """The mean gradient of a team on several machines: summed in shared memory on each, then between them.
 
-Every worker owns a shard of its machine's buffers, and exchanges the machine's sum of it with whoever owns the same on
-the others. What follows, the optimizer on the shard, happens on every machine and with the same bits.
+Every worker owns a shard of its machine's buffers, and exchanges the machine's sum of it with the owners of the same
+elements on other machines. The optimizer then updates the shard on every machine, with the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MachinesReduction(Reduction):
         self.inside = SharedReduction(layout, gradients, self._rank)
         self.between = InterMachineReduce(members, topology)
         self._segments: list[ReduceSegment] = []
-        """Those of this worker's shard."""
+        """The segments of this worker's shard."""
         for number, flat in enumerate(layout.flats):
             bounds = [borders(flat.count, flat.dtype, len(ranks)) for ranks in members.machines]
             found = segments(number, bounds, members.machines)
@@ -45,14 +45,14 @@ class MachinesReduction(Reduction):
         return self.inside.gather()
 
     def adopt(self, rank: int) -> None:
-        """Of a rank in this machine's own numbers."""
+        """rank: in this machine's own numbers."""
         self.inside.adopt(rank)
 
     def norm(self, kind: float, used: bytes | None) -> float:
         return self.inside.norm(kind, used)
 
     def supply(self, passive: list[bool]) -> None:
-        """Give what scripts have made of the mean to machines on which no script has seen it."""
+        """Copies the mean, as scripts have changed it, to machines on which all workers are passive."""
         machines = self._members.machines
         idle = [number for number, ranks in enumerate(machines) if all(passive[rank] for rank in ranks)]
         if not idle:
@@ -70,7 +70,7 @@ class MachinesReduction(Reduction):
             self._members.local.barrier.wait(BarrierKind.PUBLISH)
 
     def source(self, passive: list[bool]) -> int:
-        """Whose copy of the mean counts here, in this machine's numbers: the script of a passive worker saw none."""
+        """The local number of the worker whose copy of the mean counts here: a passive worker's script saw none."""
         if not passive[self._members.rank]:
             return self._rank
         return next((index for index, rank in enumerate(self._here) if not passive[rank]), self._rank)

@@ -56,7 +56,7 @@ class RejectCounter(Counter[str]):
         super().__init__()
         self._say, self._next = say, 0.0
 
-    def add(self, why: str, who: str = "somebody") -> None:
+    def add(self, why: str, who: str = "a caller") -> None:
         self[why] += 1
         now = time.monotonic()
         if now >= self._next:
@@ -88,7 +88,7 @@ class LinkSender:
         self.heard = time.monotonic()
         """Time of the last sign of life from the other end."""
         self.refused = False
-        """True if the other machine answers that nobody listens there any more."""
+        """True if the other machine answers that its relay's port is closed."""
         self.again = 0
         """Frames that were sent again."""
 
