@@ -6,7 +6,7 @@
       ───── mark, name, nonce, HMAC(secret) ────────►
       ◄──────────── HMAC(secret) ───────────────────
 
-Each HMAC covers its sender's role, both nonces, the caller's name, and the TLS channel's binding (RFC 5929): an attacker
+Each HMAC covers its sender's role, both nonces, the caller's name and the TLS channel's binding (RFC 5929). An attacker
 in the middle has two channels with different bindings, and a recorded proof is of no use on another connection. So the
 key authenticates both ends, and every connection is encrypted with keys of its own that are never stored.
 """
