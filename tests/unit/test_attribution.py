@@ -353,7 +353,7 @@ def test_a_slow_worker_that_nobody_waits_for_is_said_to_be_one() -> None:
     assert known["verdict"] == [
         "Worker 1 is slow: a step of its own takes it 4 s, 4.0 times as long as the others', because of "
         "its forward pass.",
-        "Nobody waited.",
+        "No worker waited.",
     ]
 
 

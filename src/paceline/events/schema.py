@@ -1,7 +1,7 @@
 """The schema of events: one JSON object per line, its kind in `event`, times in seconds of the monotonic clock.
 
-The monotonic clock counts from the machine's start and is the same in all its processes; `Join.wall` ties it to the
-calendar. Names here are stable: scripts and exports rely on them.
+The monotonic clock counts from the machine's start and is the same in all its processes; `Join.wall` relates it to
+Unix time. Names here are stable: scripts and exports rely on them.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def _reason(choice: Choice, cluster: SimulatedCluster) -> str:
     if choice.waiting > 0.02:
         parts.append(f"workers wait {choice.waiting:.0%} of the time")
     elif workers_of(strategy) is None:
-        parts.append("hardly anybody waits")
+        parts.append("workers hardly wait")
     if choice.staleness > 0.05:
         parts.append(f"gradients are {choice.staleness:.1f} updates old")
     if isinstance(strategy, Policy) and strategy.for_workers(range(cluster.workers)).cancels:

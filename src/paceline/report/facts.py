@@ -183,7 +183,7 @@ def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
         words.append("No worker is slow by itself.")
     if len(workers) > 1:
         much = "Waiting takes" if bubbles > _NOTABLE else "Waiting takes only"
-        words.append(f"{much} {bubbles:.1%} of the workers' time." if bubbles > _WORTH else "Nobody waited.")
+        words.append(f"{much} {bubbles:.1%} of the workers' time." if bubbles > _WORTH else "No worker waited.")
     return words
 
 
