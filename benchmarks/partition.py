@@ -34,10 +34,10 @@ def once(parts: list[ModelPart], inputs: list[Any]) -> list[float]:
             one: values[one].detach().requires_grad_(values[one].is_floating_point() and one >= 0)
             if isinstance(values[one], torch.Tensor)
             else values[one]
-            for one in part.takes
+            for one in part.inputs
         }
         start = time.perf_counter()
-        given = dict(zip(part.gives, part.run([taken[one] for one in part.takes]), strict=True))
+        given = dict(zip(part.outputs, part.run([taken[one] for one in part.inputs]), strict=True))
         seconds[number] += time.perf_counter() - start
         values.update(given)
         made.append((taken, given))

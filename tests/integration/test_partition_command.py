@@ -12,7 +12,7 @@ from helpers.support import PACELINE, write_script
 from helpers.teams import run_command
 
 from paceline.cli import partition
-from paceline.graph.model_profile import model_profile_of
+from paceline.pipeline.script_profile import profile_script
 
 SCRIPT = """
 import torch, paceline
@@ -43,8 +43,8 @@ def test_a_scripts_model_is_cut_and_drawn(script: Path, tmp_path: Path) -> None:
 
 
 def test_devices_and_links_may_all_be_different(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sheet = model_profile_of(script, [], 8)
-    monkeypatch.setattr(partition, "model_profile_of", lambda *_: sheet)  # which is the same for all of them
+    sheet = profile_script(script, [], 8)
+    monkeypatch.setattr(partition, "profile_script", lambda *_: sheet)  # which is the same for all of them
 
     def plan(*words: str) -> Any:
         return run_command(["plan", "--partition", script, "--stages", "3", *words], tmp_path)

@@ -299,18 +299,18 @@ def refused(team: Team, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("drawing", "draws from Python's or NumPy's random numbers .* let it draw with torch"),
+        ("drawing", "draws from Python's or NumPy's random numbers .* draw with torch"),
         ("changing", "the model changes its input in place \\(in 'sub_'\\), .* x = x.clone\\(\\)"),
         ("changing first", "the model changes its input in place \\(in '0'\\), .* x = x.clone\\(\\)"),
         ("weighted", "the model returns one of its parameters or buffers itself"),
         ("unfed", "^the model is called without a tensor that has a row for every sample"),
-        ("steps first", "does not add up to that of the batch: .* first dimension, or write microbatches=1"),
-        ("steps first, unseen", "does not add up to that of the batch: .* first dimension, or write microbatches=1"),
+        ("steps first", "do not add up to the loss of the batch: .* first dimension, or write microbatches=1"),
+        ("steps first, unseen", "do not add up to the loss of the batch: .* first dimension, or write microbatches=1"),
         ("rows last", "microbatches=1"),
-        ("answering", "an object of a class that torch.export cannot look into; .* torch.export.register_dataclass"),
+        ("answering", "an object of a class that torch.export does not know; .* torch.export.register_dataclass"),
         ("hardest", "microbatches=1"),
-        ("kept", "the loss uses a value that was kept when the model was traced, .* let the model return it"),
-        ("neighbours", "does not add up to that of the batch: .* first dimension, or write microbatches=1"),
+        ("kept", "the loss uses a tensor that was stored while the model was traced, .* let the model return it"),
+        ("neighbours", "do not add up to the loss of the batch: .* first dimension, or write microbatches=1"),
     ],
 )
 def test_what_would_come_out_otherwise_is_refused(kind: str, words: str) -> None:

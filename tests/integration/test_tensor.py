@@ -56,7 +56,12 @@ def test_sequence_parallelism_changes_no_loss(kind: str) -> None:
 
 
 def test_a_plan_of_the_users_changes_no_loss() -> None:
-    plan = {"blocks.0.*": "whole", "blocks.1.attend": "column", "blocks.1.join": "whole", "words": "whole"}
+    plan = {
+        "blocks.0.*": "replicated",
+        "blocks.1.attend": "column",
+        "blocks.1.join": "replicated",
+        "words": "replicated",
+    }
     found = run_team(losses, 2, "transformer", 6, {}, launch=launched(str(Tensor(degree=2, plan=plan))))
     assert apart(found[0], train(None, "transformer", 6)) < 1e-5
 

@@ -180,11 +180,17 @@ def refused(team: Team, what: str) -> str:
     ("what", "said"),
     [
         ("copy", "cannot be copied"),
-        ("gradient", "torch.autograd.grad is asked for the gradient of a tensor of which each worker has a part"),
-        ("channels", "plan says 'channels' of 'up', which is a Linear; it can be 'column' or 'row' or 'whole'"),
-        ("vocabulary", "it can be 'column' or 'row' or 'whole'"),
-        ("heads", "it can be 'column' or 'row' or 'whole'"),
-        ("column", "plan says 'column' of 'inner', but the model also uses its weights in another way"),
+        ("gradient", "torch.autograd.grad is called on a tensor that is sharded over workers"),
+        (
+            "channels",
+            "plan says 'channels' of 'up', which is a Linear; it can be 'column' or 'row' or 'replicated'",
+        ),
+        ("vocabulary", "it can be 'column' or 'row' or 'replicated'"),
+        ("heads", "it can be 'column' or 'row' or 'replicated'"),
+        (
+            "column",
+            "plan says 'column' of 'inner', but the model also uses its weights other than by calling it",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(what: str, said: str) -> None:

@@ -227,8 +227,8 @@ def test_strategies_compare_by_their_options_and_can_be_keys() -> None:
             "async:servers=lead,corrections=drop:above=8+distance:c=1e+5,max=3",
         ),
         (
-            config.Tensor(degree=2, plan={"blocks.*.up": "column", "head": "whole"}, sequence_parallel=True),
-            "tensor:degree=2,plan=blocks.*.up:column+head:whole,sequence_parallel=True",
+            config.Tensor(degree=2, plan={"blocks.*.up": "column", "head": "replicated"}, sequence_parallel=True),
+            "tensor:degree=2,plan=blocks.*.up:column+head:replicated,sequence_parallel=True",
         ),
     ],
 )

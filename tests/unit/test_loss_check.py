@@ -1,4 +1,4 @@
-"""A loss is tried on numbers of no meaning, once for every way to make one."""
+"""A loss is checked on random outputs, once for every kind of loss."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TARGETS = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % CLASSES
 
 
 class Run:
-    over = False
+    finished = False
 
 
 def output() -> Any:
     run: Any = Run()
-    return Deferred.made(run, torch.empty(BATCH, LENGTH, CLASSES, device="meta"), 0)
+    return Deferred.result(run, torch.empty(BATCH, LENGTH, CLASSES, device="meta"), 0)
 
 
 def flat(made: Any) -> Any:

@@ -153,7 +153,7 @@ def test_a_split_model_is_known_by_its_operations() -> None:
     costs = [Cost(1e-3, 2e-3, 1000, 10)] * 8 + [Cost(2e-3, 4e-3, 1000, 10)] * 4
     sheet = ModelProfile(
         names=[f"layer{number}" for number in range(12)],
-        shown=["Linear"] * 12,
+        kinds=["Linear"] * 12,
         inputs=[[number - 1] for number in range(12)],
         costs=costs,
         cuts=list(range(1, 12)),

@@ -1,4 +1,4 @@
-"""Who runs which microbatch of which stage, and who updates which parameter."""
+"""Which worker runs each microbatch of a stage, and which one updates each parameter."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline.pipeline.ownership import Ownership
 from paceline.pipeline.stage_assignment import StageAssignment
+from paceline.pipeline.stage_links import StageLinks
 
 
 class Nobody:
@@ -21,10 +22,10 @@ class Nobody:
 
 
 def owners(assignment: StageAssignment, rank: int, parameters: Sequence[nn.Parameter]) -> Ownership:
-    size = sum(assignment.replicas)
+    size = sum(assignment.counts)
     mailbox: Any = Nobody(rank, size)
     recorder: Any = None
-    return Ownership(assignment, parameters, mailbox, recorder, range(size))
+    return Ownership(assignment, parameters, StageLinks(mailbox, recorder, range(size)))
 
 
 def test_workers_are_given_to_stages_one_after_the_other() -> None:
@@ -41,24 +42,24 @@ def test_with_several_chunks_every_worker_has_a_stage_again() -> None:
 
 def test_those_of_a_stage_take_microbatches_in_turn() -> None:
     assignment = StageAssignment.of((1, 3))
-    assert [assignment.at(0, microbatch) for microbatch in range(4)] == [0, 0, 0, 0]
-    assert [assignment.at(1, microbatch) for microbatch in range(7)] == [1, 2, 3, 1, 2, 3, 1]
+    assert [assignment.worker(0, microbatch) for microbatch in range(4)] == [0, 0, 0, 0]
+    assert [assignment.worker(1, microbatch) for microbatch in range(7)] == [1, 2, 3, 1, 2, 3, 1]
     assert assignment.peers_of(2) == [1, 3]
 
 
-@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2), (3,), (1, 2, 1)])
-def test_every_parameter_is_updated_by_one_worker_of_the_first_stage_that_uses_it(replicas: tuple[int, ...]) -> None:
-    assignment = StageAssignment.of(replicas)
-    last = len(replicas) - 1
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2), (2, 2), (3,), (1, 2, 1)])
+def test_every_parameter_is_updated_by_one_worker_of_the_first_stage_that_uses_it(counts: tuple[int, ...]) -> None:
+    assignment = StageAssignment.of(counts)
+    last = len(counts) - 1
     parameters = [nn.Parameter(torch.zeros(size)) for size in (10, 10, 30, 5, 5, 7, 7, 2)]
     used = {0: [0], 1: [0], 2: [0, last], 3: [last], 4: [last], 5: [last // 2], 6: [last // 2]}  # the last by nobody
     found: list[int] = []
-    for rank in range(sum(replicas)):
+    for rank in range(sum(counts)):
         own = owners(assignment, rank, parameters)
         for number, stages in used.items():
             for stage in stages:
-                own.note(number, stage)
-        mine = {id(one) for one in own.share_out()}
+                own.add_user(number, stage)
+        mine = {id(one) for one in own.assign()}
         found += [number for number, one in enumerate(parameters) if id(one) in mine]
         stages = [own.first_stage(number) for number, one in enumerate(parameters) if id(one) in mine]
         assert all(rank in assignment.workers[stage] for stage in stages)

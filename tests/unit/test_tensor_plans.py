@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from paceline.errors import UsageError
 from paceline.tensor_parallel.partial_tensor import RULES, name_of
-from paceline.tensor_parallel.placement import Placement, cut, join
+from paceline.tensor_parallel.placement import Placement, shard_of, unshard
 from paceline.tensor_parallel.plans import find_plan
 from paceline.tensor_parallel.roles import Role
-from paceline.tensor_parallel.rule_result import LocalRule, RuleRefusal, ShadowTensor
+from paceline.tensor_parallel.rule_result import LocalRule, RuleRefusal, TensorSpec
 
 WORKERS = 2
 
@@ -26,8 +26,8 @@ WORKERS = 2
 @pytest.mark.parametrize("placement", [Placement(1, (6,)), Placement(1, (2, 4)), Placement(0, (4,))])
 def test_parts_come_together_to_the_whole(placement: Placement) -> None:
     whole = torch.arange(24).view(4, 6)
-    parts = [cut(whole, placement, rank, WORKERS) for rank in range(WORKERS)]
-    assert torch.equal(join(parts, placement), whole)
+    parts = [shard_of(whole, placement, rank, WORKERS) for rank in range(WORKERS)]
+    assert torch.equal(unshard(parts, placement), whole)
 
 
 # -- rules -----------------------------------------------------------------------------------------------------------
@@ -35,18 +35,18 @@ def test_parts_come_together_to_the_whole(placement: Placement) -> None:
 
 def in_parts(name: str, function: Any, args: list[Any], kwargs: dict[str, Any], cuts: dict[int, Placement]) -> Any:
     """What the workers make of an operation together; a refusal if they can not."""
-    shadows = [ShadowTensor(a.shape, cuts.get(n)) if isinstance(a, torch.Tensor) else a for n, a in enumerate(args)]
-    outcome = RULES[name](shadows, kwargs, WORKERS)
+    specs = [TensorSpec(a.shape, cuts.get(n)) if isinstance(a, torch.Tensor) else a for n, a in enumerate(args)]
+    outcome = RULES[name](specs, kwargs, WORKERS)
     if isinstance(outcome, RuleRefusal):
         return outcome
-    whole = {id(shadow): arg for shadow, arg in zip(shadows, args, strict=True) if isinstance(shadow, ShadowTensor)}
+    whole = {id(spec): arg for spec, arg in zip(specs, args, strict=True) if isinstance(spec, TensorSpec)}
 
     def part(value: Any, rank: int) -> Any:
-        if isinstance(value, ShadowTensor):
+        if isinstance(value, TensorSpec):
             own = whole[id(value)]
-            return own if value.placed is None else cut(own, value.placed, rank, WORKERS)
+            return own if value.placement is None else shard_of(own, value.placement, rank, WORKERS)
         if hasattr(value, "placement"):
-            return cut(whole[id(value.tensor)], value.placement, rank, WORKERS)
+            return shard_of(whole[id(value.tensor)], value.placement, rank, WORKERS)
         if hasattr(value, "tensor"):
             return whole[id(value.tensor)]
         return [part(one, rank) for one in value] if isinstance(value, list) else value
@@ -58,9 +58,9 @@ def in_parts(name: str, function: Any, args: list[Any], kwargs: dict[str, Any], 
     assert isinstance(outcome, LocalRule)
     made = [run(rank) for rank in range(WORKERS)]
     if isinstance(made[0], torch.Tensor):
-        return join(made, outcome.out)  # type: ignore[arg-type]
+        return unshard(made, outcome.out)  # type: ignore[arg-type]
     places = [outcome.out] * len(made[0]) if isinstance(outcome.out, Placement) else outcome.out
-    return [join(parts, place) for parts, place in zip(zip(*made, strict=True), places, strict=True)]
+    return [unshard(parts, place) for parts, place in zip(zip(*made, strict=True), places, strict=True)]
 
 
 X = torch.arange(2 * 3 * 24, dtype=torch.float64).view(2, 3, 24).sin()
@@ -211,7 +211,7 @@ def test_tied_weights_are_cut_alike_or_not_at_all() -> None:
 def test_the_user_has_the_last_word() -> None:
     model = Transformer()
     x = torch.zeros(2, 12, dtype=torch.long)
-    found = roles(model, x, plan={"blocks.0.*": "whole", "blocks.1.think.0": "column"})
+    found = roles(model, x, plan={"blocks.0.*": "replicated", "blocks.1.think.0": "column"})
     assert not any(name.startswith("blocks.0.") for name in found)
     assert found["blocks.1.think.0"] == "column"
 

@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.events import Pass
 from paceline.events.bubbles import Bubbles
 from paceline.graph.costs import Cost, measure
-from paceline.graph.model_profile import ModelProfile, profiled
+from paceline.graph.model_profile import ModelProfile, model_profile
 from paceline.graph.opaque_layers import OpaqueLayers
 from paceline.graph.partition import Device, partition
 from paceline.graph.trace import ChainTrace, GraphTrace, ModelTrace, trace
@@ -26,7 +26,7 @@ def through(traced: ModelTrace, bounds: list[int], inputs: list[Any]) -> Any:
     values: dict[int, Any] = {-1 - number: value for number, value in enumerate(inputs)}
     for first, last in zip([0, *bounds[:-1]], bounds, strict=True):
         part = traced.part(first, last)
-        values.update(zip(part.gives, part.run([values[one] for one in part.takes]), strict=True))
+        values.update(zip(part.outputs, part.run([values[one] for one in part.inputs]), strict=True))
     return traced.returned([values[one] for one in traced.results], inputs)
 
 
@@ -90,10 +90,10 @@ def test_it_is_known_which_part_changes_buffers(kind: str) -> None:
 
 
 def test_only_what_draws_is_random() -> None:
-    calm, drawing = Transformer(dropout=0.0), Transformer(dropout=0.5)
+    deterministic, drawing = Transformer(dropout=0.0), Transformer(dropout=0.5)
     x = words(4).tensors[0]
-    assert not GraphTrace(calm, (x,), {}).part(0, 3).random
-    for model, random in ((calm, False), (drawing, True)):
+    assert not GraphTrace(deterministic, (x,), {}).part(0, 3).random
+    for model, random in ((deterministic, False), (drawing, True)):
         traced = GraphTrace(model, (x,), {})
         assert traced.part(0, len(traced.operations)).random is random
     drawing.eval()
@@ -117,7 +117,8 @@ def test_measuring_changes_nothing() -> None:
 
 def test_what_is_measured_is_what_is_cut() -> None:
     wide = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)), *(nn.Linear(256, 256) for _ in range(3)))
-    sheet = profiled(wide, (torch.ones(64, 256),), {}, 2, "batch")
+    args = (torch.ones(64, 256),)
+    sheet = model_profile(trace(wide, args, {}, 2), wide, args, {}, 2, "batch")
     assert sheet.batch == 64 and sheet.microbatch == 32
     assert partition(sheet.problem(), [Device(), Device(pace=0.2)]).bounds[0] > 3
 
@@ -127,7 +128,7 @@ def test_it_is_cut_where_all_is_whole_if_it_can_be() -> None:
     names = ["a", "b", "c", "d"]
     known = ModelProfile(
         names=names,
-        shown=names,
+        kinds=names,
         inputs=[[number - 1] for number in range(4)],
         costs=costs,
         cuts=[1, 2, 3],
@@ -161,14 +162,14 @@ class Rounding(nn.Module):
 
 
 def test_a_gradient_of_ones_own_is_never_lost() -> None:
-    with pytest.raises(UsageError, match="a gradient of its own in Straight"):
+    with pytest.raises(UsageError, match="a custom gradient in Straight"):
         trace(Rounding(), (torch.ones(3, 2),), {}, 2)
     layers = trace(nn.Sequential(Rounding(), Rounding()), (torch.ones(3, 2),), {}, 2)
     assert isinstance(layers, ChainTrace)
     assert Straight.apply(torch.ones(2)).tolist() == [1.0, 1.0]
 
 
-# -- layers that are sealed ------------------------------------------------------------------------------------------
+# -- layers that are opaque ------------------------------------------------------------------------------------------
 
 
 class Attending(nn.Module):
@@ -188,19 +189,19 @@ def test_a_sealed_layer_is_one_operation_and_computes_what_it_does() -> None:
     torch.manual_seed(0)
     model, x = Attending(), torch.randn(6, 5, 8)
     names = ("attend", "inner", "pool")
-    sealed = OpaqueLayers({name: model.get_submodule(name) for name in names})
-    with sealed.closed():
+    opaque = OpaqueLayers({name: model.get_submodule(name) for name in names})
+    with opaque.hidden():
         traced = GraphTrace(model, (x,), {})
         weights = {name: value.detach().to("meta") for name, value in model.named_parameters()}
         assert torch.func.functional_call(model, weights, (x.to("meta"),)).shape == (6, 4, 5)
-    shown = [operation.shown for operation in traced.operations]
-    assert [one for one in shown if one[0].isupper()] == ["MultiheadAttention", "Linear", "Conv1d"]
+    kinds = [operation.kind for operation in traced.operations]
+    assert [one for one in kinds if one[0].isupper()] == ["MultiheadAttention", "Linear", "Conv1d"]
     used = {name for operation in traced.operations for name in operation.parameters}
     assert used == {name for name, _ in model.named_parameters()}
-    parts = [traced.part(0, 4), traced.part(4, len(shown))]
+    parts = [traced.part(0, 4), traced.part(4, len(kinds))]
     assert [part.random for part in parts] == [True, False]  # attention drops
     model.eval()
-    with sealed.closed():
+    with opaque.hidden():
         quiet = GraphTrace(model, (x,), {})
     few = x[:4]
     with torch.no_grad():

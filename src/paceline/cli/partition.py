@@ -15,8 +15,9 @@ from rich.table import Table
 from paceline.cli import quantities
 from paceline.config import Pipeline, one_of
 from paceline.errors import UsageError
-from paceline.graph.model_profile import ModelProfile, model_profile_of
+from paceline.graph.model_profile import ModelProfile
 from paceline.graph.partition import Device, Partition, partition, replicated
+from paceline.pipeline.script_profile import profile_script
 from paceline.report.partition import partition_figure
 from paceline.schedules import SCHEDULES, bubble, shareable
 from paceline.schedules.timing import ScheduleTiming, evaluate
@@ -44,17 +45,17 @@ def show_partition(script: Path, arguments: Sequence[str], options: PartitionOpt
         one_of("with --replicate, --schedule", options.schedule, shareable())
     console = Console(stderr=True)
     with console.status("tracing the model and measuring its operations"):
-        sheet = model_profile_of(script, arguments, options.microbatches)
+        profile = profile_script(script, arguments, options.microbatches)
     latency = 0.0 if options.latency is None else quantities.seconds("--latency", options.latency)
     # A batch that cannot be divided passes through the stages as one microbatch.
-    microbatches = max(1, min(options.microbatches, sheet.batch // sheet.microbatch))
+    microbatches = max(1, min(options.microbatches, profile.batch // profile.microbatch))
     if options.replicate:
         same = {"bandwidth": devices[0].bandwidth, "memory": devices[0].memory}
-        found = replicated(sheet.problem(), options.stages, microbatches=microbatches, latency=latency, **same)
+        found = replicated(profile.problem(), options.stages, microbatches=microbatches, latency=latency, **same)
         devices = [msgspec.structs.replace(devices[0], count=stage.devices) for stage in found.stages]
     # As a run does it, so that the cut is the same.
     cut = partition(
-        sheet.problem(len(devices)),
+        profile.problem(len(devices)),
         devices,
         latency=latency,
         schedule=options.schedule,
@@ -64,11 +65,11 @@ def show_partition(script: Path, arguments: Sequence[str], options: PartitionOpt
     counts = [device.count for device in devices]
     workers = "+".join(map(str, counts)) if max(counts) > 1 else ""
     spec = dataclasses.replace(asked, stages=len(counts), workers=workers)
-    schedule = predicted(sheet, cut, devices, spec.schedule, microbatches, latency)
+    schedule = predicted(profile, cut, devices, spec.schedule, microbatches, latency)
     formula = None if spec.shared else bubble(options.schedule, len(cut.stages), microbatches)
     title = f"{script.name} in {len(cut.stages)} stages, {microbatches} microbatches, {options.schedule}"
     if options.figure is not None:
-        options.figure.write_text(partition_figure(sheet, cut, schedule, title), encoding="utf-8")
+        options.figure.write_text(partition_figure(profile, cut, schedule, title), encoding="utf-8")
     if options.json:
         told = {
             "stages": msgspec.to_builtins(cut.stages),
@@ -80,12 +81,12 @@ def show_partition(script: Path, arguments: Sequence[str], options: PartitionOpt
             "workers": sum(spec.by_stage),
             "operations": [
                 {"name": name, "kind": kind, **msgspec.to_builtins(cost)}
-                for name, kind, cost in zip(sheet.names, sheet.shown, sheet.costs, strict=True)
+                for name, kind, cost in zip(profile.names, profile.kinds, profile.costs, strict=True)
             ],
         }
         print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
         return
-    _print(sheet, cut, schedule, formula, title)
+    _print(profile, cut, schedule, formula, title)
     if options.figure is not None:
         print(f"figure: {options.figure}")
     text = f"pipeline:stages={spec.stages},microbatches={spec.microbatches},schedule={spec.schedule}"
@@ -138,7 +139,7 @@ def _of_each(
 
 
 def predicted(
-    sheet: ModelProfile,
+    profile: ModelProfile,
     cut: Partition,
     devices: Sequence[Device],
     schedule: str,
@@ -148,7 +149,7 @@ def predicted(
     """The timing of one step, by the simulator."""
     forward, backward = [], []
     for stage, device in zip(cut.stages, devices, strict=True):
-        costs = sheet.costs[stage.first : stage.last]
+        costs = profile.costs[stage.first : stage.last]
         forward += [sum(cost.forward for cost in costs) / device.pace] * device.count
         backward += [sum(cost.backward for cost in costs) / device.pace] * device.count
     weights = np.array([backward]) / 2 if SCHEDULES[schedule].splits_backward else None
@@ -165,24 +166,26 @@ def predicted(
     )
 
 
-def _print(sheet: ModelProfile, cut: Partition, schedule: ScheduleTiming, formula: float | None, title: str) -> None:
+def _print(profile: ModelProfile, cut: Partition, schedule: ScheduleTiming, formula: float | None, title: str) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, 120)
-    cuts = len(sheet.cuts)
-    console.print(f"{title}: {len(sheet.names)} operations, {cuts} places to cut, {sheet.microbatch} samples measured")
+    cuts = len(profile.cuts)
+    console.print(
+        f"{title}: {len(profile.names)} operations, {cuts} places to cut, {profile.microbatch} samples measured"
+    )
     table = Table(box=None, pad_edge=False)
     for head in ("stage", "operations", "from", "to"):
         table.add_column(head, no_wrap=True)
     for head in ("ms forward", "ms backward", "parameters", "memory", "over the cut"):
         table.add_column(head, justify="right", no_wrap=True)
     for number, stage in enumerate(cut.stages):
-        costs = sheet.costs[stage.first : stage.last]
+        costs = profile.costs[stage.first : stage.last]
         name = f"{number}" + (f" × {stage.devices}" if stage.devices > 1 else "")
         table.add_row(
             name,
             str(stage.last - stage.first),
-            sheet.names[stage.first],
-            sheet.names[stage.last - 1],
+            profile.names[stage.first],
+            profile.names[stage.last - 1],
             f"{1e3 * sum(cost.forward for cost in costs):.3g}",
             f"{1e3 * sum(cost.backward for cost in costs):.3g}",
             f"{stage.parameters / 1e6:.3g} MB",

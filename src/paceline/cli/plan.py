@@ -237,12 +237,12 @@ def _split(
     """The script's model, its best cuts by number of stages, and True if it can be split."""
     if script is None:
         return Model(), {}, split
-    from paceline.graph.model_profile import model_profile_of
+    from paceline.pipeline.script_profile import profile_script
     from paceline.planner.learn import MICROBATCHES, learn  # only here: it loads torch
 
     try:
         with console.status("tracing the model and measuring its operations"):
-            return *learn(model_profile_of(script, arguments, MICROBATCHES), workers), True
+            return *learn(profile_script(script, arguments, MICROBATCHES), workers), True
     except UsageError as error:
         print(f"paceline: models that are split are left out: {error}", file=sys.stderr)
         return Model(), {}, False

@@ -58,7 +58,7 @@ class Tensor(Strategy):
     degree: int
     plan: Mapping[str, Any] | str | None = None
     """How layers are split, by name or pattern, where it should not be found from the model's graph: a mapping such as
-    `{"blocks.*.up": "column", "head": "whole"}`, or as text `blocks.*.up:column+head:whole`."""
+    `{"blocks.*.up": "column", "head": "replicated"}`, or as text `blocks.*.up:column+head:replicated`."""
     sequence_parallel: bool = False
     """True if norms, dropout and other layers between split ones are in parts along the sequence."""
 
@@ -116,7 +116,7 @@ def _plan_parsed(strategy: Tensor | Mesh) -> None:
         if not all(pattern and role for pattern, _, role in pairs):
             raise UsageError(
                 f"option 'plan' of strategy '{strategy.spec}' is '{plan}'; write PATTERN:ROLE+…, as in "
-                "blocks.*.up:column+head:whole"
+                "blocks.*.up:column+head:replicated"
             )
         plan = {pattern: role for pattern, _, role in pairs}
     if plan is not None:

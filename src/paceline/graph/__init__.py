@@ -1,1 +1,1 @@
-"""A model as operations: tracing, costs, where it may be cut, and the partition into stages."""
+"""A model as operations: tracing, costs, the positions where it may be cut, and its partition into stages."""

@@ -1,4 +1,4 @@
-"""Which inputs of a model have a row for every sample."""
+"""Which inputs of a model have a batch dimension: one row for every sample."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from paceline.errors import UsageError
 
 
-def batch_of(inputs: Sequence[Any]) -> int:
-    """How many samples are in a batch: the rows of the first tensor."""
+def batch_size(inputs: Sequence[Any]) -> int:
+    """Samples of a batch: the rows of the first tensor."""
     for one in inputs:
         if isinstance(one, torch.Tensor) and one.dim():
             return int(one.shape[0])
     raise UsageError("the model is called without a tensor that has a row for every sample; a pipeline cuts batches")
 
 
-def with_rows(inputs: Sequence[Any]) -> list[bool]:
-    """Of each input, whether it has one for every sample."""
-    batch = batch_of(inputs)
-    return [has_rows(one, batch) for one in inputs]
+def batched_inputs(inputs: Sequence[Any]) -> list[bool]:
+    """For each input, True if it has a row for every sample."""
+    batch = batch_size(inputs)
+    return [is_batched(one, batch) for one in inputs]
 
 
-def has_rows(value: Any, batch: int) -> bool:
+def is_batched(value: Any, batch: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == batch

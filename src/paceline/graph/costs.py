@@ -1,4 +1,4 @@
-"""What each operation of a model costs: seconds forward and backward, and bytes that it makes and keeps."""
+"""Costs of each operation of a model: seconds forward and backward, bytes of its output and of its parameters."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from paceline.graph.module_attributes import untouched
+from paceline.graph.module_attributes import preserved_state
 from paceline.graph.trace import ModelTrace
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """Of one operation, for one microbatch."""
+    """Cost of one operation for one microbatch."""
 
     forward: float = 0.0
+    """Seconds."""
     backward: float = 0.0
+    """Seconds."""
     bytes: int = 0
-    """Of its value: what goes over a cut behind it."""
+    """Bytes of its output: those that cross a cut behind it."""
     parameters: int = 0
-    """Bytes of parameters that it is the first to use."""
+    """Bytes of parameters that no earlier operation uses."""
     whole: bool = True
-    """Whether each worker has all of its value; otherwise several have parts of it."""
+    """True if each worker has the whole output; False if each has a shard of it."""
 
     @property
     def seconds(self) -> float:
@@ -33,12 +35,12 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 def measure(trace: ModelTrace, model: nn.Module, inputs: Sequence[Any], repeats: int = 3) -> list[Cost]:
-    """Run every operation by itself, forward and backward, and take the shortest of some times."""
+    """Runs every operation by itself, forward and backward, several times; the shortest time counts."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     best: list[tuple[float, float]] = [(float("inf"), float("inf"))] * len(trace.operations)
     sizes, wholes = [0] * len(trace.operations), [True] * len(trace.operations)
-    with untouched(model):
-        for _ in range(repeats + 1):  # the first one is to warm up
+    with preserved_state(model):
+        for _ in range(repeats + 1):  # the first run warms up
             values: dict[int, Any] = {-1 - number: value for number, value in enumerate(inputs)}
             for number, operation in enumerate(trace.operations):
                 weights = [parameters[name] for name in operation.parameters if name in parameters]
@@ -65,9 +67,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """What this worker has of it: a part, or all."""
-    part: torch.Tensor = getattr(tensor, "local", tensor)
-    return part
+    """This worker's shard of a sharded tensor; any other tensor itself."""
+    shard: torch.Tensor = getattr(tensor, "local", tensor)
+    return shard
 
 
 def _timed(
@@ -76,21 +78,21 @@ def _timed(
     needed = {one: values[one] for one in trace.operations[number].inputs}
     leaves: list[torch.Tensor] = [weight for weight in weights if weight.requires_grad]
 
-    def fresh(tensor: torch.Tensor) -> torch.Tensor:
+    def detached(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor.detach()
         leaf = tensor.detach()
         leaves.append(_own(leaf).requires_grad_())
-        # Not the leaf itself: an operation may change what it is given in place.
-        return leaf.clone() if trace.changes(number) else leaf
+        # Not the leaf itself: the operation may change its input in place.
+        return leaf.clone() if trace.may_mutate(number) else leaf
 
-    given = {
-        one: pytree.tree_map_only(torch.Tensor, fresh if one >= 0 else torch.Tensor.detach, value)
+    inputs = {
+        one: pytree.tree_map_only(torch.Tensor, detached if one >= 0 else torch.Tensor.detach, value)
         for one, value in needed.items()
     }
     with torch.enable_grad():
         start = time.perf_counter()
-        value = trace.execute(number, given)
+        value = trace.execute(number, inputs)
         forward = time.perf_counter() - start
     outputs = [_own(one) for one in _tensors(value) if _own(one).grad_fn is not None]
     backward = 0.0

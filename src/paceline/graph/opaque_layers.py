@@ -1,7 +1,7 @@
-"""Layers that a trace takes as they are: each call of one is one operation, whatever happens inside.
+"""Layers that a trace does not look into: each call of one is one operation.
 
-While a model with such layers is traced, an operator of our own stands in the place of each: all that is known of it is
-what its results are like. In the trace it is the layer itself again, which is called with the tensors that were given.
+While a model with such layers is traced, each is replaced by an operator of our own, which only infers the shapes and
+dtypes of its results. The trace then calls the layer itself.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from torch.utils import _pytree as pytree
 _OPERATOR = "paceline::layer"
 _numbers = itertools.count()
 _calls: weakref.WeakValueDictionary[int, LayerCall] = weakref.WeakValueDictionary()
-"""By the numbers that the operator is given, as it takes nothing but tensors and numbers."""
+"""By number: the operator takes only tensors and numbers as arguments."""
 
 
 class LayerCall:
-    """One call of a sealed layer, as a function of tensors."""
+    """One call of an opaque layer, as a function of tensors."""
 
-    def __init__(self, path: str, layer: nn.Module, outline: nn.Module, leaves: list[Any], spec: Any) -> None:
+    def __init__(self, path: str, layer: nn.Module, meta: nn.Module, leaves: list[Any], spec: Any) -> None:
         self.path, self.layer = path, layer
         self.__name__ = type(layer).__name__
         self.random = layer.training and bool(getattr(layer, "dropout", 0.0))
         self.empty: list[bool] = []
-        """Which of what it returns is no tensor."""
+        """For each leaf of its result, True if it is not a tensor."""
         self.returned: pytree.TreeSpec | None = None
-        self._outline, self._spec = outline, spec
+        self._meta, self._spec = meta, spec
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = self._arguments(inputs)
-        # Not the layer: what hooks around it do is in the trace already.
+        # Not the layer itself: the trace already has the effects of its hooks.
         return self._tensors(self.layer.forward(*args, **kwargs))
 
-    def outline(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same as far as it can be known without values."""
+    def infer(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Results without values."""
         args, kwargs = self._arguments(inputs)
-        named = [*self._outline.named_parameters(), *self._outline.named_buffers()]
+        named = [*self._meta.named_parameters(), *self._meta.named_buffers()]
         weights = {name: inputs[0].new_empty(one.shape, dtype=one.dtype) for name, one in named}
-        result = torch.func.functional_call(self._outline, weights, args, kwargs)
+        result = torch.func.functional_call(self._meta, weights, args, kwargs)
         leaves, self.returned = pytree.tree_flatten(result)
         self.empty = [not isinstance(leaf, torch.Tensor) for leaf in leaves]
         return self._tensors(result)
@@ -70,19 +70,19 @@ class LayerCall:
 
 
 class OpaqueLayers:
-    """Some layers of a model; to be made while they are still whole."""
+    """Some layers of a model; created before they are sharded."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        self._layers = {path: (layer, _outlined(layer)) for path, layer in layers.items()}
+        self._layers = {path: (layer, _meta_copy(layer)) for path, layer in layers.items()}
         self._made: list[LayerCall] = []
 
     @contextlib.contextmanager
-    def closed(self) -> Iterator[None]:
-        """While in there, the model can be traced, or run without values; nothing is computed by these layers."""
+    def hidden(self) -> Iterator[None]:
+        """Replaces the layers, so that the model can be traced or run without values, until the context exits."""
         _operator()
         before: dict[str, Any] = {path: vars(layer).get("forward") for path, (layer, _) in self._layers.items()}
-        for path, (layer, outline) in self._layers.items():
-            layer.forward = self._forward(path, layer, outline)
+        for path, (layer, meta) in self._layers.items():
+            layer.forward = self._forward(path, layer, meta)
         try:
             yield
         finally:
@@ -92,22 +92,22 @@ class OpaqueLayers:
                     layer.forward = before[path]
             self._made.clear()
 
-    def _forward(self, path: str, layer: nn.Module, outline: nn.Module) -> Callable[..., Any]:
+    def _forward(self, path: str, layer: nn.Module, meta: nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            call, number = LayerCall(path, layer, outline, leaves, spec), next(_numbers)
+            call, number = LayerCall(path, layer, meta, leaves, spec), next(_numbers)
             _calls[number] = call
             self._made.append(call)
             inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            made = iter(torch.ops.paceline.layer(inputs, number))
+            results = iter(torch.ops.paceline.layer(inputs, number))
             assert call.returned is not None
-            return pytree.tree_unflatten([None if empty else next(made) for empty in call.empty], call.returned)
+            return pytree.tree_unflatten([None if empty else next(results) for empty in call.empty], call.returned)
 
         return forward
 
 
-def called(target: Any, number: Any) -> LayerCall | None:
-    """The call that an operation of a fresh trace stands for, if it is one."""
+def layer_call(target: Any, number: Any) -> LayerCall | None:
+    """The layer's call that an operation of a new trace replaces; None for other operations."""
     return _calls[number] if str(target) == "paceline.layer.default" else None
 
 
@@ -115,12 +115,12 @@ def called(target: Any, number: Any) -> LayerCall | None:
 def _operator() -> torch.library.Library:
     library = torch.library.Library("paceline", "FRAGMENT")
     library.define("layer(Tensor[] inputs, int number) -> Tensor[]")
-    torch.library.register_fake(_OPERATOR, lambda inputs, number: _calls[number].outline(inputs), lib=library)
+    torch.library.register_fake(_OPERATOR, lambda inputs, number: _calls[number].infer(inputs), lib=library)
     return library
 
 
-def _outlined(layer: nn.Module) -> nn.Module:
-    """The layer as it is now, without values and without what is hooked on it."""
+def _meta_copy(layer: nn.Module) -> nn.Module:
+    """A copy of the layer on the meta device, without its hooks."""
     twin = copy.copy(layer)
     inside: Any = vars(twin)
     inside.pop("forward", None)
@@ -132,7 +132,7 @@ def _outlined(layer: nn.Module) -> nn.Module:
         for name, one in layer._parameters.items()
     }
     inside["_buffers"] = {name: None if one is None else one.to("meta") for name, one in layer._buffers.items()}
-    inside["_modules"] = {name: None if one is None else _outlined(one) for name, one in layer._modules.items()}
-    # Attention would take a short cut, norms would count the samples that there are not.
+    inside["_modules"] = {name: None if one is None else _meta_copy(one) for name, one in layer._modules.items()}
+    # In evaluation attention takes a fast path; in training norms check the number of samples.
     inside["training"] = isinstance(layer, nn.MultiheadAttention)
     return twin

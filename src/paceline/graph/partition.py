@@ -1,9 +1,11 @@
-"""Where to cut a model: so that the slowest stage is as quick as can be, and then with the fewest bytes over the cuts.
+"""Partition of a model into stages: the slowest stage is as fast as possible, and then the fewest bytes cross the cuts.
 
-PipeDream's dynamic programme over the operations in their order: the best way to give the first j of them to the first
-s devices is found from the best ways for s - 1. A stage is a stretch of the order; a cut costs the bytes of all values
-that are made before it and needed after it, skip connections included. So on a chain it is the optimum, and on any
-other model the best among the cuts of the order in which it computes.
+PipeDream's dynamic program over the operations in order: the best assignment of the first j of them to the first s
+devices follows from the best ones to s - 1. A stage is a contiguous range of operations; a cut costs the bytes of all
+values that are computed before it and needed after it, skip connections included. On a chain the result is optimal; on
+any other model it is the best among the cuts of the order in which it computes.
+
+It is here and not in `pipeline`, since the planner and the report use it and import no room that opens sockets.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ from paceline.schedules import kept_in_flight
 Numbers = NDArray[np.float64]
 
 _STATE = 4
-"""Parameter, gradient, and two values of an optimizer such as Adam: bytes per byte of parameters."""
+"""Bytes per byte of parameters: parameter, gradient, and the two moments of an optimizer such as Adam."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a stage is to run."""
+    """The device, or the group of equal devices, that a stage runs on."""
 
     pace: float = 1.0
-    """How quick it is: 0.5 takes twice as long."""
+    """Relative speed: 0.5 takes twice as long."""
     memory: float = math.inf
-    """Bytes that it has."""
+    """Bytes."""
     bandwidth: float = math.inf
-    """Bytes per second of its link to the stage before."""
+    """Bytes per second of its link to the previous stage."""
     count: int = 1
-    """How many such share the stage's microbatches."""
+    """Devices that share the stage's microbatches."""
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,34 +45,37 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     first: int
     last: int
-    """The operations from `first` up to, not including, `last`."""
+    """Its operations are those from `first` up to, not including, `last`."""
     seconds: float
-    """Of one microbatch, forward and backward, on its device or devices."""
+    """Seconds of one microbatch, forward and backward, divided by the number of its devices."""
     parameters: int
+    """Bytes."""
     memory: float
-    """Bytes: parameters, gradients and the optimizer's state, and activations of the microbatches in flight."""
+    """Bytes of parameters, gradients, the optimizer's state, and activations of the microbatches in flight."""
     bytes: int
-    """Over the cut in front of it, per microbatch and direction."""
+    """Bytes over the cut before it, per microbatch and direction."""
     devices: int = 1
-    """How many share its microbatches."""
+    """Devices that share its microbatches."""
 
 
 class Partition(msgspec.Struct, frozen=True, kw_only=True):
+    """A model cut into stages."""
+
     stages: list[StagePlan]
     slowest: float
     """Seconds of the slowest stage, or of the slowest transfer, per microbatch."""
 
     @property
     def bounds(self) -> list[int]:
-        """Where each stage ends."""
+        """The operation at which each stage ends."""
         return [stage.last for stage in self.stages]
 
 
 class Problem:
-    """A model's costs between the places where it may be cut."""
+    """A model's costs between the positions where it may be cut."""
 
     def __init__(self, costs: Sequence[Cost], cuts: Sequence[int], crossing: Sequence[Sequence[int]]) -> None:
-        """cuts: in front of which operations it may be cut; crossing: there, the values that go over the cut."""
+        """cuts: operations before which it may be cut; crossing: by operation, the values that would cross that cut."""
         self.points = [0, *cuts, len(costs)]
         self._seconds = np.concatenate([[0.0], np.cumsum([cost.seconds for cost in costs])])[self.points]
         self._parameters = np.concatenate([[0], np.cumsum([cost.parameters for cost in costs])])[self.points]
@@ -82,19 +87,19 @@ class Problem:
         return float(self._seconds[last] - self._seconds[first])
 
     def before(self, last: int) -> Numbers:
-        """Seconds of the stretches that end at this point, by where they begin."""
+        """Seconds of the ranges that end at this point, by their first point."""
         spent: Numbers = self._seconds[last] - self._seconds[:last]
         return spent
 
     def parameters(self, last: int) -> Numbers:
-        """Bytes of those stretches' parameters."""
+        """Bytes of these ranges' parameters."""
         held: Numbers = (self._parameters[last] - self._parameters[:last]).astype(np.float64)
         return held
 
     def memory(self, last: int, kept: int) -> Numbers:
         held: Numbers = _STATE * self.parameters(last)
-        flying: Numbers = kept * (self._kept[last] - self._kept[:last])
-        total: Numbers = held + flying
+        activations: Numbers = kept * (self._kept[last] - self._kept[:last])
+        total: Numbers = held + activations
         return total
 
     def stage(self, first: int, last: int, pace: float, kept: int, devices: int = 1) -> StagePlan:
@@ -119,9 +124,9 @@ def partition(
     microbatches: int = 8,
     slack: float = 0.0,
 ) -> Partition:
-    """One stage per device, or per group of equal devices that share it, in their order.
+    """Cuts a model into one stage per entry of `devices`, in their order.
 
-    bandwidth: of all links; one that a device knows to be slower counts as that.
+    bandwidth: upper limit for all links, in bytes per second; latency: of each message, in seconds.
     slack: how much slower than the best the slowest stage may be, as a share, for fewer bytes over the cuts.
     """
     count, points = len(devices), len(problem.points)
@@ -134,18 +139,18 @@ def partition(
     transfers = [_transfer(problem, min(bandwidth, device.bandwidth), latency) for device in devices]
 
     def worst(stage: int, last: int) -> Numbers:
-        """What a stage that ends at this point takes, by where it begins; infinite where it has no room."""
+        """Seconds of a stage that ends at this point, by its first point; infinite if it exceeds the memory."""
         device = devices[stage]
         own = problem.before(last) / (device.pace * device.count)
-        own = own + _agreement(problem, last, device.count, min(bandwidth, device.bandwidth), microbatches)
-        taken = np.maximum(own, transfers[stage][:last] if stage else 0.0)
-        return np.where(problem.memory(last, kept[stage]) <= device.memory, taken, np.inf)
+        own = own + _reduction(problem, last, device.count, min(bandwidth, device.bandwidth), microbatches)
+        seconds = np.maximum(own, transfers[stage][:last] if stage else 0.0)
+        return np.where(problem.memory(last, kept[stage]) <= device.memory, seconds, np.inf)
 
-    best = _programme(count, points, worst, np.maximum)
+    best = _solve(count, points, worst, np.maximum)
     limit = best[0] * (1 + slack) + 1e-15
     if not math.isfinite(best[0]):
         raise UsageError(
-            f"the model does not fit: no cut into {count} stages leaves each within its device's memory; give it more "
+            f"the model does not fit: with every cut into {count} stages one exceeds its device's memory; give it more "
             "stages, fewer microbatches, or more memory"
         )
 
@@ -153,7 +158,7 @@ def partition(
         bytes_over = problem.over[:last] if stage else np.zeros(last)
         return np.where(worst(stage, last) <= limit, bytes_over, np.inf)
 
-    _, ends = _programme(count, points, fewest, np.add)
+    _, ends = _solve(count, points, fewest, np.add)
     starts = [0, *ends[:-1]]
     stages = [
         problem.stage(first, last, device.pace, keep, device.count)
@@ -164,25 +169,24 @@ def partition(
 
 
 def _transfer(problem: Problem, bandwidth: float, latency: float) -> Numbers:
-    """Seconds that a microbatch takes over a cut at each point, there and back."""
-    taken: Numbers = np.where(problem.over > 0, 2 * (problem.over / bandwidth + latency), 0.0)
-    return taken
+    """Seconds of a microbatch's values and gradients over a cut at each point."""
+    seconds: Numbers = np.where(problem.over > 0, 2 * (problem.over / bandwidth + latency), 0.0)
+    return seconds
 
 
-def _agreement(problem: Problem, last: int, share: int, bandwidth: float, microbatches: int) -> Numbers:
-    """Seconds per microbatch in which devices that share a stage agree on its gradient, by where the stage begins."""
-    # All but one of them send and receive it.
-    agree: Numbers = 2 * (share - 1) / share * problem.parameters(last) / bandwidth / microbatches
-    return agree
+def _reduction(problem: Problem, last: int, share: int, bandwidth: float, microbatches: int) -> Numbers:
+    """Seconds per microbatch for the all-reduce of a shared stage's gradients, by the stage's first point."""
+    seconds: Numbers = 2 * (share - 1) / share * problem.parameters(last) / bandwidth / microbatches
+    return seconds
 
 
-def _programme(
+def _solve(
     stages: int,
     points: int,
     cost: Callable[[int, int], Numbers],
     join: np.ufunc,
 ) -> tuple[float, list[int]]:
-    """The least that stages which follow each other cost, joined by `join`, and where each of them ends."""
+    """The least cost of consecutive stages, combined by `join`, and the point at which each of them ends."""
     table = np.full((stages, points), np.inf)
     choice = np.zeros((stages, points), dtype=np.int64)
     for stage in range(stages):
@@ -209,7 +213,7 @@ def replicated(
     microbatches: int = 8,
     memory: float = math.inf,
 ) -> Partition:
-    """Any number of stages on equal devices, of which several may share the microbatches of one stage."""
+    """Cuts a model into any number of stages on equal devices; several devices may share a stage's microbatches."""
     points = len(problem.points)
     transfer = _transfer(problem, bandwidth, latency)
     table = np.full((devices + 1, points), np.inf)
@@ -218,11 +222,11 @@ def replicated(
     for used in range(1, devices + 1):
         for last in range(1, points):
             for share in range(1, min(used, microbatches) + 1):
-                agree = _agreement(problem, last, share, bandwidth, microbatches)
-                # As many microbatches are on their way as there are devices from here on, shared by those of the stage.
+                reduction = _reduction(problem, last, share, bandwidth, microbatches)
+                # In flight are as many microbatches as there are devices from here on, shared by those of the stage.
                 flying = min(microbatches, -(-(devices - used + share) // share))
                 room = problem.memory(last, flying) <= memory
-                own = np.where(room, problem.before(last) / share + agree, np.inf)
+                own = np.where(room, problem.before(last) / share + reduction, np.inf)
                 before = table[used - share, :last]
                 total = np.maximum(np.maximum(before, own), transfer[:last])
                 first = int(np.argmin(total))
@@ -232,7 +236,7 @@ def replicated(
     used = int(np.argmin(table[:, points - 1]))
     if not math.isfinite(table[used, points - 1]):
         raise UsageError(
-            f"the model does not fit: no cut for {devices} devices leaves each stage within its device's memory; give "
+            f"the model does not fit: with every cut for {devices} devices a stage exceeds its device's memory; give "
             "it more devices, fewer microbatches, or more memory"
         )
     last, found = points - 1, []

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: stages, microbatches and the loss of a batch made of them."""
+"""Pipeline parallelism: the path of a call is pipelined_model, batch_run, runtime, stage_runner, microbatch_loss."""

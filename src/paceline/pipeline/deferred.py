@@ -1,7 +1,7 @@
-"""What a split model returns: a tensor whose values are not there yet.
+"""Deferred outputs of a split model: tensors that have a shape but no values yet.
 
-It knows its shape, and remembers what is done with it. `loss.backward()` then has the whole of the way from the model's
-output to the loss, and applies it to every microbatch where the output is made. Asking for a value makes it.
+A deferred tensor records the operations applied to it. `loss.backward()` so has the whole computation from the model's
+output to the loss, and applies it to each microbatch on the worker that has the output. Reading a value computes it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,27 +18,16 @@ from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
 
+if TYPE_CHECKING:
+    from paceline.pipeline.batch_run import BatchRun
+
 Tensor = torch.Tensor
-_kind: Any = torch.Tensor
-"""The class itself, whose attributes are descriptors."""
-
-
-class DeferredRun(Protocol):
-    """One pass of a batch through the split model."""
-
-    def backward(self, loss: Deferred) -> None:
-        """Make all gradients."""
-
-    def value(self, of: Deferred) -> Tensor:
-        """Its value, on every worker of the replica."""
-
-    @property
-    def over(self) -> bool:
-        """Whether its backward pass is done."""
+_descriptors: Any = torch.Tensor
+"""The class itself, untyped: its attributes are descriptors."""
 
 
 class Autocast:
-    """The state of autocast at some moment, to be entered again."""
+    """The state of autocast when this was created."""
 
     def __init__(self) -> None:
         self.on = torch.is_autocast_enabled("cpu")
@@ -48,54 +37,58 @@ class Autocast:
     def key(self) -> tuple[bool, torch.dtype]:
         return (self.on, self.dtype if self.on else torch.float32)
 
-    def again(self) -> contextlib.AbstractContextManager[Any]:
+    def enter(self) -> contextlib.AbstractContextManager[Any]:
         if self.on == torch.is_autocast_enabled("cpu") and not self.on:
             return contextlib.nullcontext()
         return torch.autocast("cpu", dtype=self.dtype, enabled=self.on)
 
 
 class Deferred(torch.Tensor):
-    """A value that is known by how it is made: by the model (its `number`th result), or by a function of others."""
+    """A result of the model, or of a recorded function of other deferred tensors."""
 
-    run: DeferredRun
-    number: int
+    run: BatchRun
+    result_index: int
+    """Index among the model's results, if it is one."""
     function: Callable[..., Any] | None
+    """The recorded function; None for a result of the model."""
     arguments: tuple[Any, ...]
     options: dict[str, Any]
-    place: int
-    """Of several that the function returns, which; below 0 if it is one."""
+    item_index: int
+    """Index among the function's results; below 0 if it returns one tensor."""
     autocast: Autocast
-    outline: Tensor
-    """Its shape and dtype, on the meta device."""
+    meta: Tensor
+    """A tensor of its shape and dtype on the meta device."""
     known: Tensor | None
-    """The value, once it is there."""
-    leaves: list[Deferred] | None
-    """Those among its arguments, once somebody has asked for them; and its arguments by name."""
+    """The value, once it is computed."""
+    inputs: list[Deferred] | None
+    """Cache of `deferred_inputs`."""
     named: dict[str, Any] | None
+    """Cache of `bound_arguments`."""
 
     @staticmethod
-    def made(run: DeferredRun, outline: Tensor, number: int) -> Deferred:
-        return Deferred._new(run, outline, number, None, (), {}, -1)
+    def result(run: BatchRun, meta: Tensor, index: int) -> Deferred:
+        """The model's result of this index."""
+        return Deferred._new(run, meta, index, None, (), {}, -1)
 
     @staticmethod
     def _new(
-        run: DeferredRun,
-        outline: Tensor,
-        number: int,
+        run: BatchRun,
+        meta: Tensor,
+        index: int,
         function: Callable[..., Any] | None,
         arguments: tuple[Any, ...],
         options: dict[str, Any],
-        place: int,
+        item: int,
     ) -> Deferred:
         new: Any = torch.Tensor._make_wrapper_subclass(
-            Deferred, outline.shape, dtype=outline.dtype, device=torch.device("cpu"), requires_grad=False
+            Deferred, meta.shape, dtype=meta.dtype, device=torch.device("cpu"), requires_grad=False
         )
-        new.run, new.outline, new.number, new.function = run, outline, number, function
-        new.arguments, new.options, new.place, new.known = arguments, options, place, None
+        new.run, new.meta, new.result_index, new.function = run, meta, index, function
+        new.arguments, new.options, new.item_index, new.known = arguments, options, item, None
         new.autocast = Autocast()
-        new.leaves = new.named = None
-        made: Deferred = new
-        return made
+        new.inputs = new.named = None
+        deferred: Deferred = new
+        return deferred
 
     @classmethod
     def __torch_function__(
@@ -110,18 +103,18 @@ class Deferred(torch.Tensor):
             loss.run.backward(loss)
             return None
         if func in _FORCING or name in _FORCING_NAMES:
-            plain_args, plain_options = pytree.tree_map_only(Deferred, worth, (args, options))
+            plain_args, plain_options = pytree.tree_map_only(Deferred, materialize, (args, options))
             return func(*plain_args, **plain_options)
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **options)
-        if func == _kind.requires_grad.__get__:
-            return args[0].outline.is_floating_point()
+        if func == _descriptors.requires_grad.__get__:
+            return args[0].meta.is_floating_point()
         if name.endswith("_") and not name.endswith("__"):
             raise UsageError(f"'{name}' changes a split model's output in place; use '{name[:-1]}'")
         leaves = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Deferred)]
-        if all(leaf.run.over or leaf.known is not None for leaf in leaves):
-            plain_args, plain_options = pytree.tree_map_only(Deferred, worth, (args, options))
+        if all(leaf.run.finished or leaf.known is not None for leaf in leaves):
+            plain_args, plain_options = pytree.tree_map_only(Deferred, materialize, (args, options))
             return func(*plain_args, **plain_options)
         args, options = pytree.tree_map_only(Deferred, _settled, (args, options))
         return _recorded(func, name, args, options)
@@ -130,18 +123,18 @@ class Deferred(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Only reached by what goes around torch's functions."""
-        raise UsageError(f"'{func}' needs the values of a split model's output, which are not there yet")
+        """Reached only by calls that bypass __torch_function__."""
+        raise UsageError(f"'{func}' needs the values of a split model's output, which are not computed yet")
 
 
 def _recorded(func: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Remember what is done; only the shape of what comes of it is found out."""
+    """Records a function call; only the shapes and dtypes of its results are computed."""
     leaves = pytree.tree_leaves((args, options))
     runs = {id(leaf.run): leaf.run for leaf in leaves if isinstance(leaf, Deferred)}
     if len(runs) > 1:
         raise UsageError(
-            "the outputs of two calls of a split model meet in one computation; it can be called once per backward "
-            "pass: give it both inputs at once"
+            "one computation uses the outputs of two calls of a split model, which can be called once per backward "
+            "pass; give it both inputs at once"
         )
     if any(isinstance(leaf, Tensor) and not isinstance(leaf, Deferred) and leaf.requires_grad for leaf in leaves):
         raise UsageError(
@@ -150,85 +143,85 @@ def _recorded(func: Any, name: str, args: tuple[Any, ...], options: dict[str, An
         )
     if any(isinstance(leaf, FakeTensor) for leaf in leaves):
         raise UsageError(
-            "the loss uses a value that was kept when the model was traced, by a forward hook perhaps, and that has no "
-            "numbers; let the model return it"
+            "the loss uses a tensor that was stored while the model was traced, perhaps by a forward hook, and has no "
+            "values; let the model return it"
         )
     try:
-        result = _outlined(func, args, options)
+        result = _meta_result(func, args, options)
     except NotImplementedError:
         if any(
             isinstance(leaf, Tensor) and leaf.dtype == torch.bool and not isinstance(leaf, Deferred) for leaf in leaves
         ):
             raise UsageError(
-                "the loss picks values of a split model's output by a mask, which lets microbatches have different "
-                "numbers of them; let it ignore the others instead: by ignore_index, or by weights that are 0 there"
+                "the loss selects values of a split model's output by a mask, which gives each microbatch another "
+                "number of them; ignore the others instead, by ignore_index or by weights of 0"
             ) from None
         raise UsageError(
-            f"'{name}' of a split model's output depends on its values, which are not there before loss.backward(); "
-            "do it after that, or under torch.no_grad()"
+            f"'{name}' of a split model's output depends on its values, which do not exist before loss.backward(); "
+            "call it after that, or under torch.no_grad()"
         ) from None
     (run,) = runs.values()
     if isinstance(result, Tensor):
         return Deferred._new(run, result, 0, func, args, options, -1)
     if isinstance(result, tuple | list) and any(isinstance(one, Tensor) for one in result):
-        made = [Deferred._new(run, one, 0, func, args, options, place) for place, one in enumerate(result)]
-        # Also of those that have names, as a sort has.
-        return type(result)(made) if type(result).__module__ in ("builtins", "torch.return_types") else tuple(made)
+        items = [Deferred._new(run, one, 0, func, args, options, item) for item, one in enumerate(result)]
+        # Also for named tuples, such as the result of a sort.
+        return type(result)(items) if type(result).__module__ in ("builtins", "torch.return_types") else tuple(items)
     return result
 
 
-_shapes: dict[Any, Any] = {}
-"""What functions give, by what they are given: every step asks for the same."""
+_meta_results: dict[Any, Any] = {}
+"""Cache of `_meta_result`: every step makes the same calls."""
 
 
-def _outlined(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The result of a function as far as it can be known without values: shapes and dtypes, on the meta device."""
+def _meta_result(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The result of a function on meta tensors: shapes and dtypes without values."""
     leaves, spec = pytree.tree_flatten((args, options))
     facts = tuple(
         (leaf.dtype, leaf.shape, leaf.stride()) if isinstance(leaf, Tensor) else (type(leaf), leaf)
-        for leaf in (leaf.outline if isinstance(leaf, Deferred) else leaf for leaf in leaves)
+        for leaf in (leaf.meta if isinstance(leaf, Deferred) else leaf for leaf in leaves)
     )
     autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype())
     try:
         key = (func, facts, spec, autocast)
-        known = key in _shapes
-    except TypeError:  # an argument that cannot be looked up
+        known = key in _meta_results
+    except TypeError:  # an argument that cannot be hashed
         key, known = None, False
     if known:
-        return _shapes[key]
-    outlines = pytree.tree_map_only(Tensor, _outline, (args, options))
+        return _meta_results[key]
+    meta_args, meta_options = pytree.tree_map_only(Tensor, _meta, (args, options))
     try:
-        result = func(*outlines[0], **outlines[1])
+        result = func(*meta_args, **meta_options)
     except RuntimeError as error:
-        if "item()" not in str(error):  # it looks whether its arguments are allowed, which those without values are not
+        if "item()" not in str(error):  # the function checks its arguments' values
             raise
-        made_up = pytree.tree_map_only(Tensor, _ones, (args, options))
-        result = pytree.tree_map_only(Tensor, _outline, func(*made_up[0], **made_up[1]))
-    if key is not None and len(_shapes) < 10_000:
-        _shapes[key] = result
+        ones_args, ones_options = pytree.tree_map_only(Tensor, _ones, (args, options))
+        result = pytree.tree_map_only(Tensor, _meta, func(*ones_args, **ones_options))
+    if key is not None and len(_meta_results) < 10_000:
+        _meta_results[key] = result
     return result
 
 
-def _outline(tensor: Tensor) -> Tensor:
-    return tensor.outline if isinstance(tensor, Deferred) else tensor.detach().to("meta")
+def _meta(tensor: Tensor) -> Tensor:
+    return tensor.meta if isinstance(tensor, Deferred) else tensor.detach().to("meta")
 
 
 def _ones(tensor: Tensor) -> Tensor:
-    outline = _outline(tensor)
-    return torch.ones(outline.shape, dtype=outline.dtype)
+    meta = _meta(tensor)
+    return torch.ones(meta.shape, dtype=meta.dtype)
 
 
 def _settled(value: Deferred) -> Tensor:
-    """The value itself, if the run is over that it belongs to: what is summed over steps must not keep them all."""
-    return worth(value) if value.run.over or value.known is not None else value
+    """The value itself once its run is finished: a sum over steps must not keep every step's run alive."""
+    return materialize(value) if value.run.finished or value.known is not None else value
 
 
-def worth(value: Deferred) -> Tensor:
-    """The value on this worker, made if need be."""
+def materialize(value: Deferred) -> Tensor:
+    """The value, computed if it is not known yet; collective, like every call of the model."""
     if value.known is None:
-        inner = leaves_of(value)
+        inner = deferred_inputs(value)
         if value.function is not None and inner and all(leaf.known is not None for leaf in inner):
-            value.known = replay(value, worth, lambda tensor: tensor)
+            value.known = replay(value, materialize, lambda tensor: tensor)
         else:
             value.known = value.run.value(value)
     return value.known
@@ -240,9 +233,9 @@ def replay(
     other: Callable[[Tensor], Tensor],
     instead: dict[str, Any] | None = None,
 ) -> Tensor:
-    """Do what was remembered of one value, with `of` those that it was made of, and `other` the other tensors.
+    """Calls a value's recorded function again, with `of` applied to its deferred inputs and `other` to other tensors.
 
-    instead: arguments that are to be other than they were.
+    instead: values for some of its arguments, by name.
     """
 
     def changed(leaf: Any) -> Any:
@@ -252,13 +245,13 @@ def replay(
 
     arguments, options = value.arguments, value.options
     if instead:
-        arguments, options = (), {**bound(value), **instead}
+        arguments, options = (), {**bound_arguments(value), **instead}
     args, options = pytree.tree_map(changed, (arguments, options))
     assert value.function is not None
-    with value.autocast.again():
+    with value.autocast.enter():
         result = value.function(*args, **options)
-    made: Tensor = result if value.place < 0 else result[value.place]
-    return made
+    selected: Tensor = result if value.item_index < 0 else result[value.item_index]
+    return selected
 
 
 _BACKWARD = {torch.Tensor.backward}
@@ -284,14 +277,14 @@ _FORCING_NAMES = {
     "isclose",
 }
 _PLAIN = {
-    _kind.shape.__get__,
-    _kind.dtype.__get__,
-    _kind.device.__get__,
-    _kind.ndim.__get__,
-    _kind.layout.__get__,
-    _kind.is_sparse.__get__,
-    _kind.is_leaf.__get__,
-    _kind.grad_fn.__get__,
+    _descriptors.shape.__get__,
+    _descriptors.dtype.__get__,
+    _descriptors.device.__get__,
+    _descriptors.ndim.__get__,
+    _descriptors.layout.__get__,
+    _descriptors.is_sparse.__get__,
+    _descriptors.is_leaf.__get__,
+    _descriptors.grad_fn.__get__,
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.numel,
@@ -305,21 +298,21 @@ def _signature(function: Any) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def bound(of: Deferred) -> dict[str, Any]:
-    """The function's arguments by name, with defaults."""
+def bound_arguments(of: Deferred) -> dict[str, Any]:
+    """The recorded function's arguments by name, defaults included."""
     if of.named is None:
         try:
-            given = _signature(of.function).bind(*of.arguments, **of.options)
-            given.apply_defaults()
-            of.named = given.arguments
+            bound = _signature(of.function).bind(*of.arguments, **of.options)
+            bound.apply_defaults()
+            of.named = bound.arguments
         except (TypeError, ValueError):
             of.named = {}
     return of.named
 
 
-def leaves_of(of: Deferred) -> list[Deferred]:
-    """What a value was made of that is deferred as well."""
-    if of.leaves is None:
-        every = pytree.tree_leaves((of.arguments, of.options))
-        of.leaves = [leaf for leaf in every if isinstance(leaf, Deferred)]
-    return of.leaves
+def deferred_inputs(of: Deferred) -> list[Deferred]:
+    """The deferred tensors among the recorded function's arguments."""
+    if of.inputs is None:
+        leaves = pytree.tree_leaves((of.arguments, of.options))
+        of.inputs = [leaf for leaf in leaves if isinstance(leaf, Deferred)]
+    return of.inputs

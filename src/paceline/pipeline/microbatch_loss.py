@@ -1,4 +1,4 @@
-"""The loss of a microbatch, as its share in that of the batch."""
+"""The loss of a batch as a sum of terms, one per microbatch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch.nn import functional
 
 from paceline.errors import UsageError
-from paceline.pipeline.deferred import Deferred, bound, leaves_of, replay
+from paceline.pipeline.deferred import Deferred, bound_arguments, deferred_inputs, replay
 
 Tensor = torch.Tensor
 Results = Sequence[Tensor] | Mapping[int, Tensor]
-"""What a model returns for a microbatch, by numbers."""
+"""The model's results for a microbatch, by index."""
 
-_SAME = {
+_SYNONYMS = {
     "rmul": "mul",
     "imul": "mul",
     "radd": "add",
@@ -26,36 +26,36 @@ _SAME = {
     "true_divide": "div",
 }
 _LINEAR = {"mul", "div", "add", "sub", "rsub", "neg", "float", "double", "to", "type", "clone", "reshape", "view"}
-"""What may be done to a scalar of every microbatch and be summed after: it comes to the same."""
-
-
+"""Operations on a scalar that give the same before and after the sum over microbatches."""
 ELEMENTWISE = _LINEAR | {"pow", "rpow", "rdiv", "rtruediv", "maximum", "minimum", "where", "lerp", "fmod", "remainder"}
 ELEMENTWISE |= {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and", "or", "masked_fill"}
-"""What is done to the elements of tensors that are laid one upon the other, beginning with their last dimension."""
+"""Operations on the elements of tensors that are broadcast against each other, from the last dimension on."""
 
 
-def spoken(function: Any) -> str:
+def operation_name(function: Any) -> str:
+    """One name for all spellings of an operation: `__rmul__` and `mul_` are `mul`."""
     name = getattr(function, "__name__", str(function)).strip("_")
-    return _SAME.get(name, name)
+    return _SYNONYMS.get(name, name)
 
 
-_BY_AND_BY = (
-    "the loss takes means over samples and over other things one after the other, and it cannot be seen what each "
-    "microbatch is to count in it; take the mean, or the sum, of everything at once, or write microbatches=1"
+_NESTED_MEANS = (
+    "the loss takes means over samples and over other dimensions one after the other, so the weight of each microbatch "
+    "in it is unknown; take the mean, or the sum, over everything at once, or write microbatches=1"
 )
-_BY_CLASS = (functional.cross_entropy, functional.nll_loss, functional.multi_margin_loss)
+_CLASS_WEIGHTED = (functional.cross_entropy, functional.nll_loss, functional.multi_margin_loss)
 
 
 class MicrobatchLoss:
-    """How what each microbatch gives to the loss adds up to the loss of the batch."""
+    """Computes each microbatch's term of a loss; the terms of all microbatches add up to the loss of the batch."""
 
     def __init__(self, batch: int, sizes: Sequence[int]) -> None:
         self._batch, self.sizes = batch, sizes
-        self._counted: dict[int, Tensor | None] = {}
+        self._divisors: dict[int, Tensor | None] = {}
+        """Cache of `_divisor`, by the id of a deferred tensor."""
         self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
 
     def check(self, loss: Deferred) -> None:
-        """Refuse a loss that cannot be put together from microbatches; the same on every worker."""
+        """Refuses a loss that is not a sum of terms of microbatches; it decides the same on every worker."""
         seen: set[int] = set()
         left = [loss] if len(self.sizes) > 1 else []
         while left:
@@ -64,118 +64,119 @@ class MicrobatchLoss:
                 continue
             seen.add(id(of))
             if of.function is None:
-                if not of.outline.dim():
+                if not of.meta.dim():
                     raise UsageError(
-                        "the model returns a scalar for every microbatch, which cannot be put together to that of the "
+                        "the model returns a scalar for every microbatch, which cannot be combined into that of the "
                         "batch; let it return a row for every sample, or write microbatches=1"
                     )
                 continue
-            left += leaves_of(of)
-            picked = _picked(of)
-            if picked is not None and not torch.equal(picked, torch.arange(len(picked))):
+            left += deferred_inputs(of)
+            indices = _row_indices(of)
+            if indices is not None and not torch.equal(indices, torch.arange(len(indices))):
                 raise UsageError(
-                    "the loss picks rows of the batch by their numbers, which are others in a microbatch; let it "
-                    "count rows more or less by a weight or ignore_index instead, or write microbatches=1"
+                    "the loss selects rows of the batch by index, and a microbatch has other indices; give rows a "
+                    "weight or use ignore_index instead, or write microbatches=1"
                 )
-            name, scalars = spoken(of.function), [leaf for leaf in leaves_of(of) if not leaf.outline.dim()]
-            if of.outline.dim():
+            name, scalars = operation_name(of.function), [leaf for leaf in deferred_inputs(of) if not leaf.meta.dim()]
+            if of.meta.dim():
                 if name == "mean" and _over_rows(of):
-                    raise UsageError(_BY_AND_BY)
+                    raise UsageError(_NESTED_MEANS)
                 continue
-            if len(scalars) < len(leaves_of(of)):
-                without = any(leaf.outline.dim() and leaf.outline.shape[0] % self._batch for leaf in leaves_of(of))
+            if len(scalars) < len(deferred_inputs(of)):
+                without = any(leaf.meta.dim() and leaf.meta.shape[0] % self._batch for leaf in deferred_inputs(of))
                 if _reduction(of) == "mean" and without:
-                    raise UsageError(_BY_AND_BY)
+                    raise UsageError(_NESTED_MEANS)
                 if _reduction(of) is None:
                     raise UsageError(
-                        f"the loss takes '{name}' over the whole batch, which cannot be put together from "
-                        "microbatches; use a mean, a sum, or one of torch.nn.functional's losses, or write "
-                        "microbatches=1"
+                        f"the loss takes '{name}' over the whole batch, which is not a sum over microbatches; use a "
+                        "mean, a sum, or one of torch.nn.functional's losses, or write microbatches=1"
                     )
                 continue
             divided = name == "div" and len(of.arguments) > 1 and isinstance(of.arguments[1], Deferred)
             if name not in _LINEAR or (name in ("mul", "div") and len(scalars) > 1) or divided:
                 raise UsageError(
-                    f"the loss does '{name}' to a mean or sum over the batch, which cannot be done to each microbatch "
-                    "by itself; write microbatches=1"
+                    f"the loss applies '{name}' to a mean or sum over the batch, which cannot be applied to each "
+                    "microbatch by itself; write microbatches=1"
                 )
 
     def rows(self, tensor: Tensor, microbatch: int) -> Tensor:
-        """A microbatch's rows of a tensor with so many for every sample."""
+        """A microbatch's rows of a tensor that has the same number of rows for every sample."""
         each = tensor.shape[0] // self._batch
         start = self._starts[microbatch] * each
         return tensor[start : start + self.sizes[microbatch] * each]
 
-    def loss(self, loss: Deferred, results: Results, microbatch: int) -> Tensor:
-        """The part of the loss that is this microbatch's; those of all add up to it."""
-        return _Made(self, results, microbatch).value(loss)
+    def term(self, loss: Deferred, results: Results, microbatch: int) -> Tensor:
+        """One microbatch's term of the loss."""
+        return _TermEvaluation(self, results, microbatch).value(loss)
 
-    def made(self, of: Deferred, value: Callable[[Deferred], Tensor], results: Results, microbatch: int) -> Tensor:
-        """One step on the way to it; `value` knows those before."""
+    def evaluate(self, of: Deferred, value: Callable[[Deferred], Tensor], results: Results, microbatch: int) -> Tensor:
+        """A microbatch's share of one deferred tensor; `value` gives that of its inputs."""
         if of.function is None:
-            return results[of.number]
+            return results[of.result_index]
         if len(self.sizes) == 1:
             return replay(of, value, lambda tensor: tensor)
-        # Another tensor goes with a value if it has as many rows, and the value's rows are the batch's.
+        # Another tensor is divided like a deferred input if both have as many rows, and those are the batch's.
         counts = set()
-        for leaf in leaves_of(of):
-            if leaf.outline.dim():
-                whole, here = leaf.outline.shape[0], value(leaf).shape[0]
+        for leaf in deferred_inputs(of):
+            if leaf.meta.dim():
+                whole, here = leaf.meta.shape[0], value(leaf).shape[0]
                 if here * self._batch == whole * self.sizes[microbatch]:
                     counts.add(whole)
-        of_classes = bound(of).get("weight" if of.function in _BY_CLASS else "pos_weight")
-        picked = _picked(of)
+        class_weights = bound_arguments(of).get("weight" if of.function in _CLASS_WEIGHTED else "pos_weight")
+        indices = _row_indices(of)
 
         def other(tensor: Tensor) -> Tensor:
-            if tensor is picked:
+            if tensor is indices:
                 return tensor[: self.sizes[microbatch] * len(tensor) // self._batch]
-            with_rows = tensor.dim() and tensor.shape[0] in counts and tensor is not of_classes
-            if with_rows and spoken(of.function) in ELEMENTWISE:
-                with_rows = tensor.dim() == of.outline.dim()  # otherwise its first dimension meets a later one
+            with_rows = tensor.dim() and tensor.shape[0] in counts and tensor is not class_weights
+            if with_rows and operation_name(of.function) in ELEMENTWISE:
+                with_rows = (
+                    tensor.dim() == of.meta.dim()
+                )  # otherwise its first dimension is broadcast against a later one
             return self.rows(tensor, microbatch) if with_rows else tensor
 
-        if of.outline.dim():
+        if of.meta.dim():
             return replay(of, value, other)
-        if all(leaf.outline.dim() == 0 for leaf in leaves_of(of)):
-            return self._after(of, replay(of, value, other), microbatch)
-        if id(of) not in self._counted:
-            self._counted[id(of)] = _counted(of)
-        counted = self._counted[id(of)]
-        if counted is not None:
-            return replay(of, value, other, {"reduction": "sum"}) / counted
+        if all(leaf.meta.dim() == 0 for leaf in deferred_inputs(of)):
+            return self._of_scalars(of, replay(of, value, other), microbatch)
+        if id(of) not in self._divisors:
+            self._divisors[id(of)] = _divisor(of)
+        divisor = self._divisors[id(of)]
+        if divisor is not None:
+            return replay(of, value, other, {"reduction": "sum"}) / divisor
         return replay(of, value, other) * self._weight(of, microbatch)
 
-    def _after(self, of: Deferred, made: Tensor, microbatch: int) -> Tensor:
-        """A scalar that was made of scalars."""
-        name, scalars = spoken(of.function), leaves_of(of)
+    def _of_scalars(self, of: Deferred, computed: Tensor, microbatch: int) -> Tensor:
+        """A microbatch's share of a scalar that is computed from scalars."""
+        name, scalars = operation_name(of.function), deferred_inputs(of)
         if name in ("add", "sub", "rsub") and len(scalars) == 1:
-            # A constant counts once, not once for every microbatch.
+            # A constant counts once per batch, not once per microbatch.
             share = self.sizes[microbatch] / self._batch
-            alone = replay(of, lambda leaf: torch.zeros((), dtype=leaf.outline.dtype), lambda tensor: tensor)
-            return made - alone * (1 - share)
-        return made
+            alone = replay(of, lambda leaf: torch.zeros((), dtype=leaf.meta.dtype), lambda tensor: tensor)
+            return computed - alone * (1 - share)
+        return computed
 
     def _weight(self, of: Deferred, microbatch: int) -> float:
-        """What the mean over a microbatch counts in the mean over the batch."""
+        """The weight of a microbatch's mean in the mean over the batch."""
         return 1.0 if _reduction(of) == "sum" else self.sizes[microbatch] / self._batch
 
 
-class _Made:
-    """What has been made of one microbatch's results; a function that calls itself would hold on to all of it."""
+class _TermEvaluation:
+    """The values computed from one microbatch's results. A recursive closure would keep them all alive."""
 
-    def __init__(self, shares: MicrobatchLoss, results: Results, microbatch: int) -> None:
-        self._shares, self._results, self._microbatch = shares, results, microbatch
+    def __init__(self, microbatch_loss: MicrobatchLoss, results: Results, microbatch: int) -> None:
+        self._microbatch_loss, self._results, self._microbatch = microbatch_loss, results, microbatch
         self._known: dict[int, Tensor] = {}
 
     def value(self, of: Deferred) -> Tensor:
         if id(of) not in self._known:
-            self._known[id(of)] = self._shares.made(of, self.value, self._results, self._microbatch)
+            self._known[id(of)] = self._microbatch_loss.evaluate(of, self.value, self._results, self._microbatch)
         return self._known[id(of)]
 
 
-def _picked(of: Deferred) -> Tensor | None:
-    """The numbers of rows, where a value is made by picking these of another."""
-    if spoken(of.function) != "getitem" or len(of.arguments) < 2:
+def _row_indices(of: Deferred) -> Tensor | None:
+    """The row indices by which a value selects rows of another; None if it does not."""
+    if operation_name(of.function) != "getitem" or len(of.arguments) < 2:
         return None
     index = of.arguments[1]
     first = index[0] if isinstance(index, tuple) and index else index
@@ -183,28 +184,30 @@ def _picked(of: Deferred) -> Tensor | None:
 
 
 def _over_rows(of: Deferred) -> bool:
-    """Whether a mean is taken over samples."""
-    given = of.arguments[1] if len(of.arguments) > 1 else of.options.get("dim", of.options.get("axis"))
-    dims = given if isinstance(given, tuple | list) else [given]
-    return any(isinstance(dim, int) and dim % max(1, leaf.outline.dim()) == 0 for dim in dims for leaf in leaves_of(of))
+    """True if a mean is taken over samples."""
+    argument = of.arguments[1] if len(of.arguments) > 1 else of.options.get("dim", of.options.get("axis"))
+    dims = argument if isinstance(argument, tuple | list) else [argument]
+    return any(
+        isinstance(dim, int) and dim % max(1, leaf.meta.dim()) == 0 for dim in dims for leaf in deferred_inputs(of)
+    )
 
 
 def _reduction(of: Deferred) -> str | None:
-    """How a scalar was made of what has rows: by their mean or their sum; None where by neither."""
-    name = spoken(of.function)
+    """How a scalar reduces a tensor with rows: "mean", "sum", or None for neither."""
+    name = operation_name(of.function)
     if name in ("sum", "nansum", "mean"):
         return "mean" if name == "mean" else "sum"
-    found = bound(of).get("reduction")
+    found = bound_arguments(of).get("reduction")
     return found if isinstance(found, str) else None
 
 
-def _counted(of: Deferred) -> Tensor | None:
-    """What the mean of cross entropy divides by: the weights of the targets that it does not ignore."""
+def _divisor(of: Deferred) -> Tensor | None:
+    """The divisor of cross entropy's mean: the total weight of the targets that are not ignored."""
     if of.function not in (functional.cross_entropy, functional.nll_loss):
         return None
-    given = bound(of)
-    target, weight = given.get("target"), given.get("weight")
-    if given.get("reduction") != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
+    arguments = bound_arguments(of)
+    target, weight = arguments.get("target"), arguments.get("weight")
+    if arguments.get("reduction") != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
         return None
-    used = target[target != given.get("ignore_index", -100)]
+    used = target[target != arguments.get("ignore_index", -100)]
     return torch.tensor(float(used.numel())) if weight is None else weight[used].sum()

@@ -1,8 +1,8 @@
-"""Who updates which parameter of a split model, and how it comes by the gradients that others have of it.
+"""Ownership of the parameters of a split model: which worker updates each, and how it gets the others' gradients.
 
-A parameter lies in shared memory once, and one worker updates it: one of those of the first stage that uses it. Where
-several share that stage, each has about as many bytes to update. The others' gradients are summed there: those of later
-stages, if weights are tied, and those of other microbatches, if a stage is shared.
+A parameter lies in shared memory once. Its owner, which updates it, is a worker of the first stage that uses it; the
+workers of a shared stage own about as many bytes each. The owner sums the gradients of all other users: of later
+stages, if weights are tied, and of other microbatches, if the stage is shared.
 """
 
 from __future__ import annotations
@@ -15,93 +15,87 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.events import Recorder, Reduce, Wait
+from paceline.events import Reduce
 from paceline.pipeline.stage_assignment import StageAssignment
-from paceline.transport.mailbox import Mailbox, ReceiveTransfer
+from paceline.pipeline.stage_links import StageLinks
+from paceline.transport.mailbox import ReceiveTransfer
 
-_UPDATED, _LIST, _GRADIENT = -8, -9, -10
-"""Tags: that a worker has made its updates, of which parameters it sends gradients, and, from there down, these."""
-_NOTABLE = 5e-6
+_UPDATED, _PRESENT, _GRADIENT = -8, -9, -10
+"""Tags: a worker's updates are done; the parameters that it sends gradients of; these gradients, from here down."""
 
 
 class Ownership:
-    """One worker's view of that."""
+    """One worker's own parameters, and the gradients that it sends and receives."""
 
-    def __init__(
-        self,
-        assignment: StageAssignment,
-        parameters: Sequence[nn.Parameter],
-        mailbox: Mailbox,
-        recorder: Recorder,
-        ranks: Sequence[int],
-    ) -> None:
-        """ranks: in the team, by place in the mailbox."""
-        self._assignment, self._parameters, self._mailbox = assignment, parameters, mailbox
-        self._recorder, self._ranks = recorder, ranks
-        self._rank = mailbox.rank
-        self._stages: dict[int, list[int]] = {}
+    def __init__(self, assignment: StageAssignment, parameters: Sequence[nn.Parameter], links: StageLinks) -> None:
+        self._assignment, self._parameters, self._links = assignment, parameters, links
+        self._users: dict[int, list[int]] = {}
         """By parameter, the stages that use it."""
         self._owner: list[int] = []
+        """By parameter, the rank of its owner."""
         self._sent: dict[int, list[int]] = {}
-        """Of which parameters this worker's gradients go to whom."""
-        self._taken: dict[int, list[int]] = {}
-        """And of which it takes whose."""
-        self._coming: list[ReceiveTransfer] = []
+        """By owner, the parameters of which this worker sends gradients."""
+        self._received: dict[int, list[int]] = {}
+        """By user, the parameters of which this worker receives gradients."""
+        self._pending: list[ReceiveTransfer] = []
+        """Notices of updates that this worker's peers have not sent yet."""
 
-    def note(self, number: int, stage: int) -> None:
-        """A stage uses a parameter."""
-        stages = self._stages.setdefault(number, [])
+    def add_user(self, number: int, stage: int) -> None:
+        """Records that a stage uses a parameter."""
+        stages = self._users.setdefault(number, [])
         if stage not in stages:
             stages.append(stage)
 
     def first_stage(self, number: int) -> int:
-        """The first that uses a parameter; the last there is, if none does."""
-        return self._stages.get(number, [len(self._assignment.workers) - 1])[0]
+        """The first stage that uses a parameter; the last stage if none does."""
+        return self._users.get(number, [len(self._assignment.workers) - 1])[0]
 
-    def share_out(self) -> list[nn.Parameter]:
-        """Find an owner for every parameter; those that are this worker's."""
-        load = [0] * self._mailbox.size
+    def assign(self) -> list[nn.Parameter]:
+        """Chooses the owner of every parameter; returns this worker's own."""
+        load = [0] * self._links.size
         for number, parameter in enumerate(self._parameters):
             workers = self._assignment.workers[self.first_stage(number)]
             owner = min(workers, key=lambda worker: load[worker])
             load[owner] += parameter.nbytes
             self._owner.append(owner)
-        return [one for one, owner in zip(self._parameters, self._owner, strict=True) if owner == self._rank]
+        return [one for one, owner in zip(self._parameters, self._owner, strict=True) if owner == self._links.rank]
 
     def find_routes(self) -> None:
-        """Once it is known who uses what."""
-        self._sent, self._taken = {}, {}
-        for number, stages in sorted(self._stages.items()):
+        """Derives from the users known so far which gradients this worker sends and receives."""
+        rank = self._links.rank
+        self._sent, self._received = {}, {}
+        for number, stages in sorted(self._users.items()):
             owner = self._owner[number]
             users = sorted({worker for stage in stages for worker in self._assignment.workers[stage]} - {owner})
-            if self._rank in users:
+            if rank in users:
                 self._sent.setdefault(owner, []).append(number)
-            if self._rank == owner:
+            if rank == owner:
                 for user in users:
-                    self._taken.setdefault(user, []).append(number)
+                    self._received.setdefault(user, []).append(number)
 
-    def bring(self) -> None:
-        """Let every parameter's gradient be whole, where it is updated, and nowhere else."""
+    def reduce_gradients(self) -> None:
+        """Sums every parameter's gradients at its owner, and drops them elsewhere."""
         self._refuse_sparse()
-        sendings = []
+        transfers = []
         for owner, numbers in self._sent.items():
             gradients = [self._parameters[number].grad for number in numbers]
             # A worker may have had no microbatch, or the loss may not depend on a parameter.
-            there = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
-            sendings.append(self._mailbox.send(owner, there, _LIST))
+            present = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+            transfers.append(self._links.mailbox.send(owner, present, _PRESENT))
             for number, gradient in zip(numbers, gradients, strict=True):
                 if gradient is not None:
-                    sendings.append(self._mailbox.send(owner, gradient.detach().contiguous(), _GRADIENT - number))
+                    packed = gradient.detach().contiguous()
+                    transfers.append(self._links.mailbox.send(owner, packed, _GRADIENT - number))
                     self._parameters[number].grad = None
-        for user, numbers in sorted(self._taken.items()):
-            there = torch.empty(len(numbers), dtype=torch.uint8)
-            self._await(self._mailbox.receive(user, there, _LIST))
-            self._add(user, [number for number, one in zip(numbers, there.tolist(), strict=True) if one])
-        for sending in sendings:
-            sending.wait()
+        for user, numbers in sorted(self._received.items()):
+            present = torch.empty(len(numbers), dtype=torch.uint8)
+            self._links.receive(user, present, _PRESENT)
+            self._add(user, [number for number, one in zip(numbers, present.tolist(), strict=True) if one])
+        for transfer in transfers:
+            transfer.wait()
 
     def _refuse_sparse(self) -> None:
-        for number in itertools.chain(*self._sent.values(), *self._taken.values()):
+        for number in itertools.chain(*self._sent.values(), *self._received.values()):
             gradient = self._parameters[number].grad
             if gradient is not None and gradient.layout != torch.strided:
                 raise UsageError(
@@ -114,29 +108,23 @@ class Ownership:
         for number in numbers:
             parameter = self._parameters[number]
             gradient = torch.empty(parameter.shape, dtype=parameter.dtype)
-            self._mailbox.receive(user, gradient, _GRADIENT - number).wait()
+            self._links.mailbox.receive(user, gradient, _GRADIENT - number).wait()
             size += gradient.nbytes
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if numbers:
-            self._recorder.add(Reduce(self._ranks[self._rank], start, time.perf_counter() - start, size))
+            self._links.recorder.add(Reduce(self._links.team_rank, start, time.perf_counter() - start, size))
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def updated(self) -> None:
-        """This worker has made its updates; the others of its stage need them for their next pass."""
-        for peer in self._assignment.peers_of(self._rank):
-            self._mailbox.send(peer, torch.zeros(1, dtype=torch.uint8), _UPDATED)
-            self._coming.append(self._mailbox.receive(peer, torch.empty(1, dtype=torch.uint8), _UPDATED))
+    def announce_update(self) -> None:
+        """Tells the other workers of this worker's stages that its updates are done."""
+        mailbox = self._links.mailbox
+        for peer in self._assignment.peers_of(self._links.rank):
+            mailbox.send(peer, torch.zeros(1, dtype=torch.uint8), _UPDATED)
+            self._pending.append(mailbox.receive(peer, torch.empty(1, dtype=torch.uint8), _UPDATED))
 
-    def meet(self) -> None:
-        """Until the others of its stage have made theirs."""
-        coming, self._coming = self._coming, []
-        for receiving in coming:
-            self._await(receiving)
-
-    def _await(self, receiving: ReceiveTransfer) -> None:
-        start = time.perf_counter()
-        receiving.wait()
-        waited = time.perf_counter() - start
-        if waited > _NOTABLE:
-            self._recorder.add(Wait(self._ranks[self._rank], start, waited, self._ranks[receiving.peer]))
+    def wait_for_updates(self) -> None:
+        """Waits until the updates of the other workers of this worker's stages are done."""
+        pending, self._pending = self._pending, []
+        for transfer in pending:
+            self._links.wait(transfer)

@@ -1,344 +1,222 @@
-"""A pipeline between the call of the model and the runner: who has which part, and what goes where when."""
+"""One worker's pipeline once the model is cut: its traces, the order of its passes, and its parameters."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from paceline.collectives.group import Group
-from paceline.errors import UsageError
-from paceline.events import Recorder
-from paceline.graph.batch_dim import batch_of, has_rows
+from paceline.graph.batch_dim import batch_size, is_batched
 from paceline.graph.module_attributes import module_attributes
 from paceline.graph.trace import GraphTrace, ModelTrace
-from paceline.pipeline import loss_check
-from paceline.pipeline.batch_run import BatchRun
-from paceline.pipeline.deferred import Deferred
-from paceline.pipeline.microbatch_loss import MicrobatchLoss
+from paceline.pipeline.context import PipelineContext
+from paceline.pipeline.loss_check import LossChecker
+from paceline.pipeline.microbatches import Microbatches
 from paceline.pipeline.ownership import Ownership
-from paceline.pipeline.shape_inference import outlined
-from paceline.pipeline.shared_state import SharedState
+from paceline.pipeline.result_exchange import ResultExchange
+from paceline.pipeline.shape_inference import infer_outputs
 from paceline.pipeline.stage_assignment import StageAssignment
-from paceline.pipeline.stage_runner import Stage, StageRunner, laid_out, lifted
+from paceline.pipeline.stage_graph import check_buffers, stage_graph
+from paceline.pipeline.stage_links import StageLinks
+from paceline.pipeline.stage_runner import StageRunner
 from paceline.schedules import SCHEDULES, Order, StageOperation, shared_orders
+from paceline.transport import BarrierKind
 
 _TRACES = 256
-"""How many are kept, of the model as it was called in different ways."""
-_REHEARSALS = (1, 2, 4, 8, 16)
-"""At which uses of a kind of loss it is tried."""
-_END = -7
-"""Tag of what the last stage tells all; those below are its owners'."""
+"""Most traces, and shapes of outputs, that are kept."""
 
-
-@dataclasses.dataclass(frozen=True)
-class RuntimeContext:
-    """What a line needs to know of where it runs."""
-
-    ranks: Sequence[int]
-    """In the team, of the workers of this replica."""
-    assignment: StageAssignment
-    schedule: str
-    recorder: Recorder
-    slow: Callable[[float], None]
-    """Called with the seconds of every pass: it may let it take longer."""
-    traceable: Callable[[], contextlib.AbstractContextManager[None]]
-    """While in there, the model can be traced, or called without values."""
-    in_step: bool
-    """Whether others do the same at the same time, so that the schedule's order must be kept, come what may."""
-    meet: Callable[[], object]
-    """Returns once all workers of the replica have called it."""
+Traceable = Callable[[], contextlib.AbstractContextManager[None]]
+"""Puts the model into a traceable state until the context exits."""
 
 
 class PipelineRuntime:
-    """The pipeline as one of its workers has it, once the model is cut."""
+    """Runs this worker's passes of each batch, and reduces gradients to the owners of parameters."""
 
     def __init__(
         self,
         model: nn.Module,
-        home: SharedState,
         group: Group,
-        place: RuntimeContext,
-        traced: ModelTrace,
+        context: PipelineContext,
+        traceable: Traceable,
+        trace: ModelTrace,
         bounds: list[int],
         example: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> None:
-        """bounds: where each part ends, in the trace of the model as it is called with the example."""
-        self._model, self.home, self.group, self._place = model, home, group, place
-        self._rank, self._size = group.rank, group.size
-        self._count = len(bounds)
-        self._assignment = place.assignment
-        self._stages = self._assignment.stages_of(self._rank)
-        self._end = self._assignment.workers[-1][0]
-        self.is_end = self._end == self._rank
-        self._first: ModelTrace = traced
+        """bounds: the operation at which each stage ends, in the trace of the model's call with the example."""
+        self._model, self.group, self._context, self._traceable = model, group, context, traceable
+        self._assignment = assignment = StageAssignment.from_spec(context.spec)
+        self._stages = assignment.stages_of(group.rank)
+        self._links = StageLinks(group.mailbox, context.recorder, context.team_ranks)
+        self.exchange = ResultExchange(self._links, assignment)
+        self.loss_checker = LossChecker(self.exchange)
+        self._first = trace
         self._stage_of_name: dict[str, int] = {}
-        start = 0
-        for stage, end in enumerate(bounds):
-            self._stage_of_name.update((operation.name, stage) for operation in traced.operations[start:end])
-            start = end
+        """By the name of an operation in the first trace."""
+        for stage, (start, end) in enumerate(itertools.pairwise([0, *bounds])):
+            self._stage_of_name.update((operation.name, stage) for operation in trace.operations[start:end])
         self._traces: dict[Any, tuple[ModelTrace, StageRunner]] = {}
-        self._shapes: dict[Any, list[torch.Tensor]] = {}
-        self._uses: Counter[Any] = Counter()
-        """Of each kind of loss."""
-        self._orders: dict[int, list[StageOperation]] = {}
-        self._owners = Ownership(self._assignment, home.parameters, group.mailbox, place.recorder, place.ranks)
-        runner = self._runner(traced, bounds)
-        self._note_users(traced, bounds)
-        self.own = self._owners.share_out()
-        self._owners.find_routes()
-        home.keep(self.own)
-        for parameter in home.parameters:
+        self._output_shapes: dict[Any, list[torch.Tensor]] = {}
+        self._orders: dict[int, Order] = {}
+        self._parameters = list(model.parameters())
+        self._ownership = Ownership(assignment, self._parameters, self._links)
+        runner = self._runner(trace, bounds)
+        self._add_users(trace, bounds)
+        self.own = self._ownership.assign()
+        """The parameters that this worker updates."""
+        self._ownership.find_routes()
+        for parameter in self._parameters:
             parameter.grad = None
-        self._traces[self.key(*example)] = (traced, runner)
+        self._traces[self.key(*example)] = (trace, runner)
 
-    # -- what the model is called with -------------------------------------------------------------------------------
+    # -- traces ------------------------------------------------------------------------------------------------------
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Equal for calls that one trace is good for."""
+        """Key of the trace of a call: equal for calls that differ only in values and batch size."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        batch = batch_of(leaves)
+        batch = batch_size(leaves)
         shapes = tuple(
-            (leaf.dtype, has_rows(leaf, batch), tuple(leaf.shape)[1 if has_rows(leaf, batch) else 0 :])
+            (leaf.dtype, is_batched(leaf, batch), tuple(leaf.shape)[1 if is_batched(leaf, batch) else 0 :])
             if isinstance(leaf, torch.Tensor)
             else leaf
             for leaf in leaves
         )
         modes = tuple(module.training for module in self._model.modules())
         frozen = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        read = module_attributes(self._model) if isinstance(self._first, GraphTrace) else ()
-        # A trace with one sample takes it that there always is one.
-        return (shapes, str(spec), modes, frozen, read, batch if self._first.counts else batch == 1)
+        attributes = module_attributes(self._model) if isinstance(self._first, GraphTrace) else ()
+        # torch.export specialises a trace of one sample to batches of one.
+        return (shapes, str(spec), modes, frozen, attributes, batch if self._first.fixed_batch else batch == 1)
 
     def trace(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelTrace:
-        """The model as it is called now: in another mode, or with inputs of another kind, it is another one."""
+        """The trace of this call; a call in another mode, or with inputs of another kind, is traced anew."""
         if key not in self._traces:
             if isinstance(self._first, GraphTrace):
-                with self._place.traceable():
-                    traced: ModelTrace = GraphTrace(self._model, args, kwargs)
-                traced.mixes = self._first.mixes
+                with self._traceable():
+                    trace: ModelTrace = GraphTrace(self._model, args, kwargs)
+                trace.mixes_samples = self._first.mixes_samples
             else:
-                traced = self._first
-            bounds = self._bounds(traced)
-            runner = self._runner(traced, bounds)
-            self._note_users(traced, bounds)
-            self._owners.find_routes()
-            _make_room(self._traces)
-            self._traces[key] = (traced, runner)
-        self._traces[key] = self._traces.pop(key)  # the one that was used last comes last
-        traced = self._traces[key][0]
-        for module, name, value in traced.changed:
+                trace = self._first
+            bounds = self._bounds(trace)
+            runner = self._runner(trace, bounds)
+            self._add_users(trace, bounds)
+            self._ownership.find_routes()
+            _evict(self._traces)
+            self._traces[key] = (trace, runner)
+        self._traces[key] = self._traces.pop(key)  # last in the order of use
+        trace = self._traces[key][0]
+        for module, name, value in trace.changed_attributes:
             setattr(module, name, value)
-        return traced
+        return trace
 
-    def _bounds(self, traced: ModelTrace) -> list[int]:
-        """The same cut of another trace: operations stay with those of the same name, others with their inputs.
+    def _bounds(self, trace: ModelTrace) -> list[int]:
+        """The same cut for another trace: operations keep the stage of their name, new ones join their predecessor's.
 
-        No stage comes to use a parameter that belongs to a later one: whoever updates it must be the first to use it.
+        No stage may use a parameter of a later one: a parameter's owner is in the first stage that uses it.
         """
-        names = self._names()
+        numbers = self._parameter_numbers()
         stages: list[int] = []
-        for operation in traced.operations:
+        for operation in trace.operations:
             before = stages[-1] if stages else 0
-            first = [self._owners.first_stage(names[name]) for name in operation.parameters]
+            first = [self._ownership.first_stage(numbers[name]) for name in operation.parameters]
             stages.append(max(before, self._stage_of_name.get(operation.name, before), *first, 0))
-        allowed = [0, *traced.cuts(), len(stages)]
+        allowed = [0, *trace.cuts(), len(stages)]
         bounds = []
-        for stage in range(self._count - 1):
+        for stage in range(len(self._assignment.workers) - 1):
             end = sum(one <= stage for one in stages)
-            bounds.append(max(place for place in allowed if place <= end))
+            bounds.append(max(cut for cut in allowed if cut <= end))
         return [*bounds, len(stages)]
 
-    def outlines(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> list[torch.Tensor]:
-        """What the model computes and returns for a batch of this size, without values."""
+    def output_shapes(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> list[torch.Tensor]:
+        """The model's results for a batch of this size, as meta tensors."""
         key = (kind, batch, torch.is_autocast_enabled("cpu"))
-        if key not in self._shapes:
-            with self._place.traceable():
-                made = outlined(self._model, args, kwargs)
-            _make_room(self._shapes)
-            self._shapes[key] = self._traces[kind][0].computed(made)
-        return self._shapes[key]
+        if key not in self._output_shapes:
+            with self._traceable():
+                outputs = infer_outputs(self._model, args, kwargs)
+            _evict(self._output_shapes)
+            self._output_shapes[key] = self._traces[kind][0].computed(outputs)
+        return self._output_shapes[key]
 
-    # -- who does what -----------------------------------------------------------------------------------------------
+    def _runner(self, trace: ModelTrace, bounds: list[int]) -> StageRunner:
+        check_buffers(trace, bounds, self._assignment)
+        graph = stage_graph(trace, bounds, self._stages)
+        return StageRunner(graph, self._assignment, self._links, self._context)
 
-    def _runner(self, traced: ModelTrace, bounds: list[int]) -> StageRunner:
-        starts = [0, *bounds[:-1]]
-        self._check_buffers(traced, starts, bounds)
-        ends = [traced.ends(start, end) for start, end in zip(starts, bounds, strict=True)]
-        makers = {number: stage for stage, (_, gives) in enumerate(ends) for number in gives}
-        takes = [list(taken) for taken, _ in ends]
-        takes[-1] += [
-            number for number in traced.results if makers[number] != self._count - 1 and number not in takes[-1]
-        ]
-        takers: dict[int, list[int]] = {}
-        for stage, taken in enumerate(takes):
-            for number in taken:
-                takers.setdefault(number, []).append(stage)
-        stages = {
-            stage: Stage(stage, traced.part(starts[stage], bounds[stage]), tuple(takes[stage]))
-            for stage in self._stages
-        }
-        return StageRunner(
-            stages,
-            makers,
-            takers,
-            traced.results,
-            self._assignment,
-            self.group.mailbox,
-            self._place.recorder,
-            self._place.ranks,
-            self._place.slow,
-            in_step=self._place.in_step,
-        )
-
-    def _check_buffers(self, traced: ModelTrace, starts: list[int], ends: list[int]) -> None:
-        """Refuse what workers that share a stage would not agree on."""
-        for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            workers = self._assignment.replicas[stage]
-            if workers > 1 and traced.changes_buffers(start, end):
-                raise UsageError(
-                    f"stage {stage} has {workers} workers, and its part of the model may change buffers with every "
-                    "microbatch, as batch norm does, which they would not agree on; let it have one worker, or no such "
-                    "layers"
-                )
-
-    def _names(self) -> dict[str, int]:
-        """The number of each parameter."""
-        numbers = {id(parameter): number for number, parameter in enumerate(self.home.parameters)}
+    def _parameter_numbers(self) -> dict[str, int]:
+        """Index of each parameter, by all of its names."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         named = self._model.named_parameters(remove_duplicate=False)
         return {name: numbers[id(parameter)] for name, parameter in named}
 
-    def _note_users(self, traced: ModelTrace, bounds: list[int]) -> None:
-        """Remember which stages use which parameters."""
-        names = self._names()
-        start = 0
-        for stage, end in enumerate(bounds):
-            for operation in traced.operations[start:end]:
+    def _add_users(self, trace: ModelTrace, bounds: list[int]) -> None:
+        numbers = self._parameter_numbers()
+        for stage, (start, end) in enumerate(itertools.pairwise([0, *bounds])):
+            for operation in trace.operations[start:end]:
                 for name in operation.parameters:
-                    self._owners.note(names[name], stage)
-            start = end
-
-    def _order(self, microbatches: int) -> Order:
-        if microbatches not in self._orders:
-            chunks = len(self._stages)
-            schedule = self._place.schedule
-            if self._assignment.shared:
-                order = shared_orders(schedule, self._assignment.replicas, microbatches)[self._rank]
-            elif SCHEDULES[schedule].has_chunks and microbatches % self._size:
-                order = _forwards(microbatches, chunks) + _backwards(microbatches, chunks)
-            else:
-                order = SCHEDULES[schedule].orders(self._size, microbatches, chunks)[self._rank]
-            self._orders[microbatches] = order
-        return self._orders[microbatches]
+                    self._ownership.add_user(numbers[name], stage)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def _runner_of(self, batch_run: BatchRun) -> StageRunner:
-        return self._traces[batch_run.call.kind][1]
+    def forward(self, microbatches: Microbatches) -> None:
+        """Runs all forward passes."""
+        order = _forwards(len(microbatches.sizes), len(self._stages))
+        self._run(self._own_turns(order), microbatches)
 
-    def _own(self, order: Order) -> Order:
-        """What of it is this worker's turn."""
-        at = self._assignment.at
-        return [one for one in order if at(self._stages[one.chunk], one.microbatch) == self._rank]
+    def backward(self, microbatches: Microbatches, *, forwarded: bool) -> None:
+        """Runs the schedule; only its backward passes if the forward passes have run already."""
+        count = len(microbatches.sizes)
+        order = self._own_turns(_backwards(count, len(self._stages))) if forwarded else self._schedule(count)
+        self._run(order, microbatches)
 
-    def forward(self, batch_run: BatchRun) -> None:
-        self._owners.meet()
-        order = _forwards(len(batch_run.sizes), len(self._stages))
-        self._runner_of(batch_run).run(self._own(order), batch_run)
+    def _run(self, order: Order, microbatches: Microbatches) -> None:
+        self._ownership.wait_for_updates()
+        self._traces[microbatches.call.kind][1].run(order, microbatches)
 
-    def backward(self, batch_run: BatchRun, *, forwarded: bool) -> None:
-        self._owners.meet()
-        count = len(batch_run.sizes)
-        order = self._own(_backwards(count, len(self._stages))) if forwarded else self._order(count)
-        self._runner_of(batch_run).run(order, batch_run)
+    def _own_turns(self, order: Order) -> Order:
+        """The operations that this worker runs, of all of its stages'."""
+        worker, rank = self._assignment.worker, self.group.rank
+        return [one for one in order if worker(self._stages[one.chunk], one.microbatch) == rank]
 
-    def after_backward(self, batch_run: BatchRun) -> None:
-        """Let gradients be whole where parameters are updated."""
-        self._owners.bring()
-        if len(batch_run.sizes) < max(self._assignment.replicas):
-            # Who had no microbatch may be behind, reading a version that would be overwritten.
-            self._place.meet()
+    def _schedule(self, microbatches: int) -> Order:
+        if microbatches not in self._orders:
+            chunks, size, rank = len(self._stages), self.group.size, self.group.rank
+            schedule = self._context.spec.schedule
+            if self._assignment.shared:
+                order = shared_orders(schedule, self._assignment.counts, microbatches)[rank]
+            elif SCHEDULES[schedule].has_chunks and microbatches % size:
+                order = _forwards(microbatches, chunks) + _backwards(microbatches, chunks)
+            else:
+                order = SCHEDULES[schedule].orders(size, microbatches, chunks)[rank]
+            self._orders[microbatches] = order
+        return self._orders[microbatches]
 
-    def updated(self) -> None:
-        """This worker's optimizer has made its step."""
-        self._owners.updated()
+    def reduce_gradients(self, microbatches: int) -> None:
+        """Sums every parameter's gradients at its owner."""
+        self._ownership.reduce_gradients()
+        if microbatches < max(self._assignment.counts):
+            # A worker without a microbatch may be late, still reading the version that an update would overwrite.
+            self._context.members.barrier.wait(BarrierKind.BARRIER)
 
-    def check_loss(self, loss: Deferred, shares: MicrobatchLoss) -> None:
-        """Where the last stage is, now and then while a kind of loss is new; all are told.
-
-        Not only the first time: targets that are all the same hide with which rows they are compared.
-        """
-        kind = loss_check.kind(loss, shares.sizes)
-        self._uses[kind] += 1
-        if self._uses[kind] not in _REHEARSALS:
-            return
-        outcome = self.from_end(torch.tensor(loss_check.adds_up(loss, shares)) if self.is_end else None)
-        if not outcome:
-            raise UsageError(
-                "what microbatches give to the loss does not add up to that of the batch: it compares samples with "
-                "each other, or their rows are not outermost where it computes with them; let it keep samples in the "
-                "first dimension, or write microbatches=1"
-            )
-
-    def to_end(self, own: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
-        end, *others = self._assignment.workers[-1]
-        if self._rank in others:
-            counts = [[microbatch, len(values)] for microbatch, values in own.items()]
-            self._tell([end], torch.tensor(counts, dtype=torch.long).view(-1, 2))
-            for value in itertools.chain(*own.values()):
-                self._tell([end], value)
-        elif self._rank == end:
-            for other in others:
-                for microbatch, count in self._hear(other).tolist():
-                    own[microbatch] = [self._hear(other) for _ in range(count)]
-        return dict(sorted(own.items()))
-
-    def from_end(self, value: torch.Tensor | None) -> torch.Tensor:
-        if self._rank != self._end:
-            return self._hear(self._end)
-        assert value is not None
-        return self._tell([peer for peer in range(self._size) if peer != self._end], value)
-
-    def _tell(self, peers: Sequence[int], value: torch.Tensor) -> torch.Tensor:
-        """Send a tensor to those who do not know what it will be like."""
-        mailbox, order = self.group.mailbox, laid_out(value)
-        whole = value.detach().permute(order).contiguous()
-        label = msgspec.json.encode([str(whole.dtype).removeprefix("torch."), list(whole.shape), order])
-        text = torch.frombuffer(bytearray(label.ljust(256)), dtype=torch.uint8)
-        sent = [mailbox.send(peer, part, _END) for peer in peers for part in (text, whole)]
-        for sending in sent:
-            sending.wait()
-        return lifted(whole, order)
-
-    def _hear(self, peer: int) -> torch.Tensor:
-        mailbox = self.group.mailbox
-        text = torch.empty(256, dtype=torch.uint8)
-        mailbox.receive(peer, text, _END).wait()
-        dtype, shape, order = msgspec.json.decode(bytes(text.numpy()).strip())
-        made = torch.empty(shape, dtype=getattr(torch, dtype))
-        mailbox.receive(peer, made, _END).wait()
-        return lifted(made, order)
+    def announce_update(self) -> None:
+        """Tells the workers that share a stage with this one that its optimizer step is done."""
+        self._ownership.announce_update()
 
 
-def _make_room(kept: dict[Any, Any]) -> None:
-    if len(kept) == _TRACES:
-        del kept[next(iter(kept))]
+def _evict(cache: dict[Any, Any]) -> None:
+    """Makes room for one more entry by dropping the oldest."""
+    if len(cache) == _TRACES:
+        del cache[next(iter(cache))]
 
 
 def _forwards(microbatches: int, chunks: int) -> Order:
-    return [
-        StageOperation("F", number, chunk) for chunk, number in itertools.product(range(chunks), range(microbatches))
-    ]
+    pairs = itertools.product(range(chunks), range(microbatches))
+    return [StageOperation("F", microbatch, chunk) for chunk, microbatch in pairs]
 
 
 def _backwards(microbatches: int, chunks: int) -> Order:
-    chunked = itertools.product(reversed(range(chunks)), range(microbatches))
-    return [StageOperation("B", number, chunk) for chunk, number in chunked]
+    pairs = itertools.product(reversed(range(chunks)), range(microbatches))
+    return [StageOperation("B", microbatch, chunk) for chunk, microbatch in pairs]

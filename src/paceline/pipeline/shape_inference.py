@@ -1,4 +1,4 @@
-"""What a model would return: shapes and dtypes, without values."""
+"""Shapes and dtypes of a model's outputs, inferred without computing values."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from paceline.graph.module_attributes import ModuleAttributes
 from paceline.parameters.step_snapshot import StepSnapshot
 
 
-def outlined(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What it returns, with tensors on the meta device; random numbers, buffers and plain attributes are put back."""
-    own = ModuleAttributes(model)
+def infer_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's outputs as meta tensors; random state, buffers and plain attributes are restored."""
+    attributes = ModuleAttributes(model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            made = _without_values(model, args, kwargs)
-        except Exception:  # a layer that looks at values can not be run without them
+            outputs = _run_fake(model, args, kwargs)
+        except Exception:  # a layer that reads values cannot run on fake tensors
             snapshot = StepSnapshot(model)
             snapshot.take()
             try:
-                made = model(*args, **kwargs)
+                outputs = model(*args, **kwargs)
             finally:
                 snapshot.restore()
-    own.restore()
-    return pytree.tree_map_only(torch.Tensor, _outline, made)
+    attributes.restore()
+    return pytree.tree_map_only(torch.Tensor, _meta, outputs)
 
 
-def _outline(tensor: torch.Tensor) -> torch.Tensor:
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _without_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # What a model makes or keeps besides its parameters and buffers, a mask say, is a tensor like any other.
+def _run_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Tensors that a model creates, or has besides its parameters and buffers, such as a mask, are not fake.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         weights: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor.detach()) for name, tensor in tensors}
-        given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
-        return torch.func.functional_call(model, weights, given[0], given[1])
+        fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+        return torch.func.functional_call(model, weights, fake_args, fake_kwargs)

@@ -1,7 +1,7 @@
-"""Where the parts of a split model live: in memory that all workers of a replica map, and one of them writes.
+"""Shared memory of a split model: every tensor lies there once, and one worker of the replica writes it.
 
-Every parameter is there once for all of them. A worker touches only the pages of its own part, so it has no more of the
-model in its memory than that; and whoever writes a checkpoint reads the others' parts where they are.
+A worker touches only the pages of its own stages, so it holds no more of the model than these in its physical memory.
+For a checkpoint a worker reads the other stages' tensors in place.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline.transport import BarrierKind, Memory
 
 _LINE = 64
 _ROOM = 8
-"""Bytes of an optimizer's state per byte of its parameters, at most; what is not used costs nothing."""
+"""Largest size of an optimizer's state, in bytes per byte of parameters; unused pages cost nothing."""
 _SPARE = 1 << 20
 
 
 class _Entry(msgspec.Struct, array_like=True):
-    """A tensor of the optimizer's state."""
+    """Location of one tensor of the optimizer's state."""
 
     parameter: int
     name: str
-    place: int
+    offset: int
     shape: list[int]
     dtype: str
 
@@ -49,9 +49,9 @@ class SharedState:
         self.parameters = list(model.parameters())
         self._number = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         size = _LINE * members.size
-        places = []
+        offsets = []
         for tensor in self._tensors:
-            places.append(size)
+            offsets.append(size)
             size += _aligned(tensor.nbytes)
         self._directory = _SPARE + 512 * len(self.parameters)
         self._room = _ROOM * sum(parameter.nbytes for parameter in self.parameters) + _SPARE
@@ -59,8 +59,8 @@ class SharedState:
         self._memory: Memory = members.share(self._state + members.size * (self._directory + self._room))
         self._control = [self._memory.bytes(_LINE * rank, _LINE).cast("q") for rank in range(members.size)]
         views = []
-        for tensor, place in zip(self._tensors, places, strict=True):
-            flat = self._memory.tensor(place, tensor.numel(), tensor.dtype)
+        for tensor, offset in zip(self._tensors, offsets, strict=True):
+            flat = self._memory.tensor(offset, tensor.numel(), tensor.dtype)
             dense = torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta")
             views.append(flat.as_strided(tensor.shape, dense.stride()) if tensor.numel() else tensor.data)
         if self._rank == 0:
@@ -69,7 +69,7 @@ class SharedState:
         members.barrier.wait(BarrierKind.ALLOCATE)
         for tensor, view in zip(self._tensors, views, strict=True):
             tensor.data = view
-        self._homed: dict[tuple[int, str], torch.Tensor] = {}
+        self._placed: dict[tuple[int, str], torch.Tensor] = {}
         self._entries: list[_Entry] = []
         self._used = 0
         self._own: list[torch.nn.Parameter] = []
@@ -77,16 +77,16 @@ class SharedState:
     # -- the optimizer's state ---------------------------------------------------------------------------------------
 
     def keep(self, own: Iterable[torch.nn.Parameter]) -> None:
-        """From now on this worker updates these, and has the optimizer's state for no others."""
+        """Keeps the optimizer's state of this worker's own parameters only, in shared memory."""
         self._own = list(own)
         ids = {id(parameter) for parameter in self._own}
         for parameter in list(self._optimizer.state):
             if id(parameter) not in ids:
                 del self._optimizer.state[parameter]
-        self.settle()
+        self.share_new_state()
 
-    def settle(self) -> None:
-        """Let state that the optimizer has made anew be where the others can read it."""
+    def share_new_state(self) -> None:
+        """Moves state that the optimizer has created since the last call into shared memory."""
         changed = False
         for parameter in self._own:
             state = self._optimizer.state.get(parameter)
@@ -94,7 +94,7 @@ class SharedState:
                 continue
             number = self._number[id(parameter)]
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and self._homed.get((number, name)) is not value:
+                if isinstance(value, torch.Tensor) and self._placed.get((number, name)) is not value:
                     state[name] = self._place(number, name, value)
                     changed = True
         if changed:
@@ -107,22 +107,22 @@ class SharedState:
         return self._state + rank * (self._directory + self._room)
 
     def _place(self, number: int, name: str, value: torch.Tensor) -> torch.Tensor:
-        home = self._homed.get((number, name))
-        if home is None or home.shape != value.shape or home.dtype != value.dtype:
+        placed = self._placed.get((number, name))
+        if placed is None or placed.shape != value.shape or placed.dtype != value.dtype:
             self._entries = [one for one in self._entries if (one.parameter, one.name) != (number, name)]
             if self._used + value.nbytes > self._room:
                 raise MemoryError(f"the optimizer keeps more than {_ROOM} times the size of its parameters")
-            place = self._region(self._rank) + self._directory + self._used
+            offset = self._region(self._rank) + self._directory + self._used
             self._used += _aligned(value.nbytes)
             dtype = str(value.dtype).removeprefix("torch.")
-            self._entries.append(_Entry(number, name, place, list(value.shape), dtype))
-            home = self._memory.tensor(place, max(1, value.numel()), value.dtype)[: value.numel()].view(value.shape)
-            self._homed[number, name] = home
-        home.copy_(value)
-        return home
+            self._entries.append(_Entry(number, name, offset, list(value.shape), dtype))
+            placed = self._memory.tensor(offset, max(1, value.numel()), value.dtype)[: value.numel()].view(value.shape)
+            self._placed[number, name] = placed
+        placed.copy_(value)
+        return placed
 
     def all_state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
-        """The optimizer's state for all parameters, of whatever part."""
+        """The optimizer's state for all parameters of the model."""
         found: dict[torch.nn.Parameter, dict[str, Any]] = {}
         for rank in range(self._size):
             length = self._control[rank][1]
@@ -133,7 +133,7 @@ class SharedState:
             for one in entries:
                 dtype = getattr(torch, one.dtype)
                 count = torch.Size(one.shape).numel()
-                value = self._memory.tensor(one.place, max(1, count), dtype)[:count].view(one.shape)
+                value = self._memory.tensor(one.offset, max(1, count), dtype)[:count].view(one.shape)
                 found.setdefault(self.parameters[one.parameter], {})[one.name] = value
         known: dict[Any, dict[str, Any]] = self._optimizer.state
         for parameter, state in known.items():
@@ -142,30 +142,51 @@ class SharedState:
         order = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         return dict(sorted(found.items(), key=lambda item: order[id(item[0])]))
 
-    # -- who is how far ----------------------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------------------------
 
-    def done(self, steps: int) -> None:
-        """This worker has made so many updates."""
+    def publish(self, steps: int) -> None:
+        """Publishes how many updates this worker has done."""
         self._control[self._rank][0] = steps
 
     def wait(self, steps: int) -> None:
-        """Until all others have, too. They cannot be further: each needs the others for its next one."""
+        """Waits until all workers have done as many updates. None can be ahead: a step needs all workers."""
         barrier = self._members.barrier
         since = time.monotonic()
         for rank in range(self._size):
             while self._control[rank][0] < steps:
                 gone = barrier.gone(rank)
                 if gone is not None and self._control[rank][0] < steps:
-                    raise WorkerLost(f"rank {rank} {gone}; rank {self._rank} needs its part of the model", [rank])
+                    raise WorkerLost(f"rank {rank} {gone}; rank {self._rank} needs its stage of the model", [rank])
                 if time.monotonic() - since > barrier.timeouts.barrier:
                     raise TeamTimeout(
                         f"rank {rank} did not finish its update in {barrier.timeouts.barrier:g} s; rank {self._rank} "
-                        "needs its part of the model",
+                        "needs its stage of the model",
                         [rank],
                     )
                 time.sleep(0.0005)
 
     def release(self) -> None:
-        """Let everything be in this process's own memory again."""
+        """Moves every tensor back into this process's own memory."""
         for tensor in self._tensors:
             tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+
+
+def share_buffers(members: Members, buffers: Iterable[torch.Tensor], slot: int, slots: int, *, write: bool) -> None:
+    """Moves a model's buffers into memory that all members map; all members call it.
+
+    slot: this worker's of `slots` copies, for workers that update equal buffers each by itself.
+    write: True on the worker whose values the slot gets.
+    """
+    tensors = [buffer for buffer in dict.fromkeys(buffers) if buffer.numel()]
+    sizes = [_aligned(tensor.nbytes) for tensor in tensors]
+    memory = members.share(max(1, slots * sum(sizes)))
+    views, offset = [], slot * sum(sizes)
+    for tensor, size in zip(tensors, sizes, strict=True):
+        views.append(memory.tensor(offset, tensor.numel(), tensor.dtype).view(tensor.shape))
+        offset += size
+    if write:
+        for tensor, view in zip(tensors, views, strict=True):
+            view.copy_(tensor)
+    members.barrier.wait(BarrierKind.ALLOCATE)
+    for tensor, view in zip(tensors, views, strict=True):
+        tensor.data = view

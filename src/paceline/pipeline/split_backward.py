@@ -1,4 +1,4 @@
-"""A backward pass in two parts: gradients of a stage's inputs, for which others wait, and later those of weights."""
+"""A backward pass in two parts: first the gradients of a stage's inputs, later those of its weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-_TOGETHER = ("NativeGroupNormBackward0",)
-"""What torch can not make the gradients of weights of by themselves, for all layouts of memory."""
+_INSEPARABLE = ("NativeGroupNormBackward0",)
+"""Nodes for which torch cannot compute the gradients of weights by themselves in every memory layout."""
 
 
 def backward_of_inputs(
@@ -18,33 +18,33 @@ def backward_of_inputs(
     inputs: list[torch.Tensor],
     weights: list[torch.nn.Parameter],
 ) -> Callable[[], None]:
-    """Make the inputs' gradients; returns what makes those of the weights."""
-    # Only where it is needed: this takes seconds to import.
+    """Computes the inputs' gradients; the returned function computes those of the weights."""
+    # Imported here, since it takes seconds.
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     flat = [value.clone() if value._is_view() else value for value in outputs]
     _, groups = stage_backward_input(flat, list(gradients), inputs, iter(weights))
 
-    def rest() -> None:
+    def backward_of_weights() -> None:
         stage_backward_weight(iter(weights), groups)
 
-    return rest
+    return backward_of_weights
 
 
 def separable(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether that can be done: not where a weight is used in several places, each of which would end the graph."""
+    """True if the two parts can be computed apart: not if a weight is used in several places."""
     nodes, arrivals = _graph([value.grad_fn for value in outputs if value.grad_fn is not None])
     ends = {id(value) for value in inputs}
-    leads = {node for node in nodes if id(getattr(node, "variable", None)) in ends}
-    for node in reversed(nodes):  # what comes after it has been looked at
-        if any(following in leads for following, _ in node.next_functions):
-            leads.add(node)
-    repeated = any(arrivals[node] > 1 for node in nodes if node not in leads)
-    return not repeated and not any(node.name() in _TOGETHER for node in nodes)
+    reaching = {node for node in nodes if id(getattr(node, "variable", None)) in ends}
+    for node in reversed(nodes):  # every node after its successors
+        if any(following in reaching for following, _ in node.next_functions):
+            reaching.add(node)
+    repeated = any(arrivals[node] > 1 for node in nodes if node not in reaching)
+    return not repeated and not any(node.name() in _INSEPARABLE for node in nodes)
 
 
 def _graph(roots: Sequence[Any]) -> tuple[list[Any], Counter[Any]]:
-    """The nodes of a backward pass, each before those that follow it, and how many lead to each."""
+    """The nodes of a backward graph in topological order, and the in-degree of each."""
     arrivals: Counter[Any] = Counter()
     seen, left = set(roots), list(roots)
     while left:
@@ -54,13 +54,13 @@ def _graph(roots: Sequence[Any]) -> tuple[list[Any], Counter[Any]]:
                 if following not in seen:
                     seen.add(following)
                     left.append(following)
-    waiting, order = Counter(arrivals), []
+    remaining, order = Counter(arrivals), []
     ready = [root for root in seen if not arrivals[root]]
     while ready:
         order.append(node := ready.pop())
         for following, _ in node.next_functions:
             if following is not None:
-                waiting[following] -= 1
-                if not waiting[following]:
+                remaining[following] -= 1
+                if not remaining[following]:
                     ready.append(following)
     return order, arrivals

@@ -1,10 +1,10 @@
 """Runs one worker's stages of a pipeline, operation by operation, in the order of its schedule.
 
-The order is the one that the simulator evaluates, but that the first stage does not wait for a gradient that is late as
-long as it can begin its next microbatch. What a stage gives goes straight to every stage that takes it, be it
-the next one or, for a skip connection, a later one; its gradient comes back from each of them. Where workers share a
-stage, what is sent goes to the one whose turn the microbatch is. Dtypes and shapes are told once for every kind of
-microbatch, ahead of the first one.
+The order is the one that the simulator evaluates, with one exception: while the first stage would wait for a gradient
+that is late, it runs its next forward pass. A stage sends each output directly to every stage that consumes it, the
+next one or, for a skip connection, a later one, and receives a gradient from each. If workers share a stage, the
+receiver is the worker that runs the microbatch there. A header with dtype and shape precedes the first value of every
+kind.
 """
 
 from __future__ import annotations
@@ -14,149 +14,89 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
 import torch
 
-from paceline.events import Pass, Recorder, Wait
-from paceline.graph.trace import ModelPart
+from paceline.events import Pass
+from paceline.pipeline.context import PipelineContext
+from paceline.pipeline.microbatches import Microbatches
 from paceline.pipeline.split_backward import backward_of_inputs, separable
 from paceline.pipeline.stage_assignment import StageAssignment
+from paceline.pipeline.stage_graph import Stage, StageGraph
+from paceline.pipeline.stage_links import StageLinks, TensorHeader, from_memory_order
 from paceline.schedules import StageOperation
-from paceline.tensor_parallel.partial_tensor import whole
-from paceline.transport.mailbox import Mailbox, ReceiveTransfer, SendTransfer
+from paceline.tensor_parallel.partial_tensor import full_tensor
+from paceline.transport.mailbox import ReceiveTransfer, SendTransfer
 
 _backward = torch.autograd.backward
-"""As torch has it; a team may put a watch around it."""
-_NOTABLE = 5e-6
-_LABEL = 512
-_HEAD, _DATA, _GRADIENT = range(3)
+"""torch's own function; a team may replace the public one to time it."""
+_HEADER, _DATA, _GRADIENT = range(3)
+"""Kinds of messages."""
 _MICROBATCHES = 1 << 16
 
 
-class TensorLabel(msgspec.Struct, array_like=True, frozen=True):
-    """What a value is like."""
-
-    dtype: str
-    shape: list[int]
-    differentiable: bool
-    number: int | float | bool | None = None
-    """The value itself, if it is no tensor."""
-    order: list[int] = []
-    """Its dimensions as they lie in memory, the outermost first."""
-
-
-class RunnerBatch(Protocol):
-    """What is on the runner."""
-
-    training: bool
-    """Whether there will be a backward pass."""
-    version: int
-    sizes: tuple[int, ...]
-    """Samples of each microbatch."""
-
-    def kind(self, microbatch: int) -> Any:
-        """Equal for microbatches whose values are alike in all but the numbers."""
-
-    def given(self, number: int, microbatch: int) -> Any:
-        """An input of the model."""
-
-    def seed(self, microbatch: int) -> int:
-        """For what is drawn; each operation makes its own of it."""
-
-    def surroundings(self) -> contextlib.AbstractContextManager[Any]:
-        """What the forward pass of a microbatch is to be run in."""
-
-    def arrived(self, results: list[torch.Tensor], microbatch: int) -> None:
-        """The last stage has the model's results."""
-
-    def loss(self, results: list[torch.Tensor], microbatch: int) -> torch.Tensor:
-        """What the microbatch gives to the loss."""
-
-
 @dataclasses.dataclass
-class _Kept:
-    """What is between the forward and the backward pass of a microbatch on a stage."""
+class _Activations:
+    """Values of one microbatch at one stage that its backward pass needs."""
 
-    taken: dict[int, Any]
-    given: dict[int, Any]
-    late: Callable[[], None] | None = None
-    """What is left to do for the gradients of weights."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """One of the stages, as this worker knows it."""
-
-    index: int
-    part: ModelPart
-    takes: tuple[int, ...]
-    """Also those of the model's results that are made by other stages, where it is the last one."""
+    inputs: dict[int, Any]
+    outputs: dict[int, Any]
+    backward_of_weights: Callable[[], None] | None = None
+    """Computes the gradients of the weights, if the schedule does that apart."""
 
 
 class StageRunner:
-    """One worker's end of a pipeline."""
+    """One worker's passes over its stages."""
 
     def __init__(
-        self,
-        stages: dict[int, Stage],
-        makers: dict[int, int],
-        takers: dict[int, list[int]],
-        results: Sequence[int],
-        assignment: StageAssignment,
-        mailbox: Mailbox,
-        recorder: Recorder,
-        ranks: Sequence[int],
-        slow: Callable[[float], None],
-        in_step: bool,
+        self, graph: StageGraph, assignment: StageAssignment, links: StageLinks, context: PipelineContext
     ) -> None:
-        """stages: this worker's own; makers, takers: by value; ranks: in the team, by place in the mailbox.
-
-        in_step: whether the order must be kept, as others do the same at the same time.
-        """
-        self._in_step = in_step
-        self._chunks = [stage for _, stage in sorted(stages.items())]
-        self._makers, self._takers, self._results = makers, takers, results
-        self._last = len(assignment.workers) - 1
-        self._at = assignment.at
-        self._mailbox, self._recorder, self._ranks, self._slow = mailbox, recorder, ranks, slow
-        self._rank = ranks[mailbox.rank]
-        self._labels: dict[Any, TensorLabel] = {}
-        self._here: dict[tuple[int, int, int, int], Any] = {}
+        self._graph, self._links, self._mailbox = graph, links, links.mailbox
+        self._worker = assignment.worker
+        self._slow_pass, self._in_step, self._counts = context.slow_pass, context.in_step, context.counts_samples
+        self._headers: dict[Any, TensorHeader] = {}
+        """By value, consumer, peer and kind of microbatch."""
+        self._local: dict[tuple[int, int, int, int], Any] = {}
         """Values and gradients between two stages of this worker."""
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._activations: dict[tuple[int, int], _Activations] = {}
+        """By stage and microbatch."""
         self._separable: dict[Any, bool] = {}
-        """By stage and kind of microbatch, whether gradients of weights can be made after those of inputs."""
+        """By stage and kind of microbatch, True if its backward pass can be split."""
         self._sending: list[SendTransfer] = []
         self._expected: dict[tuple[int, int, int], list[ReceiveTransfer]] = {}
-        """Gradients that are to come, by stage, value and microbatch."""
+        """Gradients to be received, by stage, value and microbatch."""
 
-    def run(self, order: Sequence[StageOperation], batch: RunnerBatch) -> None:
-        """Do these operations, one after the other."""
-        apart = any(operation.kind == "W" for operation in order)
+    def run(self, order: Sequence[StageOperation], microbatches: Microbatches) -> None:
+        """Runs these operations one after the other."""
+        split = any(operation.kind == "W" for operation in order)
         left = deque(order)
         while left:
             operation = left.popleft()
-            if left and not self._in_step and self._goes_first(left[0], operation):
+            if left and not self._in_step and self._runs_early(left[0], operation):
                 operation, left[0] = left[0], operation
-            work = {"F": self._forward, "B": self._backward, "W": self._weights}[operation.kind]
-            work(self._chunks[operation.chunk], operation.microbatch, batch, apart)
+            stage = self._graph.stages[operation.chunk]
+            if operation.kind == "F":
+                self._forward(stage, operation.microbatch, microbatches)
+            elif operation.kind == "B":
+                self._backward(stage, operation.microbatch, microbatches, split)
+            else:
+                self._backward_of_weights(stage, operation.microbatch, microbatches)
             if self._mailbox.unsent:
-                # The next operation may wait for others than those to whom this is sent.
+                # The next operation may wait for a worker other than the receivers.
                 self._mailbox.attend()
-        self._reap()
+        self._check_sent()
 
-    def _goes_first(self, following: StageOperation, operation: StageOperation) -> bool:
-        """Whether the next forward pass is better done before a backward pass whose gradient has not come yet.
+    def _runs_early(self, following: StageOperation, operation: StageOperation) -> bool:
+        """True if the next forward pass should run before a backward pass whose gradient has not arrived.
 
-        So a stage that is late now and then keeps nobody waiting. Only the first stage has by itself what a forward
-        pass needs; and it is never more than one ahead, which bounds what has to be kept.
+        So a stage that is late now and then does not delay the others. Only the first stage has the inputs of a forward
+        pass at any time. It is never more than one pass ahead, which bounds the activations that it keeps.
         """
-        if (operation.kind, following.kind) != ("B", "F") or self._chunks[following.chunk].index:
+        if (operation.kind, following.kind) != ("B", "F") or self._graph.stages[following.chunk].index:
             return False
-        stage = self._chunks[operation.chunk]
-        for number, value in self._kept[stage.index, operation.microbatch].given.items():
+        stage = self._graph.stages[operation.chunk]
+        for number, value in self._activations[stage.index, operation.microbatch].outputs.items():
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 for expected in self._expect(stage, number, value, operation.microbatch):
                     expected.look()
@@ -164,206 +104,186 @@ class StageRunner:
                         return True
         return False
 
-    def forget(self) -> None:
-        """Leave what was begun: the batch will have no backward pass."""
-        self._kept.clear()
-        self._here.clear()
-
     # -- the operations ----------------------------------------------------------------------------------------------
 
-    def _forward(self, stage: Stage, microbatch: int, batch: RunnerBatch, _: bool) -> None:
-        taken = {number: self._take(stage, number, microbatch, batch) for number in stage.takes}
+    def _forward(self, stage: Stage, microbatch: int, microbatches: Microbatches) -> None:
+        inputs = {number: self._input(stage, number, microbatch, microbatches) for number in stage.inputs}
         start = time.perf_counter()
-        with contextlib.ExitStack() as around:
-            around.enter_context(batch.surroundings())
-            around.enter_context(torch.set_grad_enabled(batch.training))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(microbatches.autocast())
+            stack.enter_context(torch.set_grad_enabled(microbatches.training))
             if stage.part.random:
-                around.enter_context(_seeded(batch.seed(microbatch)))
-            made = [whole(value) for value in stage.part.run([taken[number] for number in stage.part.takes])]
-        given = dict(zip(stage.part.gives, made, strict=True))
-        if stage.index == self._last:
-            values = {**taken, **given}
-            batch.arrived([values[number] for number in self._results], microbatch)
-        self._note("F", stage, microbatch, batch, start)
-        if batch.training:
-            self._kept[stage.index, microbatch] = _Kept(taken, given)
-        for number, value in given.items():
-            for taker in self._takers.get(number, ()):
-                self._give(taker, number, value, microbatch, batch)
+                stack.enter_context(_seeded(microbatches.seed(microbatch)))
+            values = [full_tensor(value) for value in stage.part.run([inputs[number] for number in stage.part.inputs])]
+        outputs = dict(zip(stage.part.outputs, values, strict=True))
+        if stage.index == self._graph.last:
+            microbatches.add_results(self._results(inputs, outputs), microbatch)
+        self._record("F", stage, microbatch, microbatches, start)
+        if microbatches.training:
+            self._activations[stage.index, microbatch] = _Activations(inputs, outputs)
+        for number, value in outputs.items():
+            for consumer in self._graph.consumers.get(number, ()):
+                self._send_output(consumer, number, value, microbatch, microbatches)
 
-    def _backward(self, stage: Stage, microbatch: int, batch: RunnerBatch, apart: bool) -> None:
-        kept = self._kept[stage.index, microbatch]
+    def _backward(self, stage: Stage, microbatch: int, microbatches: Microbatches, split: bool) -> None:
+        """split: True if the gradients of weights are computed by an operation of their own."""
+        activations = self._activations[stage.index, microbatch]
         outputs, gradients = [], []
-        for number, value in kept.given.items():
+        for number, value in activations.outputs.items():
             if not (isinstance(value, torch.Tensor) and value.requires_grad):
                 continue
-            gradient = self._gradient(stage, number, value, microbatch, batch)
+            gradient = self._output_gradient(stage, number, value, microbatch)
             if gradient is not None:
                 outputs.append(value)
                 gradients.append(gradient)
         start = time.perf_counter()
-        if stage.index == self._last:
-            values = {**kept.taken, **kept.given}
-            loss = batch.loss([values[number] for number in self._results], microbatch)
+        if stage.index == self._graph.last:
+            loss = microbatches.loss_of(self._results(activations.inputs, activations.outputs), microbatch)
             if loss.requires_grad:
                 outputs, gradients = [loss], [torch.ones_like(loss)]
         inputs = {
             number: value
-            for number, value in kept.taken.items()
+            for number, value in activations.inputs.items()
             if number >= 0 and isinstance(value, torch.Tensor) and value.requires_grad
         }
-        weights = [parameter for parameter in stage.part.parameters if parameter.requires_grad]
-        if not apart:
+        if not split:
             if outputs:
                 _backward(outputs, gradients)
-            del self._kept[stage.index, microbatch]
+            del self._activations[stage.index, microbatch]
         elif not inputs:
-            # There is nobody to send a gradient to, so all of it can wait.
-            kept.late = (lambda: _backward(outputs, gradients)) if outputs else None
+            # No stage waits for a gradient, so all of the pass can run later.
+            activations.backward_of_weights = (lambda: _backward(outputs, gradients)) if outputs else None
         elif outputs:
-            kept.late = self._in_parts(
-                (stage.index, batch.kind(microbatch)), outputs, gradients, [*inputs.values()], weights
-            )
-        kept.given = {}
-        self._note("B", stage, microbatch, batch, start)
+            kind = (stage.index, microbatches.kind(microbatch))
+            activations.backward_of_weights = self._split_backward(kind, stage, outputs, gradients, [*inputs.values()])
+        activations.outputs = {}
+        self._record("B", stage, microbatch, microbatches, start)
         for number, value in inputs.items():
             gradient = value.grad if value.grad is not None else torch.zeros_like(value)
-            self._send(self._makers[number], stage.index, number, microbatch, _GRADIENT, gradient)
+            self._send(self._graph.producers[number], stage.index, number, microbatch, _GRADIENT, gradient)
 
-    def _in_parts(
+    def _split_backward(
         self,
         kind: Any,
+        stage: Stage,
         outputs: list[torch.Tensor],
         gradients: list[torch.Tensor],
         inputs: list[torch.Tensor],
-        weights: list[torch.nn.Parameter],
     ) -> Callable[[], None] | None:
-        """Make what others wait for; returns what makes the rest."""
+        """Computes the gradients of the inputs; returns the computation of those of the weights, if it is left."""
         if kind not in self._separable:
             self._separable[kind] = separable(outputs, inputs)
         if self._separable[kind]:
+            weights = [parameter for parameter in stage.part.parameters if parameter.requires_grad]
             return backward_of_inputs(outputs, gradients, inputs, weights)
         _backward(outputs, gradients)
         return None
 
-    def _weights(self, stage: Stage, microbatch: int, batch: RunnerBatch, _: bool) -> None:
+    def _backward_of_weights(self, stage: Stage, microbatch: int, microbatches: Microbatches) -> None:
         start = time.perf_counter()
-        kept = self._kept.pop((stage.index, microbatch))
-        if kept.late is not None:
-            kept.late()
-        self._note("W", stage, microbatch, batch, start)
+        activations = self._activations.pop((stage.index, microbatch))
+        if activations.backward_of_weights is not None:
+            activations.backward_of_weights()
+        self._record("W", stage, microbatch, microbatches, start)
 
-    def _note(self, kind: str, stage: Stage, microbatch: int, batch: RunnerBatch, start: float) -> None:
-        self._slow(time.perf_counter() - start)
+    def _results(self, inputs: dict[int, Any], outputs: dict[int, Any]) -> list[torch.Tensor]:
+        values = {**inputs, **outputs}
+        return [values[number] for number in self._graph.results]
+
+    def _record(self, kind: str, stage: Stage, microbatch: int, microbatches: Microbatches, start: float) -> None:
+        self._slow_pass(time.perf_counter() - start)
         seconds = time.perf_counter() - start
-        size = batch.sizes[microbatch]
-        chunk = self._chunks.index(stage)
-        self._recorder.add(Pass(self._rank, start, seconds, kind, stage.index, chunk, microbatch, size, batch.version))
+        size = microbatches.sizes[microbatch] if self._counts else 0
+        chunk = self._graph.stages.index(stage)
+        event = Pass(
+            self._links.team_rank, start, seconds, kind, stage.index, chunk, microbatch, size, microbatches.version
+        )
+        self._links.recorder.add(event)
 
     # -- values from stage to stage ----------------------------------------------------------------------------------
 
-    def _take(self, stage: Stage, number: int, microbatch: int, batch: RunnerBatch) -> Any:
+    def _input(self, stage: Stage, number: int, microbatch: int, microbatches: Microbatches) -> Any:
         if number < 0:
-            return batch.given(-1 - number, microbatch)
-        maker = self._makers[number]
-        peer = self._at(maker, microbatch)
+            return microbatches.input(-1 - number, microbatch)
+        peer = self._worker(self._graph.producers[number], microbatch)
         if peer == self._mailbox.rank:
-            value = self._here.pop((number, stage.index, microbatch, _DATA))
+            value = self._local.pop((number, stage.index, microbatch, _DATA))
             if isinstance(value, torch.Tensor):
-                differentiable = value.requires_grad and batch.training
-                value = value.detach().requires_grad_(differentiable)
+                value = value.detach().requires_grad_(value.requires_grad and microbatches.training)
             return value
-        label = self._label(peer, stage.index, number, microbatch, batch)
-        if label.number is not None:
-            return label.number
-        laid = torch.empty([label.shape[dim] for dim in label.order], dtype=getattr(torch, label.dtype))
-        self._receive(peer, laid, _tag(number, stage.index, microbatch, _DATA))
-        return lifted(laid, label.order).requires_grad_(label.differentiable and batch.training)
+        key = (number, stage.index, peer, microbatches.kind(microbatch))
+        if key not in self._headers:
+            self._headers[key] = self._links.receive_header(peer, _tag(number, stage.index, microbatch, _HEADER))
+        header = self._headers[key]
+        if header.number is not None:
+            return header.number
+        packed = header.empty()
+        self._links.receive(peer, packed, _tag(number, stage.index, microbatch, _DATA))
+        value = from_memory_order(packed, header.order)
+        return value.requires_grad_(header.requires_grad and microbatches.training)
 
-    def _give(self, taker: int, number: int, value: Any, microbatch: int, batch: RunnerBatch) -> None:
-        peer = self._at(taker, microbatch)
+    def _send_output(self, consumer: int, number: int, value: Any, microbatch: int, microbatches: Microbatches) -> None:
+        peer = self._worker(consumer, microbatch)
         if peer == self._mailbox.rank:
-            self._here[number, taker, microbatch, _DATA] = value
+            self._local[number, consumer, microbatch, _DATA] = value
             return
-        key = (number, taker, peer, batch.kind(microbatch))
-        if key not in self._labels:
-            label = self._labels[key] = _label(value)
-            text = torch.zeros(_LABEL, dtype=torch.uint8)
-            payload = msgspec.json.encode(label)
-            text[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            self._sending.append(self._mailbox.send(peer, text, _tag(number, taker, microbatch, _HEAD)))
+        key = (number, consumer, peer, microbatches.kind(microbatch))
+        if key not in self._headers:
+            self._headers[key] = header = TensorHeader.of(value)
+            tag = _tag(number, consumer, microbatch, _HEADER)
+            self._sending.append(self._mailbox.send(peer, header.encode(), tag))
         if isinstance(value, torch.Tensor):
-            order = self._labels[key].order
-            self._send(taker, taker, number, microbatch, _DATA, value.detach().permute(order))
+            packed = value.detach().permute(self._headers[key].order)
+            self._send(consumer, consumer, number, microbatch, _DATA, packed)
 
-    def _label(self, peer: int, taker: int, number: int, microbatch: int, batch: RunnerBatch) -> TensorLabel:
-        key = (number, taker, peer, batch.kind(microbatch))
-        if key not in self._labels:
-            text = torch.empty(_LABEL, dtype=torch.uint8)
-            self._receive(peer, text, _tag(number, taker, microbatch, _HEAD))
-            payload = bytes(text.numpy()).rstrip(b"\0")
-            self._labels[key] = msgspec.json.decode(payload, type=TensorLabel)
-        return self._labels[key]
-
-    def _gradient(
-        self, stage: Stage, number: int, value: torch.Tensor, microbatch: int, batch: RunnerBatch
-    ) -> torch.Tensor | None:
-        """The sum of what came back for a value, from all who took it."""
+    def _output_gradient(self, stage: Stage, number: int, value: torch.Tensor, microbatch: int) -> torch.Tensor | None:
+        """The sum of the gradients of an output from all its consumers."""
         total: torch.Tensor | None = None
-        for taker in self._takers.get(number, ()):
-            if self._at(taker, microbatch) == self._mailbox.rank:
-                gradient = self._here.pop((number, taker, microbatch, _GRADIENT))
+        for consumer in self._graph.consumers.get(number, ()):
+            if self._worker(consumer, microbatch) == self._mailbox.rank:
+                gradient = self._local.pop((number, consumer, microbatch, _GRADIENT))
                 total = gradient if total is None else total + gradient
         for expected in self._expect(stage, number, value, microbatch):
-            self._await(expected)
+            self._links.wait(expected)
             total = expected.tensor if total is None else total + expected.tensor
         self._expected.pop((stage.index, number, microbatch), None)
         return total
 
     def _expect(self, stage: Stage, number: int, value: torch.Tensor, microbatch: int) -> list[ReceiveTransfer]:
-        """What is to come back for a value from other workers."""
+        """Posts the receives of an output's gradients from other workers."""
         key = (stage.index, number, microbatch)
         if key not in self._expected:
             self._expected[key] = [
                 self._mailbox.receive(
                     peer,
                     torch.empty(value.shape, dtype=value.dtype),
-                    _tag(number, taker, microbatch, _GRADIENT),
+                    _tag(number, consumer, microbatch, _GRADIENT),
                 )
-                for taker in self._takers.get(number, ())
-                if (peer := self._at(taker, microbatch)) != self._mailbox.rank
+                for consumer in self._graph.consumers.get(number, ())
+                if (peer := self._worker(consumer, microbatch)) != self._mailbox.rank
             ]
         return self._expected[key]
 
-    def _send(self, to: int, taker: int, number: int, microbatch: int, what: int, value: torch.Tensor) -> None:
-        peer = self._at(to, microbatch)
+    def _send(self, to: int, consumer: int, number: int, microbatch: int, what: int, value: torch.Tensor) -> None:
+        """Sends a value to stage `consumer`, or its gradient back from there."""
+        peer = self._worker(to, microbatch)
         if peer == self._mailbox.rank:
-            self._here[number, taker, microbatch, _GRADIENT] = value
+            self._local[number, consumer, microbatch, _GRADIENT] = value
             return
-        tag = _tag(number, taker, microbatch, what)
+        tag = _tag(number, consumer, microbatch, what)
         self._sending.append(self._mailbox.send(peer, value.detach().contiguous(), tag))
 
-    def _receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        self._await(self._mailbox.receive(peer, tensor, tag))
-
-    def _await(self, receiving: ReceiveTransfer) -> None:
-        start = time.perf_counter()
-        receiving.wait()
-        waited = time.perf_counter() - start
-        if waited > _NOTABLE:
-            self._recorder.add(Wait(self._rank, start, waited, self._ranks[receiving.peer]))
-
-    def _reap(self) -> None:
-        """Forget what has been received."""
-        self._sending = [sending for sending in self._sending if not sending.done]
-        for sending in self._sending:
-            if sending.error is not None:
-                raise sending.error
+    def _check_sent(self) -> None:
+        """Drops the transfers that are done, and raises the error of one that failed."""
+        self._sending = [transfer for transfer in self._sending if not transfer.done]
+        for transfer in self._sending:
+            if transfer.error is not None:
+                raise transfer.error
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Random numbers of its own; torch.manual_seed would take milliseconds, for devices that are not there."""
+    """Seeds the default generator only: torch.manual_seed takes milliseconds, for devices that do not exist."""
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -372,23 +292,5 @@ def _seeded(seed: int) -> Iterator[None]:
         torch.default_generator.set_state(before)
 
 
-def _tag(number: int, taker: int, microbatch: int, what: int) -> int:
-    return ((number * 1024 + taker) * _MICROBATCHES + microbatch) * 4 + what
-
-
-def laid_out(value: torch.Tensor) -> list[int]:
-    """A tensor's dimensions as they lie in memory: what can be viewed in another shape must be so elsewhere, too."""
-    strides = value.stride()
-    return sorted(range(value.dim()), key=lambda dim: -strides[dim])
-
-
-def lifted(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """The tensor whose dimensions, in this order, are those of the value."""
-    return value.permute([order.index(dim) for dim in range(value.dim())])
-
-
-def _label(value: Any) -> TensorLabel:
-    if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return TensorLabel(dtype, list(value.shape), value.requires_grad, None, laid_out(value))
-    return TensorLabel("", [], False, value)
+def _tag(number: int, consumer: int, microbatch: int, what: int) -> int:
+    return ((number * 1024 + consumer) * _MICROBATCHES + microbatch) * 4 + what

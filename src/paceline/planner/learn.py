@@ -30,7 +30,7 @@ class SplitKnowledge(msgspec.Struct, frozen=True, kw_only=True):
         return f"cut before {where} (stages {' / '.join(f'{share:.0%}' for share in self.shares)})"
 
 
-def learn(sheet: ModelProfile, workers: int) -> tuple[Model, dict[int, SplitKnowledge]]:
+def learn(profile: ModelProfile, workers: int) -> tuple[Model, dict[int, SplitKnowledge]]:
     """The facts for the simulation, and the best cut into each number of stages that divides `workers`."""
     found: dict[int, SplitKnowledge] = {}
     over = [0]
@@ -38,21 +38,21 @@ def learn(sheet: ModelProfile, workers: int) -> tuple[Model, dict[int, SplitKnow
         if workers % stages:
             continue
         try:
-            best = partition(sheet.problem(), [Device()] * stages, microbatches=MICROBATCHES, slack=0.02).stages
+            best = partition(profile.problem(), [Device()] * stages, microbatches=MICROBATCHES, slack=0.02).stages
         except UsageError:
             continue  # the model has too few places to cut
         whole = sum(stage.seconds for stage in best)
         found[stages] = SplitKnowledge(
-            before=[sheet.names[stage.first] for stage in best[1:]], shares=[stage.seconds / whole for stage in best]
+            before=[profile.names[stage.first] for stage in best[1:]], shares=[stage.seconds / whole for stage in best]
         )
         over += [stage.bytes for stage in best[1:]]
-    forward = sum(cost.forward for cost in sheet.costs) / sum(cost.seconds for cost in sheet.costs)
-    weighty = sum(kind.lower().startswith(_WEIGHTY) for kind in sheet.shown)
+    forward = sum(cost.forward for cost in profile.costs) / sum(cost.seconds for cost in profile.costs)
+    weighty = sum(kind.lower().startswith(_WEIGHTY) for kind in profile.kinds)
     model = Model(
         forward=forward,
         weights=(1 - forward) / 2,
         layers=max(1, round(weighty / _BLOCK)),
-        activations=max(over) * sheet.batch / sheet.microbatch,
+        activations=max(over) * profile.batch / profile.microbatch,
         stages={stages: tuple(stages * share for share in cut.shares) for stages, cut in found.items()},
     )
     return model, found

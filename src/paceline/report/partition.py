@@ -15,18 +15,18 @@ _WIDTH, _LEFT, _RIGHT, _ROW = 960, 76, 16, 30
 _TOP, _BAR = 130, 46
 
 
-def partition_figure(sheet: ModelProfile, cut: Partition, schedule: ScheduleTiming, title: str) -> str:
+def partition_figure(profile: ModelProfile, cut: Partition, schedule: ScheduleTiming, title: str) -> str:
     """An SVG of a partition and one step of its schedule."""
     inner = _WIDTH - _LEFT - _RIGHT
-    total = sum(cost.seconds for cost in sheet.costs) or 1.0
+    total = sum(cost.seconds for cost in profile.costs) or 1.0
     edges = [0.0]
-    for cost in sheet.costs:
+    for cost in profile.costs:
         edges.append(edges[-1] + cost.seconds / total)
     place = [_LEFT + inner * edge for edge in edges]
     shapes = [f"<text x='{_LEFT}' y='26' style='font-weight:600;font-size:15px'>{escape(title)}</text>"]
-    shapes += _arcs(sheet, cut, place)
+    shapes += _arcs(profile, cut, place)
     for number, stage in enumerate(cut.stages):
-        shapes += _stage(sheet, place, number, stage.first, stage.last)
+        shapes += _stage(profile, place, number, stage.first, stage.last)
         x = (place[stage.first] + place[stage.last]) / 2
         words = f"stage {number}: {stage.seconds * 1e3:.3g} ms"
         shapes.append(f"<text x='{x:.1f}' y='{_TOP + _BAR + 16}' text-anchor='middle' class='small'>{words}</text>")
@@ -56,13 +56,13 @@ def _size(count: int) -> str:
     return f"{count / 1e6:.3g} MB" if count >= 1e6 else f"{count / 1e3:.3g} kB"
 
 
-def _stage(sheet: ModelProfile, place: Sequence[float], number: int, first: int, last: int) -> list[str]:
+def _stage(profile: ModelProfile, place: Sequence[float], number: int, first: int, last: int) -> list[str]:
     colour = _COLOURS[number % len(_COLOURS)]
     shapes = []
     for one in range(first, last):
-        cost = sheet.costs[one]
+        cost = profile.costs[one]
         words = (
-            f"{sheet.names[one]} ({sheet.shown[one]}): {cost.forward * 1e6:.0f} µs forward, "
+            f"{profile.names[one]} ({profile.kinds[one]}): {cost.forward * 1e6:.0f} µs forward, "
             f"{cost.backward * 1e6:.0f} µs backward, {_size(cost.bytes)} out, {_size(cost.parameters)} of parameters"
         )
         width = max(0.2, place[one + 1] - place[one])
@@ -70,33 +70,33 @@ def _stage(sheet: ModelProfile, place: Sequence[float], number: int, first: int,
             f"<rect x='{place[one]:.2f}' y='{_TOP}' width='{width:.2f}' height='{_BAR}' fill='{colour}' "
             f"stroke='#fff' stroke-width='.4'><title>{escape(words)}</title></rect>"
         )
-        if width > 7 * len(sheet.shown[one]):
+        if width > 7 * len(profile.kinds[one]):
             x = place[one] + width / 2
             shapes.append(
                 f"<text x='{x:.1f}' y='{_TOP + 27}' text-anchor='middle' style='fill:#fff;font-size:11px'>"
-                f"{escape(sheet.shown[one])}</text>"
+                f"{escape(profile.kinds[one])}</text>"
             )
     return shapes
 
 
-def _arcs(sheet: ModelProfile, cut: Partition, place: Sequence[float]) -> list[str]:
+def _arcs(profile: ModelProfile, cut: Partition, place: Sequence[float]) -> list[str]:
     """Arcs of values that skip operations, from the producer to the last consumer."""
     last: dict[int, int] = {}
-    for number, inputs in enumerate(sheet.inputs):
+    for number, inputs in enumerate(profile.inputs):
         for one in inputs:
             if one >= 0:
                 last[one] = number
     shapes = []
     for one, end in last.items():
         left, right = place[one + 1], place[end]
-        if right - left < 4 or not sheet.costs[one].bytes:
+        if right - left < 4 or not profile.costs[one].bytes:
             continue
         high = _TOP - 6 - min(60.0, (right - left) / 6)
         crosses = any(one < stage.first <= end for stage in cut.stages[1:])
         colour = "#222222" if crosses else "#bbbbbb"
         shapes.append(
             f"<path d='M{left:.1f} {_TOP} Q{(left + right) / 2:.1f} {high:.1f} {right:.1f} {_TOP}' fill='none' "
-            f"stroke='{colour}'><title>{escape(sheet.names[one])}: {_size(sheet.costs[one].bytes)}</title></path>"
+            f"stroke='{colour}'><title>{escape(profile.names[one])}: {_size(profile.costs[one].bytes)}</title></path>"
         )
     return shapes
 

@@ -16,7 +16,7 @@ from paceline.parameters.optimizers import same_kind
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.whole import WholeOptimizer
 from paceline.strategies.mesh_coord import MeshCoord
-from paceline.tensor_parallel.placement import cut, join
+from paceline.tensor_parallel.placement import shard_of, unshard
 from paceline.tensor_parallel.sharded_model import ShardedModel
 
 
@@ -28,9 +28,9 @@ class PartitionedParameters:
         model: torch.nn.Module,
         optimizer: Optimizer,
         coord: MeshCoord,
-        cutting: ShardedModel | None,
+        sharded: ShardedModel | None,
     ) -> None:
-        self._optimizer, self._coord, self._cutting = optimizer, coord, cutting
+        self._optimizer, self._coord, self._sharded = optimizer, coord, sharded
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.named: list[tuple[str, torch.nn.Parameter]] = []
         self.own: list[bool] = []
@@ -42,7 +42,7 @@ class PartitionedParameters:
             if id(parameter) not in held:
                 continue
             self.of[id(parameter)] = numbers = []
-            is_cut = cutting is not None and id(parameter) in cutting.placements
+            is_cut = sharded is not None and id(parameter) in sharded.placements
             for part in range(pieces if is_cut else 1):
                 numbers.append(len(self.named))
                 own = not is_cut or part == coord.part
@@ -65,9 +65,9 @@ class PartitionedParameters:
         by_part = {number: (key, place) for key, numbers in self.of.items() for place, number in enumerate(numbers)}
         for number, view in enumerate(views):
             key, place = by_part[number]
-            if self._cutting is not None and key in self._cutting.placements:
-                value = self._cutting.wholes[self._cutting.names[key]]
-                view.copy_(cut(value, self._cutting.placements[key], place, self._coord.shape.tensor))
+            if self._sharded is not None and key in self._sharded.placements:
+                value = self._sharded.full_values[self._sharded.names[key]]
+                view.copy_(shard_of(value, self._sharded.placements[key], place, self._coord.shape.tensor))
             else:
                 view.copy_(self.named[number][1].data)
 
@@ -92,10 +92,10 @@ class PartitionedParameters:
     def _joined(self, parameter: torch.Tensor, states: list[dict[str, Any]]) -> dict[str, Any]:
         if len(states) == 1:
             return states[0]
-        assert self._cutting is not None
-        placement = self._cutting.placements[id(parameter)]
+        assert self._sharded is not None
+        placement = self._sharded.placements[id(parameter)]
         return {
-            name: join([state[name] for state in states], placement)
+            name: unshard([state[name] for state in states], placement)
             if isinstance(value, torch.Tensor) and value.dim() > placement.dim
             else value
             for name, value in states[0].items()
@@ -117,10 +117,10 @@ class PartitionedParameters:
         take(self.shadow)
 
     def _part(self, parameter: torch.Tensor, state: dict[str, Any], place: int) -> dict[str, Any]:
-        assert self._cutting is not None
-        placement = self._cutting.placements[id(parameter)]
+        assert self._sharded is not None
+        placement = self._sharded.placements[id(parameter)]
         return {
-            name: cut(value, placement, place, self._coord.shape.tensor).clone()
+            name: shard_of(value, placement, place, self._coord.shape.tensor).clone()
             if isinstance(value, torch.Tensor) and value.dim() > placement.dim
             else value
             for name, value in state.items()

@@ -19,7 +19,8 @@ from paceline.config import Pipeline, one_of
 from paceline.errors import UsageError
 from paceline.events import Update
 from paceline.parameters.hyperparameters import RateScaling
-from paceline.pipeline.pipelined_model import PipelinedModel, PipelineWorkers
+from paceline.pipeline.context import PipelineContext
+from paceline.pipeline.pipelined_model import PipelinedModel
 from paceline.pipeline.shared_state import SharedState
 from paceline.strategies.base import Options, Trainer, TrainerContext, run_closure
 from paceline.transport import BarrierKind
@@ -38,24 +39,24 @@ class PipelineTrainer(Trainer):
         self.replica = (0, 1)
         self._steps = 0
         """Updates since setup; `version` may begin at a checkpoint's."""
-        slow = context.launch.slow
-        self._pipelined = PipelinedModel(
-            model,
-            context.strategy,
-            PipelineWorkers(
-                members=self._members,
-                rank=self._rank,
-                ranks=range(context.members.size),
-                speeds=[1.0 / slow[rank].factor if rank in slow else 1.0 for rank in range(context.members.size)],
-                recorder=context.recorder,
-                slow_pass=context.stopwatch.slow_pass,
-                say=context.say,
-                version=lambda: self.version,
-                shared_state=lambda: SharedState(self._members, model, optimizer),
-            ),
+        ranks, slow = range(context.members.size), context.launch.slow
+        pipeline = PipelineContext(
+            spec=context.strategy,
+            members=context.members,
+            ranks=ranks,
+            team_ranks=ranks,
+            recorder=context.recorder,
+            say=context.say,
+            slow_pass=context.stopwatch.slow_pass,
+            speeds=[1.0 / slow[rank].factor if rank in slow else 1.0 for rank in ranks],
+            version=lambda: self.version,
         )
+        self._pipelined = PipelinedModel(model, pipeline, self._share, lambda built: self._shared_state.keep(built.own))
         self._patch_optimizer()
         self._hook = model.register_state_dict_pre_hook(lambda *_: self._wait_for_stages())
+
+    def _share(self) -> None:
+        self._shared_state = SharedState(self._members, self._model, self._optimizer)
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
 
@@ -67,20 +68,19 @@ class PipelineTrainer(Trainer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if getattr(self._optimizer, "grad_scale", None) is not None:
             raise UsageError(
-                "a GradScaler has one scale per worker, and the stages of a pipeline would not agree on it; use "
+                "a GradScaler has one scale per worker, and the stages of a pipeline would disagree on it; use "
                 "autocast with bfloat16, which needs no scaling"
             )
         loss = run_closure(closure)
         start = time.perf_counter()
         with self._patch.values(_in_one_pass(self._optimizer)):
             self._patch.plain_step()
-        if self._pipelined.runtime is not None:
-            self._pipelined.runtime.home.settle()
-            self._pipelined.runtime.updated()
         self._steps += 1
         self.version += 1
         if self._pipelined.runtime is not None:
-            self._pipelined.runtime.home.done(self._steps)
+            self._shared_state.share_new_state()
+            self._pipelined.runtime.announce_update()
+            self._shared_state.publish(self._steps)
         end = time.perf_counter()
         self._recorder.add(Update(self._rank, start, end - start, self.version))
         self.on_update()
@@ -98,9 +98,9 @@ class PipelineTrainer(Trainer):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _wait_for_stages(self) -> None:
-        """Wait until all stages have had as many updates as this worker's."""
+        """Waits until all stages have had as many updates as this worker's."""
         if self._pipelined.runtime is not None:
-            self._pipelined.runtime.home.wait(self._steps)
+            self._shared_state.wait(self._steps)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -112,7 +112,7 @@ class PipelineTrainer(Trainer):
             return super()._state_dict()
         self._wait_for_stages()
         own = self._optimizer.state
-        self._optimizer.state = _like(own, self._pipelined.runtime.home.all_state())
+        self._optimizer.state = _like(own, self._shared_state.all_state())
         try:
             return super()._state_dict()
         finally:
@@ -121,7 +121,7 @@ class PipelineTrainer(Trainer):
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         super()._load_state_dict(state)
         if self._pipelined.runtime is not None:
-            self._pipelined.runtime.home.keep(self._pipelined.runtime.own)
+            self._shared_state.keep(self._pipelined.runtime.own)
 
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         if self._pipelined.runtime is not None:
@@ -133,8 +133,8 @@ class PipelineTrainer(Trainer):
     def close(self) -> None:
         if self._pipelined.runtime is not None:
             self._wait_for_stages()
-            state = self._pipelined.runtime.home.all_state()
-            self._pipelined.runtime.home.release()
+            state = self._shared_state.all_state()
+            self._shared_state.release()
             copies = {
                 parameter: {
                     name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in own.items()
@@ -174,7 +174,7 @@ def _refuse(model: torch.nn.Module, optimizer: Optimizer) -> None:
     elsewhere = {parameter.device.type for parameter in model.parameters()} - {"cpu"}
     if elsewhere:
         raise UsageError(
-            f"the model is on '{elsewhere.pop()}'; the parts of a pipeline share the host's memory, so it must be on "
+            f"the model is on '{elsewhere.pop()}'; the stages of a pipeline share the host's memory, so it must be on "
             "'cpu'"
         )
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -1,43 +1,34 @@
-"""Runs a script only until its model is first called to be trained, and writes down what each operation costs."""
+"""Ends a script at its first training call of the model, after writing the model's profile."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch.optim import Optimizer
 
-from paceline.errors import UsageError
-from paceline.graph.model_profile import profiled
+from paceline.pipeline.script_profile import write_profile
 from paceline.strategies.base import Options, TrainerContext
 from paceline.strategies.single import SingleTrainer
 
 
 class ProfilingTrainer(SingleTrainer):
-    """Ends the script as soon as it knows."""
+    """Replaces the model's `forward` by one that profiles it."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         super().__init__(model, optimizer, options, context)
         assert context.launch.profiling is not None
-        self._wanted = context.launch.profiling
-        self._had: Any = vars(model).get("forward")
+        self._profiling = context.launch.profiling
+        self._own_forward: Any = vars(model).get("forward")
         model.forward = self._forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         vars(self._model).pop("forward")
-        if self._had is not None:
-            self._model.forward = self._had
+        if self._own_forward is not None:
+            self._model.forward = self._own_forward
         if not torch.is_grad_enabled():
             result = self._model(*args, **kwargs)
             self._model.forward = self._forward
             return result
-        try:
-            answer = msgspec.json.encode(
-                profiled(self._model, args, kwargs, self._wanted.microbatches, self._wanted.norm)
-            )
-        except UsageError as error:
-            answer = msgspec.json.encode({"error": str(error)})
-        Path(self._wanted.path).write_bytes(answer)
+        write_profile(self._profiling, self._model, args, kwargs)
         raise SystemExit(0)

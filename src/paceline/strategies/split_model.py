@@ -1,26 +1,33 @@
-"""A model that is split over the workers of a replica, as its trainer sees it."""
+"""The model of one replica of a mesh: sharded inside its layers, cut into stages, or both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from paceline.config import Mesh, Pipeline, Tensor
 from paceline.errors import UsageError
 from paceline.events.stopwatch import Stopwatch
+from paceline.pipeline.context import PipelineContext
+from paceline.pipeline.pipelined_model import PipelinedModel
+from paceline.pipeline.shared_state import share_buffers
 from paceline.strategies.base import Options, TrainerContext
-from paceline.strategies.mesh_coord import MeshCoord, random_state, set_random_state
+from paceline.strategies.batch_norm import TeamBatchNorm
+from paceline.strategies.mesh_coord import MeshCoord, join_replica, random_state, set_random_state
 from paceline.strategies.partitioned_parameters import PartitionedParameters
 from paceline.strategies.replica_client import ReplicaBarrier
-from paceline.strategies.splitting import cut_model, share_rest
-from paceline.strategies.stages import Stages, StageWatch
+from paceline.tensor_parallel.comm_functions import ShardGroup
+from paceline.tensor_parallel.plans import agree_on_plan
+from paceline.tensor_parallel.sharded_model import ShardedModel
 from paceline.transport import BarrierKind
 
 
 class SplitModel:
-    """Cuts a model, and says what of it is whose."""
+    """Splits a model over the workers of its replica, and undoes that."""
 
     def __init__(
         self,
@@ -31,45 +38,143 @@ class SplitModel:
         coord: MeshCoord,
         version: Callable[[], int],
     ) -> None:
-        self._members, self._coord = context.members, coord
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._members, self._coord, self._model = context.members, coord, model
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise UsageError(f"'{context.strategy}' needs a model on the CPU: its parts lie in the machine's memory")
-        rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in trained]
         self._members.mirror([*rest, *model.buffers()])
-        inside = cut_model(model, options, context, coord)
-        self._cutting = None if inside is None else inside.cutting
-        self.parts = PartitionedParameters(model, optimizer, coord, self._cutting)
+        self._sharded = _shard(model, options, context, coord) if coord.shape.tensor > 1 else None
+        self.parts = PartitionedParameters(model, optimizer, coord, self._sharded)
         self.barrier = ReplicaBarrier(self._members, coord, context.say) if coord.shape.replica > 1 else None
-        self._stages = None
+        self._pipelined = None
         if coord.shape.pipeline > 1 and self.barrier is not None:
-            self._stages = Stages(model, context, self.barrier.members, coord, version, inside)
-        watch: Any = StageWatch(context.stopwatch) if self._stages is not None else context.stopwatch
+            self._pipelined = self._pipeline(context, self.barrier, version)
+        watch: Any = StageWatch(context.stopwatch) if self._pipelined is not None else context.stopwatch
         self.stopwatch: Stopwatch = watch
-        if self._cutting is not None:
-            others = share_rest(self._cutting, self._members, coord, held)
-            numbers = {self._cutting.names[key]: of for key, of in self.parts.of.items() if key in self._cutting.names}
-            named = self.parts.named
-            self._cutting.parts = lambda name: (
-                [named[number][1].data for number in numbers[name]] if name in numbers else others[name]
+        if self._sharded is not None:
+            sharded, parts, shape = self._sharded, self.parts, coord.shape
+            untrained = sharded.share_untrained(self._members, trained, coord.replica, shape.data)
+            numbers = {sharded.names[key]: of for key, of in parts.of.items() if key in sharded.names}
+            sharded.shards = lambda name: (
+                [parts.named[number][1].data for number in numbers[name]] if name in numbers else untrained[name]
             )
 
+    def _pipeline(self, context: TrainerContext, barrier: ReplicaBarrier, version: Callable[[], int]) -> PipelinedModel:
+        mesh, coord, sharded = context.strategy, self._coord, self._sharded
+        assert isinstance(mesh, Mesh)
+        spec = Pipeline(
+            stages=mesh.pipeline,
+            microbatches=mesh.microbatches,
+            schedule=mesh.schedule,
+            chunks=mesh.chunks,
+            norm=mesh.norm,
+        )
+        each, slow = coord.shape.tensor, context.launch.slow
+        ranks = range(coord.part, coord.shape.replica, each)
+        speeds = [
+            min(1.0 / slow[rank].factor if rank in slow else 1.0 for rank in range(first, first + each))
+            for first in range(coord.lead, coord.lead + coord.shape.replica, each)
+        ]
+
+        def share() -> None:
+            # Parameters are in the mesh's memory. The workers of a stage each update equal buffers of their own.
+            known = () if sharded is None else sharded.placements
+            buffers = [buffer for buffer in self._model.buffers() if id(buffer) not in known]
+            share_buffers(barrier.members, buffers, coord.part, each, write=coord.stage == 0)
+
+        pipeline = PipelineContext(
+            spec=spec,
+            members=barrier.members,
+            ranks=ranks,
+            team_ranks=[coord.lead + rank for rank in ranks],
+            recorder=context.recorder,
+            say=context.say,
+            slow_pass=context.stopwatch.slow_pass,
+            speeds=speeds,
+            version=version,
+            traceable=contextlib.nullcontext if sharded is None else sharded.traceable,
+            in_step=sharded is not None,
+            counts_samples=coord.part == 0,
+        )
+        return PipelinedModel(self._model, pipeline, share)
+
     def ready(self) -> None:
-        """All values are in their places: let go of others."""
-        if self._cutting is not None:
-            self._cutting.wholes.clear()
+        """Drops the tensors' former values, once all workers have theirs in shared memory."""
+        if self._sharded is not None:
+            self._sharded.full_values.clear()
         self.draw_alike()
 
     def draw_alike(self) -> None:
-        """Let all workers of a replica go on with the same random numbers."""
+        """Sets the random state of all workers of a replica to that of its first worker."""
         states = self._members.gather(random_state(), BarrierKind.ALLOCATE)
         set_random_state(states[self._coord.lead])
 
     def undo(self) -> None:
-        """The model is whole again, in memory of its own."""
-        if self._cutting is not None:
-            self._cutting.undo()
-        if self._stages is not None:
-            self._stages.close()
+        """Makes the model whole again, in memory of its own."""
+        if self._sharded is not None:
+            self._sharded.undo()
+        if self._pipelined is not None:
+            self._pipelined.close()
+            for buffer in self._model.buffers():
+                buffer.data = buffer.data.clone()
         if self.barrier is not None:
             self.barrier.leave()
+
+
+def _shard(model: torch.nn.Module, options: Options, context: TrainerContext, coord: MeshCoord) -> ShardedModel:
+    """Shards a model's layers over the workers of a stage, by the lead's plan."""
+    members, strategy = context.members, context.strategy
+    assert isinstance(strategy, Tensor | Mesh)
+    with _local_batch_norm(model):
+        roles = agree_on_plan(
+            model,
+            members,
+            options.loaders,
+            coord.shape.tensor,
+            strategy.roles,
+            strategy.sequence_parallel,
+            context.say,
+        )
+    member = join_replica(members, coord.stage_ranks(), context.say)
+    seeds = members.gather(str(torch.initial_seed()).encode(), BarrierKind.ALLOCATE)
+    group = ShardGroup(member, int(seeds[coord.lead]) % (1 << 31) + coord.stage * 1000)
+    return ShardedModel(model, roles, group)
+
+
+@contextlib.contextmanager
+def _local_batch_norm(model: torch.nn.Module) -> Iterator[None]:
+    """Keeps batch norm layers from exchanging statistics: only the lead runs the model."""
+    exchanges = {module: module.exchange for module in model.modules() if isinstance(module, TeamBatchNorm)}
+    for module in exchanges:
+        module.exchange = None
+    try:
+        yield
+    finally:
+        for module, exchange in exchanges.items():
+            module.exchange = exchange
+
+
+class StageWatch:
+    """A stopwatch for workers whose computing time is recorded by the passes of a pipeline."""
+
+    turned = True
+    """A gradient in `.grad` belongs to the minibatch at hand."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+        self._samples = 0
+        for name in ("ask", "away", "restart", "free", "slow_link", "slow_pass", "turn", "turn_back"):
+            setattr(self, name, getattr(stopwatch, name))
+
+    def start(self, samples: int) -> None:
+        self._stopwatch.start(samples)
+        self._stopwatch.drop()
+        self._samples += samples
+
+    def pass_over(self, samples: int, _minibatches: int) -> None:
+        self._samples -= samples
+
+    def stop(self, version: int, *, again: bool = False) -> tuple[float, int]:
+        samples, self._samples = self._samples, 0
+        return 0.0, samples

@@ -1,1 +1,1 @@
-"""Tensor parallelism: plans found from the graph, sharded layers, a rule per operation."""
+"""Tensor parallelism: layers sharded over workers, by a plan found from the model's operations."""

@@ -1,4 +1,4 @@
-"""torch's MultiheadAttention, with some of its heads on each worker."""
+"""torch's MultiheadAttention with some of its heads on each worker."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.tensor_parallel.comm_functions import ShardSpace, gathered, summed
-from paceline.tensor_parallel.partial_tensor import whole
+from paceline.tensor_parallel.comm_functions import ShardGroup, all_gather, all_reduce
+from paceline.tensor_parallel.partial_tensor import full_tensor
 from paceline.tensor_parallel.placement import Placement
-from paceline.tensor_parallel.roles import Role, entering, leaving
+from paceline.tensor_parallel.roles import Role, layer_input, layer_output
 
 
-def attending(role: Role, space: ShardSpace) -> Callable[..., Any]:
-    """Its forward."""
+def attention_forward(role: Role, group: ShardGroup) -> Callable[..., Any]:
+    """The layer's `forward` on this worker's heads."""
 
     def forward(
         self: nn.MultiheadAttention,
@@ -29,41 +29,41 @@ def attending(role: Role, space: ShardSpace) -> Callable[..., Any]:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        heads = self.num_heads // space.size
-        inputs = {id(one): entering(one, space) for one in (query, key, value)}
+        heads = self.num_heads // group.size
+        inputs = {id(one): layer_input(one, group) for one in (query, key, value)}
         query, key, value = (inputs[id(one)] for one in (query, key, value))
         single = query.dim() == 2
         if single:
             query, key, value = (one.unsqueeze(0) for one in (query, key, value))
         elif not self.batch_first:
             query, key, value = (one.transpose(0, 1) for one in (query, key, value))
-        q, k, v = (_in_heads(one, heads) for one in _projected(self, query, key, value))
-        mask = _mask(whole(attn_mask), whole(key_padding_mask), q, k, heads, space)
-        chance = self.dropout if self.training else 0.0
-        if chance:
-            space.swap_random()
+        q, k, v = (_split_heads(one, heads) for one in _project(self, query, key, value))
+        mask = _mask(full_tensor(attn_mask), full_tensor(key_padding_mask), q, k, heads, group)
+        probability = self.dropout if self.training else 0.0
+        if probability:
+            group.swap_random()
         try:
-            out, weights = _attended(q, k, v, mask, chance, need_weights)
+            out, weights = _attend(q, k, v, mask, probability, need_weights)
         finally:
-            if chance:
-                space.swap_random()
+            if probability:
+                group.swap_random()
         out = functional.linear(out.transpose(1, 2).flatten(2), self.out_proj.weight)
         if single:
             out = out.squeeze(0)
         elif not self.batch_first:
             out = out.transpose(0, 1)
-        out = leaving(out, role, space)
+        out = layer_output(out, role, group)
         if self.out_proj.bias is not None:
-            out = out + self.out_proj.bias.to(out.dtype)  # under autocast it is of another
+            out = out + self.out_proj.bias.to(out.dtype)  # autocast changes the output's dtype
         if weights is not None:
-            weights = _shown(weights, self.num_heads, average_attn_weights, space)
+            weights = _weights(weights, self.num_heads, average_attn_weights, group)
             weights = weights.squeeze(0) if single else weights
         return out, weights
 
     return forward
 
 
-def _projected(
+def _project(
     layer: nn.MultiheadAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> list[torch.Tensor]:
     bias = layer.in_proj_bias
@@ -80,7 +80,7 @@ def _projected(
     ]
 
 
-def _in_heads(value: torch.Tensor, heads: int) -> torch.Tensor:
+def _split_heads(value: torch.Tensor, heads: int) -> torch.Tensor:
     shape = value.shape
     return value.view(shape[0], shape[1], heads, shape[2] // heads).transpose(1, 2)
 
@@ -91,36 +91,36 @@ def _mask(
     q: torch.Tensor,
     k: torch.Tensor,
     heads: int,
-    space: ShardSpace,
+    group: ShardGroup,
 ) -> torch.Tensor | None:
-    """What is added to the scores: for masks of numbers themselves, for masks of flags minus infinity where true."""
+    """The additive mask: a mask of numbers itself; minus infinity where a mask of flags is true."""
     parts: list[torch.Tensor] = []
     if mask is not None:
         if mask.dim() == 3:  # one per sample and head
-            mask = mask.unflatten(0, (q.shape[0], -1))[:, space.rank * heads : (space.rank + 1) * heads]
-        parts.append(_as_numbers(mask, q.dtype))
+            mask = mask.unflatten(0, (q.shape[0], -1))[:, group.rank * heads : (group.rank + 1) * heads]
+        parts.append(_additive(mask, q.dtype))
     if padding is not None:
         padding = padding.unsqueeze(0) if padding.dim() == 1 else padding
-        parts.append(_as_numbers(padding, q.dtype)[:, None, None, :])
+        parts.append(_additive(padding, q.dtype)[:, None, None, :])
     return None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
 
 
-def _attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, chance: float, need_weights: bool
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, probability: float, need_weights: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not need_weights:
-        return functional.scaled_dot_product_attention(q, k, v, mask, dropout_p=chance), None
+        return functional.scaled_dot_product_attention(q, k, v, mask, dropout_p=probability), None
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
     weights = (scores if mask is None else scores + mask).softmax(-1)
-    weights = functional.dropout(weights, chance) if chance else weights
+    weights = functional.dropout(weights, probability) if probability else weights
     return weights @ v, weights
 
 
-def _shown(weights: torch.Tensor, heads: int, average: bool, space: ShardSpace) -> torch.Tensor:
+def _weights(weights: torch.Tensor, heads: int, average: bool, group: ShardGroup) -> torch.Tensor:
     if average:
-        return summed(weights.sum(1) / heads, space)
-    return gathered(weights, Placement(1, (heads,)), space)
+        return all_reduce(weights.sum(1) / heads, group)
+    return all_gather(weights, Placement(1, (heads,)), group)

@@ -1,4 +1,4 @@
-"""The graph of a model: which operation was called on what, seen by running it once."""
+"""Graph of a model's operations, recorded by running it once."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from paceline.tensor_parallel.partial_tensor import ABOUT, name_of
+from paceline.tensor_parallel.partial_tensor import METADATA, name_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor of the graph."""
+    """A tensor of the graph, by number."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphCall:
-    """One operation."""
+    """One call of a torch function."""
 
     name: str
     args: Sequence[Any]
     kwargs: dict[str, Any]
     outs: tuple[int, ...]
-    """The tensors that came out; one that was changed is there under the number that it had."""
+    """Numbers of the tensors that it returns; a tensor that it changes in place keeps its number."""
     path: tuple[str, ...]
-    """The modules that it was called in."""
+    """Names of the modules that it is called in, the innermost last."""
 
 
 class CallGraph:
-    """What happened, in its order."""
+    """The calls of one run of a model, in order."""
 
     def __init__(self) -> None:
         self.calls: list[GraphCall] = []
         self.shapes: dict[int, torch.Size] = {}
         self.parameters: dict[int, int] = {}
-        """Numbers of the model's own parameters and buffers, by their ids."""
+        """Numbers of the model's parameters and buffers, by id."""
         self.outputs: tuple[int, ...] = ()
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
@@ -50,15 +50,15 @@ class CallGraph:
         known = self._numbers.get(id(tensor))
         if known is None:
             known = self._numbers[id(tensor)] = len(self._alive)
-            self._alive.append(tensor)  # as long as it lives no other has its id
+            self._alive.append(tensor)  # keeps its id from being reused
             self.shapes[known] = torch.Size(tensor.shape)
         return known
 
     def refs(self, tree: Any) -> Any:
         return tree_map(lambda value: Ref(self.number(value)) if isinstance(value, torch.Tensor) else value, tree)
 
-    def forget(self) -> None:
-        """Let go of the values."""
+    def release(self) -> None:
+        """Drops the tensors; their numbers and shapes stay."""
         self._alive, self._numbers = [], {}
 
 
@@ -71,25 +71,25 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         name = name_of(func)
         result = func(*args, **kwargs)
-        if name in ABOUT:
+        if name in METADATA:
             return result
         outs = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
         graph = self._graph
-        given = graph.refs(list(args)), graph.refs(dict(kwargs))
-        graph.calls.append(GraphCall(name, *given, tuple(graph.number(out) for out in outs), tuple(self._path)))
+        arguments = graph.refs(list(args)), graph.refs(dict(kwargs))
+        graph.calls.append(GraphCall(name, *arguments, tuple(graph.number(out) for out in outs), tuple(self._path)))
         return result
 
 
-def traced(model: nn.Module, inputs: Sequence[Any]) -> CallGraph:
-    """Run a model once, without gradients, and write down what it does."""
+def record_calls(model: nn.Module, inputs: Sequence[Any]) -> CallGraph:
+    """Runs a model once, in training mode without gradients, and records its calls."""
     graph = CallGraph()
     path: list[str] = []
     for tensor in (*model.parameters(), *model.buffers()):
         graph.parameters[id(tensor)] = graph.number(tensor)
     hooks: list[Any] = []
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(_entering(path, name)))
-        hooks.append(module.register_forward_hook(_leaving(path), always_call=True))
+        hooks.append(module.register_forward_pre_hook(_enter_hook(path, name)))
+        hooks.append(module.register_forward_hook(_exit_hook(path), always_call=True))
     training = {module: module.training for module in model.modules()}
     model.train()
     try:
@@ -102,18 +102,18 @@ def traced(model: nn.Module, inputs: Sequence[Any]) -> CallGraph:
             module.training = mode
     outs = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
     graph.outputs = tuple(graph.number(out) for out in outs)
-    graph.forget()
+    graph.release()
     return graph
 
 
-def _entering(path: list[str], name: str) -> Any:
+def _enter_hook(path: list[str], name: str) -> Any:
     def enter(_module: nn.Module, _arguments: Any) -> None:
         path.append(name)
 
     return enter
 
 
-def _leaving(path: list[str]) -> Any:
+def _exit_hook(path: list[str]) -> Any:
     def leave(_module: nn.Module, _arguments: Any, _result: Any) -> None:
         path.pop()
 

@@ -1,16 +1,16 @@
-"""Where a value goes from all workers having it whole to each having a part, and back.
+"""Differentiable communication between the workers that shard a model.
 
-A whole value is equal on all workers, and so is its gradient. Of a value in parts each worker has its part, and the
-gradient of that. What each worker makes of its part alone may also be one term of a sum.
+A replicated value is equal on all workers, and so is its gradient. Of a sharded value each worker has one shard, and
+that shard's gradient. A partial value is one worker's term of a sum.
 
 | function | forward | backward |
 |---|---|---|
-| copied | the same, for computing parts with | sum over all workers |
-| summed | sum over all workers | the same |
-| sliced | this worker's part | all parts together |
-| gathered | all parts together | this worker's part |
-| collected | all parts together, for computing parts with | sum, of which this worker's part |
-| scattered | sum, of which this worker's part | all parts together |
+| replicate | identity, for a computation on shards | all-reduce |
+| all_reduce | all-reduce | identity |
+| take_shard | this worker's shard | all-gather |
+| all_gather | all-gather | this worker's shard |
+| all_gather_for_shards | all-gather, for a computation on shards | reduce-scatter |
+| reduce_scatter | reduce-scatter | all-gather |
 """
 
 from __future__ import annotations
@@ -23,65 +23,68 @@ from torch.autograd.function import once_differentiable
 
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.operation import Op
-from paceline.tensor_parallel.placement import Placement, cut, join
+from paceline.tensor_parallel.placement import Placement, shard_of, unshard
 
 
-class ShardSpace:
-    """The workers among whom a model is split, seen from one of them."""
+class ShardGroup:
+    """The workers that a model is sharded over, seen from one of them."""
 
     def __init__(self, member: Communicator, seed: int) -> None:
         self.member = member
         self.rank, self.size = member.rank, member.size
         self.topology = "shared"
-        """How they reduce and gather."""
+        """Topology of its collectives."""
         self._random = torch.Generator().manual_seed(seed + member.rank).get_state()
-        """This worker's own random numbers, for what it has a part of; all others are the same on all workers."""
+        """This worker's own random state, for operations on shards; torch's default state is equal on all workers."""
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         self.member.all_reduce(tensor, Op.SUM, self.topology)
 
-    def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's, of the same shape."""
+    def all_gather(self, tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
         own = tensor.detach().contiguous()
-        outs = [torch.empty_like(own) for _ in range(self.size)]
-        self.member.all_gather(outs, own, self.topology)
-        return outs
+        shards = [torch.empty_like(own) for _ in range(self.size)]
+        self.member.all_gather(shards, own, self.topology)
+        return unshard(shards, placement)
 
-    def part_of_sum(self, tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
-        parts = [cut(tensor, placement, rank, self.size).contiguous() for rank in range(self.size)]
-        out = torch.empty_like(parts[self.rank])
-        self.member.reduce_scatter(out, parts, Op.SUM, self.topology)
+    def reduce_scatter(self, tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
+        shards = [shard_of(tensor, placement, rank, self.size).contiguous() for rank in range(self.size)]
+        out = torch.empty_like(shards[self.rank])
+        self.member.reduce_scatter(out, shards, Op.SUM, self.topology)
         return out
 
+    def shard(self, tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
+        """This worker's shard of a whole tensor."""
+        return shard_of(tensor, placement, self.rank, self.size).contiguous()
+
     def swap_random(self) -> None:
-        """Draw from this worker's own random numbers instead of the common ones, or from those again."""
+        """Exchanges torch's random state with this worker's own."""
         state = torch.get_rng_state()
         torch.set_rng_state(self._random)
         self._random = state
 
 
-class _Copied(Function):
+class _Replicate(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, space: ShardSpace) -> torch.Tensor:
-        ctx.space = space
-        # No view, which would hold on to the tensor that keeps this one (see `copied`): neither would ever be freed.
+    def forward(ctx: Any, tensor: torch.Tensor, group: ShardGroup) -> torch.Tensor:
+        ctx.group = group
+        # Not a view, which would refer to the tensor that keeps this one (see `replicate`): neither would be freed.
         return tensor.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        # A copy: the same gradient may be on its way elsewhere.
+        # A copy, since another node may use the same gradient.
         total = gradient.clone(memory_format=torch.contiguous_format)
-        ctx.space.sum(total)
+        ctx.group.all_reduce(total)
         return total, None
 
 
-class _Summed(Function):
+class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, space: ShardSpace) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: ShardGroup) -> torch.Tensor:
         total = tensor.detach()
         total = total if total.is_contiguous() else total.contiguous()
-        space.sum(total)
+        group.all_reduce(total)
         if total.data_ptr() == tensor.data_ptr():
             ctx.mark_dirty(tensor)
             return tensor
@@ -93,88 +96,83 @@ class _Summed(Function):
         return gradient, None
 
 
-class _Sliced(Function):
+class _TakeShard(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, placement: Placement, space: ShardSpace) -> torch.Tensor:
-        ctx.placement, ctx.space = placement, space
-        return cut(tensor, placement, space.rank, space.size).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return join(ctx.space.parts(gradient), ctx.placement), None, None
-
-
-class _Gathered(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, placement: Placement, space: ShardSpace) -> torch.Tensor:
-        ctx.placement, ctx.space = placement, space
-        return join(space.parts(tensor), placement)
+    def forward(ctx: Any, tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
+        ctx.placement, ctx.group = placement, group
+        return group.shard(tensor, placement)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return cut(gradient, ctx.placement, ctx.space.rank, ctx.space.size).contiguous(), None, None
+        return ctx.group.all_gather(gradient, ctx.placement), None, None
 
 
-class _Collected(Function):
+class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, placement: Placement, space: ShardSpace) -> torch.Tensor:
-        ctx.placement, ctx.space = placement, space
-        return join(space.parts(tensor), placement)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.space.part_of_sum(gradient, ctx.placement), None, None
-
-
-class _Scattered(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, placement: Placement, space: ShardSpace) -> torch.Tensor:
-        ctx.placement, ctx.space = placement, space
-        return space.part_of_sum(tensor.detach(), placement)
+    def forward(ctx: Any, tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
+        ctx.placement, ctx.group = placement, group
+        return group.all_gather(tensor, placement)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return join(ctx.space.parts(gradient), ctx.placement), None, None
+        return ctx.group.shard(gradient, ctx.placement), None, None
 
 
-def copied(tensor: torch.Tensor, space: ShardSpace) -> torch.Tensor:
-    """As it is, for computing parts with: several who do so share one sum of gradients."""
+class _AllGatherForShards(_AllGather):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.group.reduce_scatter(gradient, ctx.placement), None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
+        ctx.placement, ctx.group = placement, group
+        return group.reduce_scatter(tensor.detach(), placement)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.group.all_gather(gradient, ctx.placement), None, None
+
+
+def _apply(function: type[Function], *arguments: Any) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*arguments)
+    return result
+
+
+def replicate(tensor: torch.Tensor, group: ShardGroup) -> torch.Tensor:
+    """The tensor itself for a computation on shards; all such uses of it share one all-reduce in the backward pass."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
-    known: tuple[int, torch.Tensor] | None = getattr(tensor, "_paceline_copied", None)
+    known: tuple[int, torch.Tensor] | None = getattr(tensor, "_paceline_replicated", None)
     if known is not None and known[0] == tensor._version:
         return known[1]
-    result: torch.Tensor = _Copied.apply(tensor, space)
-    if tensor.grad_fn is not None:  # a parameter lives on, and must not keep its graph
-        tensor._paceline_copied = (tensor._version, result)  # type: ignore[attr-defined]
+    result = _apply(_Replicate, tensor, group)
+    if tensor.grad_fn is not None:  # a parameter outlives the step, and must not keep its graph
+        tensor._paceline_replicated = (tensor._version, result)  # type: ignore[attr-defined]
     return result
 
 
-def summed(tensor: torch.Tensor, space: ShardSpace) -> torch.Tensor:
-    """The sum of what all workers have; `tensor` itself is used up."""
-    result: torch.Tensor = _Summed.apply(tensor, space)
-    return result
+def all_reduce(tensor: torch.Tensor, group: ShardGroup) -> torch.Tensor:
+    """The sum of all workers' terms; `tensor` itself is overwritten."""
+    return _apply(_AllReduce, tensor, group)
 
 
-def sliced(tensor: torch.Tensor, placement: Placement, space: ShardSpace) -> torch.Tensor:
-    result: torch.Tensor = _Sliced.apply(tensor, placement, space)
-    return result
+def take_shard(tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
+    return _apply(_TakeShard, tensor, placement, group)
 
 
-def gathered(tensor: torch.Tensor, placement: Placement, space: ShardSpace) -> torch.Tensor:
-    result: torch.Tensor = _Gathered.apply(tensor, placement, space)
-    return result
+def all_gather(tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
+    return _apply(_AllGather, tensor, placement, group)
 
 
-def collected(tensor: torch.Tensor, placement: Placement, space: ShardSpace) -> torch.Tensor:
-    result: torch.Tensor = _Collected.apply(tensor, placement, space)
-    return result
+def all_gather_for_shards(tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
+    return _apply(_AllGatherForShards, tensor, placement, group)
 
 
-def scattered(tensor: torch.Tensor, placement: Placement, space: ShardSpace) -> torch.Tensor:
-    result: torch.Tensor = _Scattered.apply(tensor, placement, space)
-    return result
+def reduce_scatter(tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
+    return _apply(_ReduceScatter, tensor, placement, group)

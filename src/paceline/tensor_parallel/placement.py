@@ -1,4 +1,4 @@
-"""Which part of a tensor each worker has."""
+"""Placement of a sharded tensor: the dimension that it is cut along, and the blocks of that dimension."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class Placement(NamedTuple):
-    """A tensor is cut along one dimension, and each worker has its part of it.
+    """A tensor is cut along one dimension, and each worker has one shard.
 
-    A dimension may consist of blocks, one after the other, each of which is cut by itself: of queries, keys and values
-    that one layer makes together, every worker has its part of each.
+    The dimension may consist of consecutive blocks that are cut one by one: of queries, keys and values that one layer
+    computes together, every worker has its shard of each.
     """
 
     dim: int
@@ -21,19 +21,20 @@ class Placement(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of the dimension, in the whole tensor."""
+        """Size of the dimension in the whole tensor."""
         return sum(self.blocks)
 
     def at(self, dim: int) -> Placement:
-        """The same along another dimension."""
+        """The same blocks along another dimension."""
         return Placement(dim, self.blocks)
 
     def divides(self, workers: int) -> bool:
+        """True if every block can be cut into equal shards."""
         return all(block % workers == 0 for block in self.blocks)
 
 
-def cut(tensor: torch.Tensor, placement: Placement, rank: int, workers: int) -> torch.Tensor:
-    """One worker's part of a whole tensor; a view of it where it is in one piece."""
+def shard_of(tensor: torch.Tensor, placement: Placement, rank: int, workers: int) -> torch.Tensor:
+    """One worker's shard of a whole tensor; a view of it if there is one block."""
     parts, start = [], 0
     for block in placement.blocks:
         length = block // workers
@@ -42,13 +43,13 @@ def cut(tensor: torch.Tensor, placement: Placement, rank: int, workers: int) -> 
     return parts[0] if len(parts) == 1 else torch.cat(parts, placement.dim)
 
 
-def join(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
-    """The whole tensor from all workers' parts."""
+def unshard(shards: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
+    """The whole tensor from all workers' shards."""
     if len(placement.blocks) == 1:
-        return torch.cat(list(parts), placement.dim)
+        return torch.cat(list(shards), placement.dim)
     pieces, start = [], 0
     for block in placement.blocks:
-        length = block // len(parts)
-        pieces += [part.narrow(placement.dim, start, length) for part in parts]
+        length = block // len(shards)
+        pieces += [shard.narrow(placement.dim, start, length) for shard in shards]
         start += length
     return torch.cat(pieces, placement.dim)

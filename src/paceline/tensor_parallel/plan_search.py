@@ -1,10 +1,10 @@
-"""Finds which layers of a model can be computed in parts, by the way that values take through its graph.
+"""Search for the layers of a model to shard, by propagating placements through its graph.
 
-A layer whose outputs are cut (`column`) hands on parts. As long as what follows can be done in parts, it is; a layer
-whose inputs are those parts (`row`) ends the stretch with one sum. So the first guess is that every layer that gets the
-whole is cut by its outputs, and every one that gets parts by its inputs. Where that fails, because an operation needs
-the whole, the layers from which its parts come are cut otherwise (by blocks: of queries, keys and values each), or, if
-gathering the whole there costs more than it saves, not at all; and it is tried again.
+A layer whose outputs are cut (`column`) returns a sharded value, and the operations after it are computed on shards as
+long as they can be; a layer whose inputs are these shards (`row`) ends that with one sum. So the first guess is that
+every layer with a whole input is cut by its outputs, and every one with a sharded input by its inputs. If an operation
+then needs the whole of a sharded value, the layers that it comes from are cut by other blocks (queries, keys and values
+one by one), or, if gathering the value costs more than sharding saves, not at all; and the search is repeated.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from paceline.tensor_parallel.layers import CONVOLUTIONS
 from paceline.tensor_parallel.partial_tensor import RULES
 from paceline.tensor_parallel.placement import Placement
 from paceline.tensor_parallel.roles import Role
-from paceline.tensor_parallel.rule_result import NO, RuleRefusal, ShadowTensor
+from paceline.tensor_parallel.rule_result import REFUSED, RuleRefusal, TensorSpec
 
 _FLOPS = 2e10
-"""Per second, of one worker: to weigh what is saved against what is moved."""
+"""Floating-point operations per second of one worker, to weigh computation against communication."""
 _BYTES = 2e9
-"""Per second, that workers exchange."""
+"""Bytes per second that workers exchange."""
 _LATENCY = 4e-5
+"""Seconds of one collective."""
 _LARGE = 1 << 20
-"""Elements of an embedding that is cut for the memory that it takes, though nothing is saved by it."""
+"""Elements from which on an embedding is sharded for its memory, though that saves no computation."""
 
-WHOLE = Role("whole")
-_NAMES = """__getitem__ narrow select slice view view_as reshape reshape_as flatten unflatten squeeze unsqueeze
+REPLICATED = Role("replicated")
+_VIEW_NAMES = """__getitem__ narrow select slice view view_as reshape reshape_as flatten unflatten squeeze unsqueeze
 transpose swapaxes swapdims movedim permute t T mT expand expand_as chunk split split_with_sizes tensor_split unbind
 diagonal"""
-_VIEWS = frozenset(_NAMES.split())
-"""What gives the same memory, or a part of it."""
+_VIEWS = frozenset(_VIEW_NAMES.split())
+"""Functions whose result may share memory with their argument."""
 _CALLS: dict[str, tuple[type[nn.Module], ...]] = {
     "linear": (nn.Linear,),
     "embedding": (nn.Embedding,),
@@ -49,29 +50,29 @@ _CALLS: dict[str, tuple[type[nn.Module], ...]] = {
     "group_norm": (nn.GroupNorm,),
     "multi_head_attention_forward": (nn.MultiheadAttention,),
 }
-"""Functions that layers call in their forward."""
+"""Functions that layers call in their `forward`."""
 
 
-class _Parts(NamedTuple):
-    """What each worker has of a tensor, and which layers it was cut by."""
+class _ShardedValue(NamedTuple):
+    """A sharded tensor, and the layers that shard it."""
 
     placement: Placement
     sources: frozenset[str]
 
 
 class _Failure(NamedTuple):
-    """Something needs the whole of what is in parts."""
+    """An operation that needs the whole of a sharded value."""
 
     sources: frozenset[str]
     elements: int
     blocks: tuple[int, ...] | None = None
-    """With which it would not."""
+    """Blocks with which it would not."""
     final: bool = False
-    """It can not be had by gathering either."""
+    """True if gathering the value does not help either."""
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers that could be cut, if they are just what torch has them be."""
+    """Layers that can be sharded, by name: those of torch's own classes, with their own `forward`."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         for kinds in _CALLS.values():
@@ -83,7 +84,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether its weight is a parameter of its own, and not made of others."""
+    """True if its weight is a parameter of its own, not computed from others."""
     if isinstance(module, nn.MultiheadAttention):
         return module.bias_k is None and not module.add_zero_attn
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
@@ -92,112 +93,114 @@ def _plain(module: nn.Module) -> bool:
 
 
 class PlanSearch:
-    """Tries and learns, until nothing fails that could be done better."""
+    """Repeats the propagation with revised roles until no failure can be avoided."""
 
-    def __init__(self, model: nn.Module, graph: CallGraph, workers: int, given: Mapping[str, Role]) -> None:
+    def __init__(self, model: nn.Module, graph: CallGraph, workers: int, requested: Mapping[str, Role]) -> None:
         self._graph, self._workers = graph, workers
         self._layers = layers_of(model)
-        self._fixed = dict(given)
-        """What is known of layers: by the user, or by trying."""
+        self._decided = dict(requested)
+        """Roles that the user has requested or that a failure has decided."""
         self._blocks: dict[str, tuple[int, ...]] = {}
-        self._dear: set[str] = set()
-        """Layers that are whole only because gathering what they make would cost more than it saves."""
-        self._given = set(given)
+        self._uneconomical: set[str] = set()
+        """Layers that are replicated only since gathering their outputs would cost more than sharding saves."""
+        self._requested = set(requested)
         self._outside = self._used_outside()
-        self._fixed.update((name, WHOLE) for name in self._outside if name not in self._given)
-        self._states: dict[int, _Parts] = {}
-        self._views: dict[int, list[tuple[int, _Parts]]] = {}
-        """What is gathered and then looked at in part: to change that would not change the parts."""
+        self._decided.update((name, REPLICATED) for name in self._outside if name not in self._requested)
+        self._values: dict[int, _ShardedValue] = {}
+        self._views: dict[int, list[tuple[int, _ShardedValue]]] = {}
+        """Views of gathered values: to change one would not change the shards."""
         self._roles: dict[str, Role] = {}
         self._saved: dict[str, float] = {}
         self._failures: list[_Failure] = []
 
     def find(self) -> dict[str, Role]:
-        """The role of each layer that is to be cut."""
-        self._learn_all(frugal=True)
-        if not self._cut():
-            for name in self._dear:
-                del self._fixed[name]
-            self._learn_all(frugal=False)
-        found = self._cut()
+        """The role of each layer that is sharded."""
+        self._search(economical=True)
+        if not self._sharded():
+            for name in self._uneconomical:
+                del self._decided[name]
+            self._search(economical=False)
+        found = self._sharded()
         for name in [name for name, role in found.items() if role.name == "heads"]:
             found[f"{name}.out_proj"] = Role("row", (self._layers[name].embed_dim,))  # type: ignore[arg-type]
         return found
 
     def impossible(self) -> dict[str, str]:
-        """Layers of which the user wants what cannot be, and why."""
-        changed = "the model changes what it makes in place, in a way that cannot be done in parts"
-        used = "the model also uses its weights in another way than by calling it"
-        failed = {name for failure in self._failures if failure.final for name in failure.sources & self._given}
-        outside = {name for name in self._outside & self._given if self._fixed[name] is not WHOLE}
+        """Layers whose requested role is impossible, and why."""
+        changed = "the model changes its output in place, in a way that is impossible on shards"
+        used = "the model also uses its weights other than by calling it"
+        failed = {name for failure in self._failures if failure.final for name in failure.sources & self._requested}
+        outside = {name for name in self._outside & self._requested if self._decided[name] is not REPLICATED}
         return dict.fromkeys(failed, changed) | dict.fromkeys(outside, used)
 
-    def _cut(self) -> dict[str, Role]:
-        return {name: role for name, role in self._roles.items() if role is not WHOLE}
+    def _sharded(self) -> dict[str, Role]:
+        return {name: role for name, role in self._roles.items() if role is not REPLICATED}
 
-    # -- trying ------------------------------------------------------------------------------------------------------
+    # -- propagation -------------------------------------------------------------------------------------------------
 
-    def _learn_all(self, *, frugal: bool) -> None:
+    def _search(self, *, economical: bool) -> None:
         for _ in range(4 * len(self._layers) + 4):
-            self._try()
-            if not (self._untie() or self._learn(frugal)):
+            self._propagate()
+            if not (self._match_shared_weights() or self._revise(economical)):
                 return
 
-    def _try(self) -> None:
-        self._states, self._views, self._roles, self._saved, self._failures = {}, {}, {}, {}, []
+    def _propagate(self) -> None:
+        self._values, self._views, self._roles, self._saved, self._failures = {}, {}, {}, {}, []
         for call in self._graph.calls:
             layer = self._layers.get(call.path[-1]) if call.path else None
             if layer is not None and isinstance(layer, _CALLS.get(call.name, ())):
-                self._through(call, call.path[-1], layer)
+                self._pass_layer(call, call.path[-1], layer)
             else:
-                self._pass(call)
+                self._pass_operation(call)
         for number in self._graph.outputs:
-            if number in self._states:
-                self._fail(self._states[number], number)
+            if number in self._values:
+                self._fail(self._values[number], number)
 
-    def _fail(self, parts: _Parts, number: int, blocks: tuple[int, ...] | None = None, final: bool = False) -> None:
-        self._failures.append(_Failure(parts.sources, math.prod(self._graph.shapes[number]), blocks, final))
+    def _fail(
+        self, value: _ShardedValue, number: int, blocks: tuple[int, ...] | None = None, final: bool = False
+    ) -> None:
+        self._failures.append(_Failure(value.sources, math.prod(self._graph.shapes[number]), blocks, final))
 
-    def _pass(self, call: GraphCall) -> None:
-        """An operation between layers."""
+    def _pass_operation(self, call: GraphCall) -> None:
+        """Propagates placements through an operation between layers."""
         refs = [value for value in tree_flatten((call.args, call.kwargs))[0] if isinstance(value, Ref)]
-        cut = [(ref.number, self._states[ref.number]) for ref in refs if ref.number in self._states]
+        sharded = [(ref.number, self._values[ref.number]) for ref in refs if ref.number in self._values]
         if refs and call.args and refs[0] is call.args[0] and refs[0].number in self._views:
-            self._look(call, self._views[refs[0].number])
-        if not cut:
+            self._use_whole(call, self._views[refs[0].number])
+        if not sharded:
             for out in call.outs:
-                self._states.pop(out, None)
+                self._values.pop(out, None)
             return
         in_place = call.name.endswith("_") and not call.name.endswith("__")
         rule = RULES.get(call.name) or (RULES.get(call.name[:-1]) if in_place else None)
-        outcome: Any = NO
+        outcome: Any = REFUSED
         if rule is not None:
-            args, kwargs = tree_map(self._shadow, (list(call.args), call.kwargs))
+            args, kwargs = tree_map(self._spec, (list(call.args), call.kwargs))
             outcome = rule(args, kwargs, self._workers)
         changes = (in_place or call.name == "__setitem__") and isinstance(call.args[0], Ref)
-        changed = call.args[0].number in self._states if changes else False
+        changed = call.args[0].number in self._values if changes else False
         if isinstance(outcome, RuleRefusal) or (changes and not changed):
-            for number, parts in cut:
+            for number, value in sharded:
                 blocks = outcome.blocks if isinstance(outcome, RuleRefusal) else None
-                self._fail(parts, number, blocks, final=changed)
+                self._fail(value, number, blocks, final=changed)
             if not changes:
-                self._look(call, cut)
+                self._use_whole(call, sharded)
             return
-        sources = frozenset().union(*(parts.sources for _, parts in cut))
-        places = [outcome.out] * len(call.outs) if isinstance(outcome.out, Placement) else outcome.out
-        for out, place in zip(call.outs, places, strict=False):
-            self._states[out] = _Parts(place, sources)
+        sources = frozenset().union(*(value.sources for _, value in sharded))
+        placements = [outcome.out] * len(call.outs) if isinstance(outcome.out, Placement) else outcome.out
+        for out, placement in zip(call.outs, placements, strict=False):
+            self._values[out] = _ShardedValue(placement, sources)
 
-    def _look(self, call: GraphCall, at: list[tuple[int, _Parts]]) -> None:
-        """Something is done with the whole of what is in parts, or with a view of that."""
+    def _use_whole(self, call: GraphCall, at: list[tuple[int, _ShardedValue]]) -> None:
+        """Handles an operation on the whole of sharded values, or on a view of that."""
         if call.name == "__setitem__" or (call.name[-1] == "_" and call.name[-2:] != "__"):
-            for number, parts in at:
-                self._fail(parts, number, final=True)
+            for number, value in at:
+                self._fail(value, number, final=True)
         elif call.name in _VIEWS:
             self._views.update(dict.fromkeys(call.outs, at))
 
     def _used_outside(self) -> set[str]:
-        """Layers whose parameters the model also uses in another way than by calling them."""
+        """Layers whose parameters the model also uses other than by calling the layer."""
         owners: dict[int, list[str]] = {}
         for name, layer in self._layers.items():
             for parameter in layer.parameters():
@@ -212,127 +215,128 @@ class PlanSearch:
                     found.update(names)
         return found
 
-    def _shadow(self, value: Any) -> Any:
+    def _spec(self, value: Any) -> Any:
         if not isinstance(value, Ref):
             return value
-        parts = self._states.get(value.number)
-        return ShadowTensor(self._graph.shapes[value.number], None if parts is None else parts.placement)
+        known = self._values.get(value.number)
+        return TensorSpec(self._graph.shapes[value.number], None if known is None else known.placement)
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
-    def _through(self, call: GraphCall, name: str, layer: nn.Module) -> None:
+    def _pass_layer(self, call: GraphCall, name: str, layer: nn.Module) -> None:
         number = call.args[0].number
-        parts, shape = self._states.get(number), self._graph.shapes[number]
+        value, shape = self._values.get(number), self._graph.shapes[number]
         features = len(shape) - 1
         if isinstance(layer, _ConvNd):
             features = len(shape) - len(layer.kernel_size) - 1
         elif isinstance(layer, (_BatchNorm, nn.GroupNorm)):
             features = 1
-        fits = parts is not None and parts.placement.dim == features
-        role = self._fixed.get(name) or self._roles.get(name)
+        fits = value is not None and value.placement.dim == features
+        role = self._decided.get(name) or self._roles.get(name)
         if role is None or (role.name == "column" and not role.blocks):
-            role = self._role(name, layer, parts.placement if fits and parts is not None else None, role)
+            role = self._role(name, layer, value.placement if fits and value is not None else None, role)
         elif role.name == "vocabulary" and not role.blocks and isinstance(layer, nn.Embedding):
             role = Role("vocabulary", (layer.num_embeddings,))
         elif role.name == "row" and not role.blocks:
-            role = Role("row", parts.placement.blocks if fits and parts is not None else (_inputs(layer),))
+            role = Role("row", value.placement.blocks if fits and value is not None else (_inputs(layer),))
         self._roles[name] = role
-        takes_parts = role.name in ("row", "channels")
-        if parts is not None and not (takes_parts and fits):
-            self._fail(parts, number)
+        takes_shards = role.name in ("row", "channels")
+        if value is not None and not (takes_shards and fits):
+            self._fail(value, number)
         out = call.outs[0]
         self._saved[name] = self._saved.get(name, 0.0) + self._saving(layer, number, out)
         if role.name == "column":
             dim = len(self._graph.shapes[out]) - 1 if not isinstance(layer, _ConvNd) else features
-            self._states[out] = _Parts(Placement(dim, role.blocks), frozenset({name}))
+            self._values[out] = _ShardedValue(Placement(dim, role.blocks), frozenset({name}))
         elif role.name == "channels":
-            sources = parts.sources if parts is not None else frozenset({name})
-            self._states[out] = _Parts(Placement(features, role.blocks), sources)
+            sources = value.sources if value is not None else frozenset({name})
+            self._values[out] = _ShardedValue(Placement(features, role.blocks), sources)
 
-    def _role(self, name: str, layer: nn.Module, parts: Placement | None, fixed: Role | None) -> Role:
-        """What a layer is, given what goes in; `fixed` if it must be a column."""
+    def _role(self, name: str, layer: nn.Module, placement: Placement | None, fixed: Role | None) -> Role:
+        """The role of a layer, given its input's placement; `fixed` if it must be a column."""
         workers = self._workers
         if isinstance(layer, nn.MultiheadAttention):
-            return Role("heads") if layer.num_heads % workers == 0 else WHOLE
+            return Role("heads") if layer.num_heads % workers == 0 else REPLICATED
         if isinstance(layer, _BatchNorm):
-            return Role("channels", parts.blocks) if parts is not None else WHOLE
+            return Role("channels", placement.blocks) if placement is not None else REPLICATED
         if isinstance(layer, nn.GroupNorm):
-            fine = parts is not None and len(parts.blocks) == 1 and layer.num_groups % workers == 0
-            return Role("channels", (layer.num_channels,)) if fine else WHOLE
+            fine = placement is not None and len(placement.blocks) == 1 and layer.num_groups % workers == 0
+            return Role("channels", (layer.num_channels,)) if fine else REPLICATED
         if isinstance(layer, CONVOLUTIONS) and layer.groups > 1:
-            fine = parts is not None and len(parts.blocks) == 1 and layer.groups % workers == 0
-            return Role("channels", (layer.out_channels,)) if fine else WHOLE
-        if parts is not None and fixed is None and not isinstance(layer, nn.Embedding):
-            return Role("row", parts.blocks)
+            fine = placement is not None and len(placement.blocks) == 1 and layer.groups % workers == 0
+            return Role("channels", (layer.out_channels,)) if fine else REPLICATED
+        if placement is not None and fixed is None and not isinstance(layer, nn.Embedding):
+            return Role("row", placement.blocks)
         blocks = self._blocks.get(name, (_outputs(layer),))
-        # What the user wants and can not have is told later, not passed over.
-        return Role("column", blocks) if fixed is not None or Placement(0, blocks).divides(workers) else WHOLE
+        # An impossible request is reported later, not ignored.
+        return Role("column", blocks) if fixed is not None or Placement(0, blocks).divides(workers) else REPLICATED
 
     def _saving(self, layer: nn.Module, source: int, out: int) -> float:
-        """Seconds of a training step that each worker is spared if it computes only its part; less what it costs."""
+        """Seconds of a training step that a worker saves by computing only its shard, less those of communication."""
         shapes = self._graph.shapes
-        made = math.prod(shapes[out])
+        elements = math.prod(shapes[out])
         if isinstance(layer, nn.Embedding):
             return math.inf if layer.weight.numel() >= _LARGE else 0.0
         each = layer.in_features if isinstance(layer, nn.Linear) else 1
         if isinstance(layer, _ConvNd):
             each = layer.in_channels // layer.groups * math.prod(layer.kernel_size)
-        spared = 6 * made * each * (1 - 1 / self._workers) / _FLOPS
-        return spared - 2 * 4 * math.prod(shapes[source]) / _BYTES - _LATENCY
+        saved = 6 * elements * each * (1 - 1 / self._workers) / _FLOPS
+        return saved - 2 * 4 * math.prod(shapes[source]) / _BYTES - _LATENCY
 
-    # -- learning ----------------------------------------------------------------------------------------------------
+    # -- revision ----------------------------------------------------------------------------------------------------
 
-    def _untie(self) -> bool:
-        """Layers that share a weight must be cut alike, or not at all."""
+    def _match_shared_weights(self) -> bool:
+        """Gives layers that share a weight equal cuts of it, or none; True if that changes a role."""
         shared: dict[int, list[str]] = {}
         for name, layer in self._layers.items():
             if name in self._roles and getattr(layer, "weight", None) is not None:
                 shared.setdefault(id(layer.weight), []).append(name)
         changed = False
         for names in shared.values():
-            ways = {_way(self._layers[name], self._roles[name]) for name in names}
-            if len(ways) == 1:
+            cuts = {_weight_cut(self._layers[name], self._roles[name]) for name in names}
+            if len(cuts) == 1:
                 continue
             changed = True
             embeddings = [name for name in names if isinstance(self._layers[name], nn.Embedding)]
-            others = {_way(self._layers[name], self._roles[name]) for name in names if name not in embeddings}
+            others = {_weight_cut(self._layers[name], self._roles[name]) for name in names if name not in embeddings}
             together = others.pop() if len(others) == 1 else None
             fine = together is not None and together[0] == 0 and len(together[1]) == 1
             for name in names:
-                known = self._fixed.get(name)
-                if fine and together is not None and name in embeddings and known is not WHOLE:
-                    self._fixed[name] = Role("vocabulary", together[1])
-                elif not fine or known is WHOLE:
+                known = self._decided.get(name)
+                if fine and together is not None and name in embeddings and known is not REPLICATED:
+                    self._decided[name] = Role("vocabulary", together[1])
+                elif not fine or known is REPLICATED:
                     fine = False
             if not fine:
-                self._fixed.update(dict.fromkeys(names, WHOLE))
+                self._decided.update(dict.fromkeys(names, REPLICATED))
         return changed
 
-    def _learn(self, frugal: bool) -> bool:
+    def _revise(self, economical: bool) -> bool:
+        """Revises the roles of layers whose outputs an operation needs whole; True if that changes a role."""
         failing: dict[str, list[_Failure]] = {}
         for failure in self._failures:
             for source in failure.sources:
-                if source not in self._given:
+                if source not in self._requested:
                     failing.setdefault(source, []).append(failure)
         changed = False
         for source, failures in failing.items():
-            wish = next((failure.blocks for failure in failures if failure.blocks is not None), None)
-            if wish is not None and source not in self._blocks and sum(wish) == _outputs(self._layers[source]):
-                self._blocks[source] = wish
+            blocks = next((failure.blocks for failure in failures if failure.blocks is not None), None)
+            if blocks is not None and source not in self._blocks and sum(blocks) == _outputs(self._layers[source]):
+                self._blocks[source] = blocks
                 changed = True
         if changed:
             return True
         for source, failures in failing.items():
             if any(failure.final for failure in failures):
-                self._fixed[source] = WHOLE
+                self._decided[source] = REPLICATED
                 changed = True
-        if changed or not frugal:
+        if changed or not economical:
             return changed
         for source, failures in failing.items():
             cost = sum(2 * 4 * failure.elements / _BYTES + _LATENCY for failure in failures)
             if self._saved.get(source, 0.0) < cost:
-                self._fixed[source] = WHOLE
-                self._dear.add(source)
+                self._decided[source] = REPLICATED
+                self._uneconomical.add(source)
                 changed = True
         return changed
 
@@ -350,9 +354,9 @@ def _inputs(layer: nn.Module) -> int:
     return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels  # type: ignore[return-value]
 
 
-def _way(layer: nn.Module, role: Role) -> tuple[int, tuple[int, ...]]:
-    """Along which dimension a weight is cut, and how."""
-    if role is WHOLE:
+def _weight_cut(layer: nn.Module, role: Role) -> tuple[int, tuple[int, ...]]:
+    """The dimension and the blocks by which a weight is cut."""
+    if role is REPLICATED:
         return -1, ()
     column = 1 if isinstance(layer, nn.Embedding) else 0
     return {"column": column, "row": 1, "vocabulary": 0}.get(role.name, 0), role.blocks

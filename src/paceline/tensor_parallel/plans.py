@@ -1,38 +1,75 @@
-"""The plan by which a model is cut: found by its graph, and where the user says so, as the user says."""
+"""The plan by which a model is sharded: found from its graph, and for some layers requested by the user."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from paceline.cluster.membership import Members
 from paceline.errors import UsageError
-from paceline.tensor_parallel.call_graph import traced
+from paceline.parameters.step_snapshot import StepSnapshot
+from paceline.tensor_parallel.call_graph import record_calls
+from paceline.tensor_parallel.example_inputs import example_inputs
 from paceline.tensor_parallel.layers import CONVOLUTIONS
-from paceline.tensor_parallel.plan_search import WHOLE, PlanSearch, layers_of
+from paceline.tensor_parallel.plan_search import REPLICATED, PlanSearch, layers_of
 from paceline.tensor_parallel.roles import ROLES, Role
+from paceline.transport import BarrierKind
 
 _STYLES = {"ColwiseParallel": "column", "RowwiseParallel": "row"}
-"""Of torch.distributed.tensor.parallel, which are taken as well."""
+"""Classes of torch.distributed.tensor.parallel that a plan may use as well."""
+
+
+def agree_on_plan(
+    model: nn.Module,
+    members: Members,
+    loaders: Sequence[DataLoader[Any]],
+    workers: int,
+    requested: Mapping[str, Any] | None,
+    sequence: bool,
+    say: Callable[[str], None],
+) -> dict[str, Role]:
+    """The lead's plan on every worker. The lead runs the model on one batch of its loader to find it."""
+    payload = b""
+    if members.rank == 0:
+        snapshot = StepSnapshot(model)
+        snapshot.take()
+        try:
+            roles = find_plan(model, example_inputs(loaders, model), workers, requested, sequence)
+            payload = msgspec.msgpack.encode(roles)
+            say(described(model, roles, workers))
+        except UsageError as refusal:
+            payload = b"!" + str(refusal).encode()
+        except Exception as failure:
+            payload = (
+                "!the model could not be run on its loader's first batch, which shows how its layers can be split: "
+                f"{type(failure).__name__}: {failure}"
+            ).encode()
+        finally:
+            snapshot.restore()
+    plan = members.gather(payload, BarrierKind.ALLOCATE)[0]
+    if plan[:1] == b"!":
+        raise UsageError(plan[1:].decode())
+    return msgspec.msgpack.decode(plan, type=dict[str, Role])
 
 
 def find_plan(
-    model: nn.Module, inputs: Sequence[Any], workers: int, wishes: Mapping[str, Any] | None, sequence: bool
+    model: nn.Module, inputs: Sequence[Any], workers: int, requested: Mapping[str, Any] | None, sequence: bool
 ) -> dict[str, Role]:
-    """The role of every layer that is to be cut; refused in one sentence if there is none."""
-    given = _wished(model, wishes or {})
-    graph = traced(model, inputs)
-    finder = PlanSearch(model, graph, workers, given)
-    found = finder.find()
-    for name, why in finder.impossible().items():
-        raise UsageError(f"plan says '{given[name].name}' of '{name}', but {why}; let it be 'whole'")
+    """The role of every layer that is sharded; refuses a model that has none."""
+    roles = _requested_roles(model, requested or {})
+    graph = record_calls(model, inputs)
+    search = PlanSearch(model, graph, workers, roles)
+    found = search.find()
+    for name, why in search.impossible().items():
+        raise UsageError(f"plan says '{roles[name].name}' of '{name}', but {why}; make it 'replicated'")
     _check(model, found, workers)
     if not found:
-        others = [n for n in range(2, 17) if n != workers and PlanSearch(model, graph, n, given).find()]
+        others = [n for n in range(2, 17) if n != workers and PlanSearch(model, graph, n, roles).find()]
         would = f"degree={others[0]} would do" if others else "no other degree up to 16 would do either"
         raise UsageError(
             f"nothing in this model can be split over {workers} workers: it has no Linear, Conv, Embedding or "
@@ -46,17 +83,17 @@ def find_plan(
     return found
 
 
-def _wished(model: nn.Module, wishes: Mapping[str, Any]) -> dict[str, Role]:
-    """What the user wants of layers, given by name or pattern."""
-    known, given = layers_of(model), {}
-    for pattern, wish in wishes.items():
+def _requested_roles(model: nn.Module, requested: Mapping[str, Any]) -> dict[str, Role]:
+    """Roles by layer, from the user's plan, whose keys are names or patterns."""
+    known, roles = layers_of(model), {}
+    for pattern, request in requested.items():
         names = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
         if not names:
             raise UsageError(
                 f"plan names '{pattern}', but the model has no such layer that could be split; "
                 f"it has {', '.join(list(known)[:8])}{', …' if len(known) > 8 else ''}"
             )
-        role = _role(pattern, wish)
+        role = _role(pattern, request)
         for name in names:
             can = _possible(known[name])
             if role.name not in can:
@@ -64,30 +101,30 @@ def _wished(model: nn.Module, wishes: Mapping[str, Any]) -> dict[str, Role]:
                     f"plan says '{role.name}' of '{name}', which is a {type(known[name]).__name__}; it can be "
                     + " or ".join(f"'{one}'" for one in can)
                 )
-            given[name] = role
-    return given
+            roles[name] = role
+    return roles
 
 
 def _possible(layer: nn.Module) -> tuple[str, ...]:
-    """What a layer can be."""
+    """Names of the roles that a layer can have."""
     if isinstance(layer, nn.Embedding):
-        return ("column", "vocabulary", "whole")
+        return ("column", "vocabulary", "replicated")
     if isinstance(layer, nn.MultiheadAttention):
-        return ("heads", "whole")
+        return ("heads", "replicated")
     if isinstance(layer, nn.Linear) or (isinstance(layer, CONVOLUTIONS) and layer.groups == 1):
-        return ("column", "row", "whole")
-    return ("channels", "whole")
+        return ("column", "row", "replicated")
+    return ("channels", "replicated")
 
 
-def _role(pattern: str, wish: Any) -> Role:
-    text = _STYLES.get(wish, wish) if isinstance(wish, str) else _STYLES.get(type(wish).__name__, wish)
-    if text == "whole":
-        return WHOLE
+def _role(pattern: str, request: Any) -> Role:
+    text = _STYLES.get(request if isinstance(request, str) else type(request).__name__, request)
+    if text == "replicated":
+        return REPLICATED
     if isinstance(text, str) and text in ROLES:
         return Role(text)
     raise UsageError(
-        f"plan says {wish!r} of '{pattern}'; it must be 'column', 'row', 'vocabulary', 'channels', 'heads' or "
-        "'whole', or ColwiseParallel() or RowwiseParallel()"
+        f"plan says {request!r} of '{pattern}'; it must be 'column', 'row', 'vocabulary', 'channels', 'heads' "
+        "or 'replicated', or ColwiseParallel() or RowwiseParallel()"
     )
 
 
@@ -95,8 +132,8 @@ def _check(model: nn.Module, found: Mapping[str, Role], workers: int) -> None:
     for name, role in found.items():
         if role.name == "channels" and not role.blocks:
             raise UsageError(
-                f"layer '{name}' gets the whole, and can be split by its channels only behind a layer that is split; "
-                "let it be 'whole'"
+                f"layer '{name}' has a whole input, and can be split by its channels only after a layer that is split; "
+                "make it 'replicated'"
             )
         odd = [block for block in role.blocks if block % workers]
         if odd:
@@ -109,21 +146,9 @@ def _check(model: nn.Module, found: Mapping[str, Role], workers: int) -> None:
 
 
 def described(model: nn.Module, found: Mapping[str, Role], workers: int) -> str:
-    """One sentence for people."""
+    """One sentence for the user."""
     counts = {role: sum(one.name == role for one in found.values()) for role in ROLES}
     cut = ", ".join(f"{count} {role}" for role, count in counts.items() if count)
     kept = [name for name in layers_of(model) if name not in found]
-    rest = f"; whole: {', '.join(kept[:4])}{', …' if len(kept) > 4 else ''}" if kept else ""
+    rest = f"; replicated: {', '.join(kept[:4])}{', …' if len(kept) > 4 else ''}" if kept else ""
     return f"{len(found)} layers are split over {workers} workers ({cut}){rest}"
-
-
-def encode(roles: Mapping[str, Role]) -> bytes:
-    return msgspec.msgpack.encode(roles)
-
-
-def decode(data: bytes) -> dict[str, Role]:
-    return msgspec.msgpack.decode(data, type=dict[str, Role])
-
-
-def shapes_of(inputs: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [tuple(value.shape) for value in inputs if isinstance(value, torch.Tensor)]

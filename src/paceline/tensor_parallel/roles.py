@@ -1,11 +1,17 @@
-"""What a layer of which each worker has a part is to the layers around it."""
+"""Roles of sharded layers, and their communication with the layers before and after."""
 
 from __future__ import annotations
 
 import msgspec
 import torch
 
-from paceline.tensor_parallel.comm_functions import ShardSpace, collected, copied, scattered, summed
+from paceline.tensor_parallel.comm_functions import (
+    ShardGroup,
+    all_gather_for_shards,
+    all_reduce,
+    reduce_scatter,
+    replicate,
+)
 from paceline.tensor_parallel.partial_tensor import PartialTensor
 from paceline.tensor_parallel.placement import Placement
 
@@ -13,25 +19,25 @@ ROLES = ("column", "row", "vocabulary", "channels", "heads")
 
 
 class Role(msgspec.Struct, frozen=True):
-    """What becomes of a layer."""
+    """How a layer is sharded."""
 
     name: str
     blocks: tuple[int, ...] = ()
-    """Of the dimension that is cut."""
+    """Blocks of the dimension that is cut."""
     sequence: bool = False
-    """A sum is handed out in parts along the sequence."""
+    """True if the layer's output is sharded along the sequence."""
 
 
-def entering(value: torch.Tensor, space: ShardSpace) -> torch.Tensor:
-    """What goes into a layer of which each worker computes a part: the whole."""
+def layer_input(value: torch.Tensor, group: ShardGroup) -> torch.Tensor:
+    """The whole input of a layer that computes a shard of its output."""
     if type(value) is PartialTensor:
-        return collected(value.local, value.placed, space)
-    return copied(value, space)
+        return all_gather_for_shards(value.local, value.placement, group)
+    return replicate(value, group)
 
 
-def leaving(total: torch.Tensor, role: Role, space: ShardSpace) -> torch.Tensor:
-    """What comes out of one whose workers each have a term of the sum."""
-    if role.sequence and total.dim() >= 3 and total.shape[1] % space.size == 0:
-        placement = Placement(1, (total.shape[1],))
-        return PartialTensor.of(scattered(total, placement, space), placement, space)
-    return summed(total, space)
+def layer_output(term: torch.Tensor, role: Role, group: ShardGroup) -> torch.Tensor:
+    """The output of a layer of which each worker computes one term of a sum."""
+    if role.sequence and term.dim() >= 3 and term.shape[1] % group.size == 0:
+        placement = Placement(1, (term.shape[1],))
+        return PartialTensor.of(reduce_scatter(term, placement, group), placement, group)
+    return all_reduce(term, group)

@@ -1,4 +1,4 @@
-"""What a rule says of an operation: how each worker does its part of it, and what part of the result it then has."""
+"""Result of a rule: how each worker computes its shard of an operation, and the placement of the operation's result."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from paceline.tensor_parallel.placement import Placement
 
 
-class ShadowTensor:
-    """A tensor of which only the shape is looked at, and what part of it each worker would have."""
+class TensorSpec:
+    """Shape and placement of a tensor without values, as an argument of rules."""
 
-    __slots__ = ("placed", "shape")
+    __slots__ = ("placement", "shape")
 
-    def __init__(self, shape: Sequence[int], placed: Placement | None) -> None:
-        self.shape, self.placed = torch.Size(shape), placed
+    def __init__(self, shape: Sequence[int], placement: Placement | None) -> None:
+        self.shape, self.placement = torch.Size(shape), placement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sharded:
-    """Of this whole tensor, take this worker's part."""
+    """An argument: this worker's shard of a whole tensor."""
 
     tensor: Any
     placement: Placement
@@ -30,51 +30,52 @@ class Sharded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replicated:
-    """Take this whole tensor as it is; its gradient is a sum over all workers."""
+    """An argument: a whole tensor as it is, whose gradient is summed over all workers."""
 
     tensor: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalRule:
-    """Each worker calls the same function with its parts."""
+    """Each worker calls the same function with its shards."""
 
     args: Sequence[Any]
     kwargs: dict[str, Any]
     out: Placement | Sequence[Placement]
-    """Of the result; one per tensor if there are several."""
+    """Placement of the result; one per tensor if there are several."""
     random: bool = False
-    """It draws random numbers, which must be each worker's own."""
+    """True if the function draws random numbers, which must be each worker's own."""
     call: Callable[..., Any] | None = None
-    """What to call instead."""
+    """Function to call instead."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RuleRefusal:
-    """It can not be done in parts; with other blocks it could."""
+    """The operation cannot be computed on shards."""
 
     blocks: tuple[int, ...] | None = None
+    """Blocks of the argument with which it could."""
 
 
-NO = RuleRefusal()
-Outcome = LocalRule | RuleRefusal
-Rule = Callable[[Sequence[Any], dict[str, Any], int], Outcome]
-"""Of arguments, and for so many workers. At least one argument is in parts."""
+REFUSED = RuleRefusal()
+RuleResult = LocalRule | RuleRefusal
+Rule = Callable[[Sequence[Any], dict[str, Any], int], RuleResult]
+"""Function of an operation's arguments, at least one of which is sharded, and of the number of workers."""
 
 
-def placed(value: Any) -> Placement | None:
-    """What part of it a worker has; None if it is whole, or no tensor."""
-    found: Placement | None = getattr(value, "placed", None)
+def placement_of(value: Any) -> Placement | None:
+    """A tensor's placement; None if it is whole, or not a tensor."""
+    found: Placement | None = getattr(value, "placement", None)
     return found
 
 
 def is_tensor(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, ShadowTensor))
+    return isinstance(value, (torch.Tensor, TensorSpec))
 
 
-def argument(args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:
-    """An argument that may be given by place or by name."""
-    return args[place] if len(args) > place else kwargs.get(name, default)
+def argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, name: str, default: Any = None) -> Any:
+    """An argument that may be given by position or by name."""
+    return args[position] if len(args) > position else kwargs.get(name, default)
 
 
 def dimension(dim: int, dims: int) -> int:

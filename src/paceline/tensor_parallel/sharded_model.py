@@ -1,4 +1,4 @@
-"""A model with some of its layers cut: what each worker has of it, and the whole again."""
+"""A model with sharded layers, whose state dicts are those of the whole model."""
 
 from __future__ import annotations
 
@@ -10,120 +10,136 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from paceline.cluster.membership import Members
 from paceline.errors import UsageError
-from paceline.tensor_parallel.comm_functions import ShardSpace
-from paceline.tensor_parallel.layers import install, pieces
-from paceline.tensor_parallel.partial_tensor import whole
-from paceline.tensor_parallel.placement import Placement, cut, join
+from paceline.graph.opaque_layers import OpaqueLayers
+from paceline.tensor_parallel.comm_functions import ShardGroup
+from paceline.tensor_parallel.layers import install, layer_shards
+from paceline.tensor_parallel.partial_tensor import full_tensor
+from paceline.tensor_parallel.placement import Placement, shard_of, unshard
 from paceline.tensor_parallel.roles import Role
 
-Parts = Callable[[str], list[torch.Tensor]]
-"""All workers' parts of a parameter or buffer, by its name in the model."""
+Shards = Callable[[str], list[torch.Tensor]]
+"""All workers' shards of a parameter or buffer, by its name in the model."""
 
 
 class ShardedModel:
-    """Some layers of a model, cut; `undo` makes them whole again."""
+    """Shards some layers of a model; `undo` makes them whole again."""
 
-    def __init__(self, model: nn.Module, roles: Mapping[str, Role], space: ShardSpace) -> None:
-        self._model, self._space = model, space
+    def __init__(self, model: nn.Module, roles: Mapping[str, Role], group: ShardGroup) -> None:
+        self._model, self._group = model, group
         self.placements: dict[int, Placement] = {}
-        """Of parameters and buffers that are cut, by their ids."""
+        """Placements of sharded parameters and buffers, by id."""
         self.names: dict[int, str] = {}
-        self.parts: Parts = lambda _name: []
-        """Where the other workers' parts are found."""
+        """Names of these, by id."""
+        self.shards: Shards = lambda _name: []
+        """Finds all workers' shards; assigned once they are in shared memory."""
         self._layers = {name: model.get_submodule(name) for name in roles}
+        self._opaque = OpaqueLayers(self._layers)
         self._undo: list[Callable[[], None]] = []
         for name, role in roles.items():
-            self._note(name, role)
-        self.wholes = {key: value.detach() for key, value in self._cut_tensors().items()}
-        """The values before they were cut, by name; they are let go of once they are in everybody's hands."""
+            self._add_placements(name, role)
+        self.full_values = {self.names[key]: tensor.detach() for key, tensor in self._by_id().items()}
+        """The whole values, by name, until they are in shared memory."""
         for name, role in roles.items():
-            self._undo.append(install(self._layers[name], role, space))
+            self._undo.append(install(self._layers[name], role, group))
         for tensor in self._by_id().values():
             placement = self.placements[id(tensor)]
-            tensor.data = cut(tensor.data, placement, space.rank, space.size).clone()
+            tensor.data = shard_of(tensor.data, placement, group.rank, group.size).clone()
         self._hook()
 
-    def _note(self, name: str, role: Role) -> None:
+    def _add_placements(self, name: str, role: Role) -> None:
         layer = self._layers[name]
-        for piece in pieces(layer, role):
-            tensor: Any = layer._parameters.get(piece.name)
-            tensor = layer._buffers[piece.name] if tensor is None else tensor
-            self.placements[id(tensor)] = piece.placement
-            self.names.setdefault(id(tensor), f"{name}.{piece.name}")
+        for shard in layer_shards(layer, role):
+            tensor: Any = layer._parameters.get(shard.name)
+            tensor = layer._buffers[shard.name] if tensor is None else tensor
+            self.placements[id(tensor)] = shard.placement
+            self.names.setdefault(id(tensor), f"{name}.{shard.name}")
 
     def _by_id(self) -> dict[int, torch.Tensor]:
         everything = [*self._model.named_parameters(), *self._model.named_buffers()]
         return {id(tensor): tensor for _, tensor in everything if id(tensor) in self.placements}
 
-    def _cut_tensors(self) -> dict[str, torch.Tensor]:
-        return {self.names[key]: tensor for key, tensor in self._by_id().items()}
-
     def __deepcopy__(self, _memo: dict[int, Any]) -> ShardedModel:
         raise UsageError("a model that is split over workers cannot be copied; make a plain one, and load its state")
 
-    def besides(self, held: set[int]) -> list[torch.Tensor]:
-        """What is cut besides these: buffers, and parameters that are not trained."""
-        return [tensor for key, tensor in self._by_id().items() if key not in held]
+    def share_untrained(
+        self, members: Members, trained: set[int], replica: int, replicas: int
+    ) -> dict[str, list[torch.Tensor]]:
+        """Moves the shards of buffers and frozen parameters into memory that all members map; all shards, by name.
 
-    def part(self, value: torch.Tensor, tensor: torch.Tensor, rank: int | None = None) -> torch.Tensor:
-        """One worker's part of a whole value of this parameter or buffer; this worker's own if not said whose."""
-        rank = self._space.rank if rank is None else rank
-        return cut(value, self.placements[id(tensor)], rank, self._space.size)
+        A replica has each shard once for all of its stages, since only one of them changes it.
+        """
+        group = self._group
+        tensors = [tensor for key, tensor in self._by_id().items() if key not in trained]
+        sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
+        memory = members.share(max(1, replicas * group.size * sum(sizes)))
+        found: dict[str, list[torch.Tensor]] = {}
+        for rank in range(group.size):
+            offset = (replica * group.size + rank) * sum(sizes)
+            for tensor, size in zip(tensors, sizes, strict=True):
+                view = memory.tensor(offset, tensor.numel(), tensor.dtype).view(tensor.shape)
+                offset += size
+                if rank == group.rank:
+                    view.copy_(tensor.data)  # equal on all stages
+                    tensor.data = view
+                found.setdefault(self.names[id(tensor)], []).append(view)
+        return found
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All parts of this parameter or buffer together."""
-        return join(self.parts(self.names[id(tensor)]), self.placements[id(tensor)])
+    def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole value of a sharded parameter or buffer."""
+        return unshard(self.shards(self.names[id(tensor)]), self.placements[id(tensor)])
 
-    # -- as others see the model -------------------------------------------------------------------------------------
+    # -- the whole model ---------------------------------------------------------------------------------------------
 
     def _hook(self) -> None:
-        def show(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-            self._show(layer, state, prefix)  # a function, as torch notes things on it
+        def export(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+            self._export(layer, state, prefix)  # a function, since torch sets attributes on it
 
-        self._gather = self._model.register_forward_hook(_gathered)
-        self._undo.append(_wholes_for_own_gradients())
+        self._gather = self._model.register_forward_hook(_gather_outputs)
+        self._undo.append(_gather_for_custom_gradients())
         for layer in self._layers.values():
-            self._undo.append(layer.register_state_dict_post_hook(show).remove)
-            self._undo.append(layer.register_load_state_dict_pre_hook(self._take).remove)
+            self._undo.append(layer.register_state_dict_post_hook(export).remove)
+            self._undo.append(layer.register_load_state_dict_pre_hook(self._import).remove)
         for module in self._model.modules():
-            # Their short cuts for evaluation take the parameters without asking the layers.
+            # Their fast paths for evaluation read the parameters without calling the layers.
             if isinstance(module, nn.TransformerEncoderLayer):
                 self._undo.append(_set(module, "activation_relu_or_gelu", 0))
             elif isinstance(module, nn.TransformerEncoder):
                 self._undo.append(_set(module, "use_nested_tensor", False))
 
     @contextlib.contextmanager
-    def bare(self) -> Iterator[None]:
-        """While in there, what the model returns is not gathered, so that nothing of ours is hooked on it."""
+    def traceable(self) -> Iterator[None]:
+        """Makes the sharded layers opaque to a trace, and removes the hook that gathers outputs, until it exits."""
         self._gather.remove()
         try:
-            yield
+            with self._opaque.hidden():
+                yield
         finally:
-            self._gather = self._model.register_forward_hook(_gathered)
+            self._gather = self._model.register_forward_hook(_gather_outputs)
 
     def _own(self, layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
         named = [*layer._parameters.items(), *layer._buffers.items()]
         return [(name, value) for name, value in named if value is not None and id(value) in self.placements]
 
-    def _show(self, layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def _export(self, layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
         for name, value in self._own(layer):
             if prefix + name in state:
-                state[prefix + name] = self.whole(value)
+                state[prefix + name] = self.full_tensor(value)
 
-    def _take(self, layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    def _import(self, layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
         for name, value in self._own(layer):
-            given = state.get(prefix + name)
+            loaded = state.get(prefix + name)
             placement = self.placements[id(value)]
-            if not isinstance(given, torch.Tensor) or given.dim() <= placement.dim:
-                continue  # torch itself will say what is wrong
-            if given.shape[placement.dim] == placement.size:
-                state[prefix + name] = self.part(given, value)
+            if not isinstance(loaded, torch.Tensor) or loaded.dim() <= placement.dim:
+                continue  # torch reports the error
+            if loaded.shape[placement.dim] == placement.size:
+                state[prefix + name] = shard_of(loaded, placement, self._group.rank, self._group.size)
 
     def undo(self) -> None:
-        """Let the layers be whole, with the newest values."""
+        """Makes the layers whole, with their newest values."""
         for tensor in self._by_id().values():
-            tensor.data = self.whole(tensor)
+            tensor.data = self.full_tensor(tensor)
         self._gather.remove()
         for undo in reversed(self._undo):
             undo()
@@ -131,19 +147,19 @@ class ShardedModel:
         self.placements.clear()
 
 
-def _gathered(_module: nn.Module, _arguments: Any, result: Any) -> Any:
-    return tree_map(whole, result)
+def _gather_outputs(_module: nn.Module, _arguments: Any, result: Any) -> Any:
+    return tree_map(full_tensor, result)
 
 
-def _wholes_for_own_gradients() -> Callable[[], None]:
-    """Let functions with a gradient of their own get the whole: autograd would not find its way back to the parts."""
+def _gather_for_custom_gradients() -> Callable[[], None]:
+    """Gives custom autograd functions whole tensors: autograd would find no path from their outputs to shards."""
     before = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        given = [whole(one) for one in args]
-        if cls.__name__ == "CheckpointFunction":  # which calls what it is given, and returns what that does
-            given[0] = _returning_wholes(given[0])
-        return before.__get__(None, cls)(*given, **kwargs)
+        arguments = [full_tensor(one) for one in args]
+        if cls.__name__ == "CheckpointFunction":  # it calls its first argument and returns the result
+            arguments[0] = _returning_full_tensors(arguments[0])
+        return before.__get__(None, cls)(*arguments, **kwargs)
 
     def undo() -> None:
         torch.autograd.Function.apply = before  # type: ignore[method-assign]
@@ -152,15 +168,15 @@ def _wholes_for_own_gradients() -> Callable[[], None]:
     return undo
 
 
-def _returning_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
+def _returning_full_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return tree_map(whole, function(*args, **kwargs))
+        return tree_map(full_tensor, function(*args, **kwargs))
 
     return call
 
 
 def _set(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-    """Let a module have this for an attribute; returns what undoes it."""
+    """Sets an attribute of a module; the returned function restores it."""
     before = getattr(module, name)
     setattr(module, name, value)
     return lambda: setattr(module, name, before)

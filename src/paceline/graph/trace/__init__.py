@@ -1,7 +1,7 @@
-"""A model as operations in the order in which they are done, and the parts that it can be cut into.
+"""A model as a list of operations in the order in which they are computed, and the parts that it can be cut into.
 
-`torch.export` traces a model; an `nn.Sequential` is its children, one after the other. Either is a list of operations,
-and a part is a stretch of that list: what it takes from before, what it gives to those after.
+The operations are those of `torch.export`, or the children of an `nn.Sequential`. A part is a contiguous range of them,
+with the values that it takes from earlier operations and gives to later ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.graph.trace.chain import ChainTrace, hooked, may_remember
+from paceline.graph.trace.chain import ChainTrace, has_hooks, may_mutate_buffers
 from paceline.graph.trace.graph import GraphTrace
 from paceline.graph.trace.operations import ModelOperation, ModelPart, ModelTrace
 
@@ -19,9 +19,9 @@ __all__ = ["ChainTrace", "GraphTrace", "ModelOperation", "ModelPart", "ModelTrac
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> ModelTrace:
-    """The model as operations, of which there are enough for so many parts."""
-    chain = ChainTrace(model) if type(model) is nn.Sequential and not hooked(model) else None
-    if chain is not None and len(chain.operations) >= 2 * parts and not may_remember(model):
+    """Traces a model into at least as many operations as parts."""
+    chain = ChainTrace(model) if type(model) is nn.Sequential and not has_hooks(model) else None
+    if chain is not None and len(chain.operations) >= 2 * parts and not may_mutate_buffers(model):
         return chain
     try:
         return GraphTrace(model, args, kwargs)

@@ -1,4 +1,4 @@
-"""An `nn.Sequential`: its children, one after the other."""
+"""An `nn.Sequential` as a chain of operations, one per child."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.graph.trace.operations import CHANGES_INPUT, ModelOperation, ModelPart, ModelTrace, Value, draw_for
+from paceline.graph.trace.operations import CHANGES_INPUT, ModelOperation, ModelPart, ModelTrace, Value, seed_operation
 
 
 class ChainTrace(ModelTrace):
-    """An `nn.Sequential`, with those inside it laid open."""
+    """The layers of an `nn.Sequential`, with nested ones flattened."""
 
     def __init__(self, model: nn.Sequential) -> None:
         self._model = model
@@ -29,8 +29,8 @@ class ChainTrace(ModelTrace):
             for number, (name, layer) in enumerate(self._layers)
         ]
         self.results = (len(self._layers) - 1,)
-        self._several: set[int] = set()
-        """Layers that have been seen to give something else than one tensor."""
+        self._not_one_tensor: set[int] = set()
+        """Layers that have returned something else than one tensor."""
         if getattr(self._layers[0][1], "inplace", False):
             raise UsageError(CHANGES_INPUT.format(self._layers[0][0]))
 
@@ -47,48 +47,48 @@ class ChainTrace(ModelTrace):
 
     def part(self, first: int, last: int) -> ModelPart:
         layers = [layer for _, layer in self._layers[first:last]]
-        drawing = [draws(layer) for layer in layers]
+        random = [may_draw(layer) for layer in layers]
 
         def run(values: Sequence[Value]) -> list[Value]:
             (value,) = values
-            for number, (layer, random) in enumerate(zip(layers, drawing, strict=True), first):
-                if random:
-                    draw_for(number)
+            for number, (layer, draws) in enumerate(zip(layers, random, strict=True), first):
+                if draws:
+                    seed_operation(number)
                 value = layer(value)
             if not isinstance(value, torch.Tensor):
                 raise UsageError(
-                    f"layer '{self._layers[last - 1][0]}' of the nn.Sequential gives a {type(value).__name__}; between "
-                    "parts of a pipeline it must be one tensor"
+                    f"layer '{self._layers[last - 1][0]}' of the nn.Sequential returns a {type(value).__name__}; "
+                    "between stages of a pipeline it must be one tensor"
                 )
             return [value]
 
         own = nn.ModuleList(layers)
-        takes, gives = self.ends(first, last)
-        return ModelPart(takes, gives, run, tuple(own.parameters()), tuple(own.buffers()), any(drawing))
+        inputs, outputs = self.interface(first, last)
+        return ModelPart(inputs, outputs, run, tuple(own.parameters()), tuple(own.buffers()), any(random))
 
     def changes_buffers(self, first: int, last: int) -> bool:
         inside = (module for _, layer in self._layers[first:last] for module in layer.modules())
         return any(module.training and any(True for _ in module.buffers(recurse=False)) for module in inside)
 
     def _inseparable(self, source: int, target: int) -> bool:
-        return source in self._several or bool(getattr(self._layers[target][1], "inplace", False))
+        return source in self._not_one_tensor or bool(getattr(self._layers[target][1], "inplace", False))
 
     def execute(self, number: int, values: dict[int, Value]) -> Value:
         value = self._layers[number][1](values[number - 1])
         if not isinstance(value, torch.Tensor):
-            self._several.add(number)
+            self._not_one_tensor.add(number)
         return value
 
-    def execute_calmly(self, number: int, values: dict[int, Value]) -> Value:
-        with calmed(self._layers[number][1]):
+    def execute_deterministic(self, number: int, values: dict[int, Value]) -> Value:
+        with deterministic(self._layers[number][1]):
             return self.execute(number, values)
 
 
 @contextlib.contextmanager
-def calmed(layer: nn.Module) -> Iterator[None]:
-    """Let a layer draw nothing, if that is what evaluating is about."""
+def deterministic(layer: nn.Module) -> Iterator[None]:
+    """Puts a layer that may draw random numbers into evaluation mode until the context exits."""
     modes = [(inner, inner.training) for inner in layer.modules()]
-    if draws(layer):
+    if may_draw(layer):
         layer.eval()
     try:
         yield
@@ -99,32 +99,32 @@ def calmed(layer: nn.Module) -> Iterator[None]:
 
 def _flattened(model: nn.Sequential, path: str) -> Iterator[tuple[str, nn.Module]]:
     for name, layer in model._modules.items():
-        if type(layer) is nn.Sequential and not hooked(layer):
+        if type(layer) is nn.Sequential and not has_hooks(layer):
             yield from _flattened(layer, f"{path}{name}.")
         elif layer is not None:
             yield f"{path}{name}", layer
 
 
-def is_own(module: nn.Module) -> bool:
-    """Whether it is none of torch's own: nobody knows what it does."""
+def is_custom(module: nn.Module) -> bool:
+    """True if it is not one of torch's own layers, so that its behaviour is unknown."""
     return not type(module).__module__.startswith("torch.nn")
 
 
-def hooked(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def draws(module: nn.Module) -> bool:
-    """Whether a module may draw random numbers: what is not one of torch's own layers may."""
+def may_draw(module: nn.Module) -> bool:
+    """True if a module may draw random numbers; a layer that is not torch's own may."""
     for inner in module.modules():
         if isinstance(inner, nn.modules.dropout._DropoutNd | nn.RReLU | nn.FractionalMaxPool2d | nn.MultiheadAttention):
             return True
-        if is_own(inner):
+        if is_custom(inner):
             return True
     return False
 
 
-def may_remember(module: nn.Module) -> bool:
-    """Whether a layer that is not one of torch's own has buffers: it may change them."""
-    own = (inner for inner in module.modules() if is_own(inner))
-    return any(True for inner in own for _ in inner.buffers(recurse=False))
+def may_mutate_buffers(module: nn.Module) -> bool:
+    """True if a layer that is not one of torch's own has buffers, which it may change."""
+    custom = (inner for inner in module.modules() if is_custom(inner))
+    return any(True for inner in custom for _ in inner.buffers(recurse=False))

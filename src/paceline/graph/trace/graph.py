@@ -1,4 +1,4 @@
-"""Any model, as `torch.export` traces it."""
+"""Any model, traced by `torch.export`."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
-from paceline.graph.batch_dim import with_rows
+from paceline.graph.batch_dim import batched_inputs
 from paceline.graph.module_attributes import ModuleAttributes
 from paceline.graph.opaque_layers import LayerCall
-from paceline.graph.trace.chain import calmed
+from paceline.graph.trace.chain import deterministic
 from paceline.graph.trace.exporting import attribute, exported
 from paceline.graph.trace.nodes import (
     aliases,
-    changed_by,
-    given_to,
-    has_free_rows,
+    has_dynamic_rows,
     has_statistics,
-    is_quiet,
     is_random,
+    is_without_gradients,
+    mutated_by,
+    named_arguments,
     origin,
-    unseal,
+    restore_layer,
     without_gradients,
 )
-from paceline.graph.trace.operations import CHANGES_INPUT, ModelOperation, ModelPart, ModelTrace, Value, draw_for
+from paceline.graph.trace.operations import CHANGES_INPUT, ModelOperation, ModelPart, ModelTrace, Value, seed_operation
 
 _IGNORED = ("_assert", "sym_constrain_range", "_guards_fn")
 
 
 class GraphTrace(ModelTrace):
-    """A model that `torch.export` has traced."""
+    """The nodes of a model's exported graph."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._model = model
         before = ModuleAttributes(model)
 
         def note(*_: Any) -> None:
-            self.changed = before.changes()
+            self.changed_attributes = before.changes()
 
-        hook = model.register_forward_hook(note)  # after it, torch.export puts most of them back
+        hook = model.register_forward_hook(note)  # later torch.export restores most of them
         try:
             self._module = module = exported(model, args, kwargs)
         finally:
             hook.remove()
             before.restore()
-        leaves, self._given = pytree.tree_flatten((args, kwargs))
+        leaves, self._input_spec = pytree.tree_flatten((args, kwargs))
         info: Any = module.graph._codegen
-        self._spec: pytree.TreeSpec = info.pytree_info.out_spec
+        self._output_spec: pytree.TreeSpec = info.pytree_info.out_spec
         self._inputs: dict[fx.Node, int] = {}
         self._nodes: list[fx.Node] = []
         self._number: dict[fx.Node, int] = {}
@@ -59,7 +59,7 @@ class GraphTrace(ModelTrace):
             if node.op == "placeholder":
                 self._inputs[node] = -1 - len(self._inputs)
             elif node.op == "call_function" and not any(word in str(node.target) for word in _IGNORED):
-                unseal(node)
+                restore_layer(node)
                 self._number[node] = len(self._nodes)
                 self._nodes.append(node)
             elif node.op == "output":
@@ -67,28 +67,28 @@ class GraphTrace(ModelTrace):
         self.operations = [self._operation(node) for node in self._nodes]
         if any(isinstance(node, fx.Node) and node.op == "get_attr" for node in flat):
             raise UsageError(
-                "the model returns one of its parameters or buffers itself; a pipeline needs it to return what it "
+                "the model returns one of its parameters or buffers itself; in a pipeline it must return what it "
                 "computes"
             )
         self._returned: list[Any] = flat
         computed = [node for node in flat if node in self._number]
         self.results = tuple(self._number[node] for node in computed)
-        samples = zip(self._inputs, with_rows(leaves), strict=True)
-        self.counts = any(rows and not has_free_rows(node) for node, rows in samples)
-        self.summarises = not self.counts and not all(map(has_free_rows, computed))
+        samples = zip(self._inputs, batched_inputs(leaves), strict=True)
+        self.fixed_batch = any(rows and not has_dynamic_rows(node) for node, rows in samples)
+        self.reduces_batch = not self.fixed_batch and not all(map(has_dynamic_rows, computed))
         for node in self._nodes:
-            if any(origin(changed) in self._inputs for changed in changed_by(node)):
-                raise UsageError(CHANGES_INPUT.format(self.operations[self._number[node]].shown))
-        self.remembers = any(map(self._remembers, self._nodes))
+            if any(origin(changed) in self._inputs for changed in mutated_by(node)):
+                raise UsageError(CHANGES_INPUT.format(self.operations[self._number[node]].kind))
+        self.mutates_buffers = any(map(self._mutates_buffer, self._nodes))
 
-    def _remembers(self, node: fx.Node) -> bool:
-        return any(map(self._buffer, changed_by(node)))
+    def _mutates_buffer(self, node: fx.Node) -> bool:
+        return any(map(self._is_buffer, mutated_by(node)))
 
     def changes_buffers(self, first: int, last: int) -> bool:
-        return any(self._remembers(node) or has_statistics(node) for node in self._nodes[first:last])
+        return any(self._mutates_buffer(node) or has_statistics(node) for node in self._nodes[first:last])
 
-    def _buffer(self, node: fx.Node) -> bool:
-        """Whether it is a buffer, or a view of one."""
+    def _is_buffer(self, node: fx.Node) -> bool:
+        """True for a buffer or a view of one."""
         node = origin(node)
         return node.op == "get_attr" and self._parameter(node) is None
 
@@ -97,8 +97,8 @@ class GraphTrace(ModelTrace):
         parameters = [str(needed.target) for needed in node.all_input_nodes if self._parameter(needed) is not None]
         if isinstance(node.target, LayerCall):
             parameters += node.target.parameters()
-        shown = str(getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target))
-        return ModelOperation(node.name, tuple(one for one in inputs if one is not None), tuple(parameters), shown)
+        kind = str(getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target))
+        return ModelOperation(node.name, tuple(one for one in inputs if one is not None), tuple(parameters), kind)
 
     def _parameter(self, node: fx.Node) -> nn.Parameter | None:
         if node.op != "get_attr":
@@ -108,7 +108,7 @@ class GraphTrace(ModelTrace):
 
     def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self._given:
+        if spec != self._input_spec:
             raise UsageError("the model is called with other arguments than when it was traced")
         return leaves
 
@@ -118,7 +118,7 @@ class GraphTrace(ModelTrace):
             next(left) if node in self._number else inputs[-1 - self._inputs[node]] if node in self._inputs else node
             for node in self._returned
         ]
-        return pytree.tree_unflatten(flat, self._spec)
+        return pytree.tree_unflatten(flat, self._output_spec)
 
     def computed(self, returned: Any) -> list[Value]:
         flat = pytree.tree_leaves(returned)
@@ -126,27 +126,27 @@ class GraphTrace(ModelTrace):
 
     def _inseparable(self, source: int, target: int) -> bool:
         value = self._nodes[source].meta.get("val")
-        # Several values at once are taken apart where they are made.
+        # A tuple of values is unpacked in the part that computes it.
         return not isinstance(value, torch.Tensor | int | torch.SymInt)
 
     def cuts(self) -> list[int]:
         forbidden: set[int] = set()
         for number, node in enumerate(self._nodes):
-            for changed in changed_by(node):  # whoever makes a value changes it, be it through a view
+            for changed in mutated_by(node):  # a value is changed in the part that computes it, also through a view
                 first = min((self._number[one] for one in aliases(changed) if one in self._number), default=number)
                 forbidden.update(range(first + 1, number + 1))
         return [cut for cut in super().cuts() if cut not in forbidden]
 
-    def changes(self, number: int) -> bool:
+    def may_mutate(self, number: int) -> bool:
         schema = getattr(self._nodes[number].target, "_schema", None)
         return schema is not None and bool(schema.is_mutable)
 
     def part(self, first: int, last: int) -> ModelPart:
-        takes, gives = self.ends(first, last)
+        inputs, outputs = self.interface(first, last)
         graph = fx.Graph()
         known: dict[fx.Node, fx.Node] = {}
         by_number = {number: node for node, number in [*self._number.items(), *self._inputs.items()]}
-        for number in takes:
+        for number in inputs:
             known[by_number[number]] = graph.placeholder(by_number[number].name)
         parameters: dict[int, nn.Parameter] = {}
         buffers: dict[int, torch.Tensor] = {}
@@ -162,40 +162,40 @@ class GraphTrace(ModelTrace):
         for number, node in enumerate(self._nodes[first:last], first):
             if is_random(node):
                 draws = True
-                graph.call_function(draw_for, (number,))
+                graph.call_function(seed_operation, (number,))
             known[node] = copy = graph.node_copy(node, copied)
-            if is_quiet(node):
+            if is_without_gradients(node):
                 operation: Any = node.target
                 copy.target, copy.args = without_gradients, (operation, *copy.args)
             if isinstance(node.target, LayerCall):
                 parameters.update((id(value), value) for value in node.target.layer.parameters())
                 buffers.update((id(value), value) for value in node.target.layer.buffers())
-        graph.output([known[by_number[number]] for number in gives])
+        graph.output([known[by_number[number]] for number in outputs])
         module = fx.GraphModule(self._module, graph)
 
         def run(values: Sequence[Value]) -> list[Value]:
             return list(module(*values))
 
-        return ModelPart(takes, gives, run, tuple(parameters.values()), tuple(buffers.values()), draws)
+        return ModelPart(inputs, outputs, run, tuple(parameters.values()), tuple(buffers.values()), draws)
 
     def execute(self, number: int, values: dict[int, Value]) -> Value:
         return self._executed(number, values)
 
-    def execute_calmly(self, number: int, values: dict[int, Value]) -> Value:
+    def execute_deterministic(self, number: int, values: dict[int, Value]) -> Value:
         node = self._nodes[number]
         if not is_random(node):
             return self._executed(number, values)
         if isinstance(node.target, LayerCall):
-            with calmed(node.target.layer):
+            with deterministic(node.target.layer):
                 return self._executed(number, values)
-        given = given_to(node)
-        calm = {name: value for name, value in (("train", False), ("dropout_p", 0.0)) if name in given}
-        if not calm:
-            return pytree.tree_map_only(torch.Tensor, _drawn_to_one, self._executed(number, values))
-        return self._executed(number, values, {**given, **calm})
+        arguments = named_arguments(node)
+        evaluation = {name: value for name, value in (("train", False), ("dropout_p", 0.0)) if name in arguments}
+        if not evaluation:
+            return pytree.tree_map_only(torch.Tensor, _constant, self._executed(number, values))
+        return self._executed(number, values, {**arguments, **evaluation})
 
-    def _executed(self, number: int, values: dict[int, Value], given: dict[str, Any] | None = None) -> Value:
-        """given: the arguments by name, where they are to be others than in the trace."""
+    def _executed(self, number: int, values: dict[int, Value], arguments: dict[str, Any] | None = None) -> Value:
+        """arguments: by name, instead of those in the trace."""
         node = self._nodes[number]
 
         def value(needed: fx.Node) -> Any:
@@ -203,12 +203,12 @@ class GraphTrace(ModelTrace):
                 return attribute(self._module, str(needed.target))
             return values[self._number.get(needed, self._inputs.get(needed, 0))]
 
-        args = fx.map_arg(node.args if given is None else (), value)
-        kwargs = fx.map_arg(node.kwargs if given is None else given, value)
+        args = fx.map_arg(node.args if arguments is None else (), value)
+        kwargs = fx.map_arg(node.kwargs if arguments is None else arguments, value)
         target: Any = node.target
-        return without_gradients(target, *args, **kwargs) if is_quiet(node) else target(*args, **kwargs)
+        return without_gradients(target, *args, **kwargs) if is_without_gradients(node) else target(*args, **kwargs)
 
 
-def _drawn_to_one(tensor: torch.Tensor) -> torch.Tensor:
-    """As if the same number had been drawn everywhere."""
+def _constant(tensor: torch.Tensor) -> torch.Tensor:
+    """Replaces random numbers by equal ones."""
     return tensor.fill_(0.5) if tensor.is_floating_point() else tensor.zero_()

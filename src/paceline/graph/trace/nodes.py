@@ -1,4 +1,4 @@
-"""What one operation of a graph is like: what it changes, what it draws, whose memory it shares."""
+"""Properties of one node of an exported graph: its mutations, its randomness, the memory that it shares."""
 
 from __future__ import annotations
 
@@ -10,70 +10,74 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from paceline.graph.opaque_layers import LayerCall, called
+from paceline.graph.opaque_layers import LayerCall, layer_call
 
 GRADIENTS = "with gradients"
-"""What an operation knows of itself, if it is under `no_grad` or the like."""
+"""Key of a node's metadata: False if it is computed under `no_grad`."""
 
 
-def unseal(node: fx.Node) -> None:
-    """Let the layer itself be called, where it was sealed for the trace."""
-    call = called(node.target, node.args[1] if len(node.args) == 2 else None)
+def restore_layer(node: fx.Node) -> None:
+    """Makes a node call the layer that was opaque to the trace."""
+    call = layer_call(node.target, node.args[1] if len(node.args) == 2 else None)
     if call is not None:
         node.target, node.args = call, node.args[:1]
 
 
-def changed_by(node: fx.Node) -> list[fx.Node]:
-    """What an operation changes in place."""
+def mutated_by(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a node changes in place."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    given = [*zip(schema.arguments, node.args, strict=False)]
-    given += [(argument, node.kwargs[argument.name]) for argument in schema.arguments if argument.name in node.kwargs]
+    arguments = [*zip(schema.arguments, node.args, strict=False)]
+    arguments += [
+        (argument, node.kwargs[argument.name]) for argument in schema.arguments if argument.name in node.kwargs
+    ]
     return [
         value
-        for argument, value in given
+        for argument, value in arguments
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node)
     ]
 
 
-def given_to(node: fx.Node) -> dict[str, Any]:
-    """What an operation is called with, by name."""
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """A node's arguments by name."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def has_statistics(node: fx.Node) -> bool:
-    """Whether it is a norm that keeps a running mean of what it sees; its schema does not tell that it does."""
-    given = given_to(node)
-    return given.get("running_mean") is not None and bool(given.get("training", given.get("use_input_stats")))
+    """True if it is a norm that updates a running mean; its schema does not say so."""
+    arguments = named_arguments(node)
+    return arguments.get("running_mean") is not None and bool(
+        arguments.get("training", arguments.get("use_input_stats"))
+    )
 
 
-def is_quiet(node: fx.Node) -> bool:
-    """Whether no gradient goes through an operation."""
+def is_without_gradients(node: fx.Node) -> bool:
+    """True if no gradient flows through a node."""
     return not node.meta.get(GRADIENTS, True) and isinstance(node.target, torch._ops.OpOverload)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether an operation gives the same memory that it takes."""
+    """True if a node's output may share memory with an input."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """What a value is a view of, perhaps itself."""
+    """The value that a node is a view of; perhaps itself."""
     return aliases(node)[-1]
 
 
 def aliases(node: fx.Node) -> list[fx.Node]:
-    """A value, what it is a view of, what that is a view of, and so on."""
+    """A node, the node that it is a view of, and so on up to the origin."""
     found = [node]
     while node.op == "call_function" and (is_view(node) or node.target is operator.getitem):
         source = node.all_input_nodes[0]
         here, there = memory(node), memory(source)
         if here and there and not here & there:
-            break  # it might have been a view, but is a copy
+            break  # it may be a view, but is a copy
         node = source
         found.append(node)
     return found
@@ -84,26 +88,26 @@ def memory(node: fx.Node) -> set[int]:
     return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
 
 
-def has_free_rows(node: fx.Node) -> bool:
-    """Whether there may be any number of rows, as in an input of samples and in what is made of it."""
+def has_dynamic_rows(node: fx.Node) -> bool:
+    """True if the number of rows is dynamic, as in a batched input and in values computed from it."""
     value = node.meta.get("val")
     rows = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else 0
     return isinstance(rows, torch.SymInt) and rows.node.maybe_as_int() is None
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether an operation draws, with the arguments that it has."""
+    """True if a node draws random numbers, given its arguments."""
     if isinstance(node.target, LayerCall):
         return node.target.random
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return False
-    given = given_to(node)
+    arguments = named_arguments(node)
     if "scaled_dot_product" in schema.name:
-        return bool(given.get("dropout_p", 0.0))
-    if "dropout" in schema.name or "train" in given:
-        share = given.get("p", given.get("dropout", 1.0))
-        return bool(given.get("train", True)) and share != 0
+        return bool(arguments.get("dropout_p", 0.0))
+    if "dropout" in schema.name or "train" in arguments:
+        share = arguments.get("p", arguments.get("dropout", 1.0))
+        return bool(arguments.get("train", True)) and share != 0
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 

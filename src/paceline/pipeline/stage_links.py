@@ -1,0 +1,107 @@
+"""Messages between the workers of one pipeline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from paceline.events import Recorder, Wait
+from paceline.transport.mailbox import Mailbox, ReceiveTransfer
+
+_HEADER_BYTES = 512
+_NOTABLE = 5e-6
+"""Seconds below which a wait is not recorded."""
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """A tensor's dimensions from the outermost to the innermost in memory.
+
+    It is kept over the network, since a view that torch allows on one layout it refuses on another.
+    """
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+
+
+def from_memory_order(packed: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Inverse of `tensor.permute(order)`."""
+    return packed.permute([order.index(dim) for dim in range(packed.dim())])
+
+
+class TensorHeader(msgspec.Struct, array_like=True, frozen=True):
+    """Description of a value that is sent ahead of its elements."""
+
+    dtype: str
+    shape: list[int]
+    requires_grad: bool
+    number: int | float | bool | None = None
+    """The value itself if it is not a tensor."""
+    order: list[int] = []
+    """Its dimensions in `memory_order`."""
+
+    @classmethod
+    def of(cls, value: Any) -> TensorHeader:
+        if not isinstance(value, torch.Tensor):
+            return cls("", [], False, value)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return cls(dtype, list(value.shape), value.requires_grad, None, memory_order(value))
+
+    def encode(self) -> torch.Tensor:
+        data = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
+        payload = msgspec.json.encode(self)
+        data[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        return data
+
+    @classmethod
+    def decode(cls, data: torch.Tensor) -> TensorHeader:
+        return msgspec.json.decode(bytes(data.numpy()).rstrip(b"\0"), type=cls)
+
+    def empty(self) -> torch.Tensor:
+        """An uninitialised tensor for the elements, in memory order."""
+        return torch.empty([self.shape[dim] for dim in self.order], dtype=getattr(torch, self.dtype))
+
+
+class StageLinks:
+    """One worker's mailbox in its pipeline; waits for other workers are recorded."""
+
+    def __init__(self, mailbox: Mailbox, recorder: Recorder, team_ranks: Sequence[int]) -> None:
+        """team_ranks: ranks in the team, by pipeline rank."""
+        self.mailbox, self.recorder = mailbox, recorder
+        self.rank, self.size = mailbox.rank, mailbox.size
+        self._team_ranks = team_ranks
+        self.team_rank = team_ranks[mailbox.rank]
+
+    def wait(self, transfer: ReceiveTransfer) -> None:
+        start = time.perf_counter()
+        transfer.wait()
+        waited = time.perf_counter() - start
+        if waited > _NOTABLE:
+            self.recorder.add(Wait(self.team_rank, start, waited, self._team_ranks[transfer.peer]))
+
+    def receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        self.wait(self.mailbox.receive(peer, tensor, tag))
+
+    def receive_header(self, peer: int, tag: int) -> TensorHeader:
+        data = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        self.receive(peer, data, tag)
+        return TensorHeader.decode(data)
+
+    def send_described(self, peers: Sequence[int], value: torch.Tensor, tag: int) -> torch.Tensor:
+        """Sends a tensor whose shape the peers do not know; returns a detached tensor of the same values."""
+        header = TensorHeader.of(value)
+        packed = value.detach().permute(header.order).contiguous()
+        sent = [self.mailbox.send(peer, part, tag) for peer in peers for part in (header.encode(), packed)]
+        for transfer in sent:
+            transfer.wait()
+        return from_memory_order(packed, header.order)
+
+    def receive_described(self, peer: int, tag: int) -> torch.Tensor:
+        data = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        self.mailbox.receive(peer, data, tag).wait()
+        header = TensorHeader.decode(data)
+        packed = header.empty()
+        self.mailbox.receive(peer, packed, tag).wait()
+        return from_memory_order(packed, header.order)
