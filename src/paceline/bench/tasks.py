@@ -1,4 +1,4 @@
-"""What can be measured, and what comes back. Without torch: it is the workers that load it."""
+"""Tasks of `paceline bench`, and their results. Does not import torch, which only the workers load."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import msgspec
 from paceline import topologies
 
 MODELS = {"small": 64, "mlp25m": 8, "convnet": 32, "transformer": 8}
-"""Each with the batch size, per worker, that it is usually measured at."""
+"""Models, each with its default batch size per worker."""
 OPTIMIZERS = ("sgd", "momentum", "adamw")
 PRECISIONS = ("fp32", "bf16", "fp16")
 PEERS = ("ddp", "alone", "alone-keeping", "single")
-"""Who else trains, to be compared with."""
+"""Contestants to compare a team with."""
 
 
-class Race(msgspec.Struct, frozen=True, kw_only=True):
-    """Contestants who train the same thing in turns."""
+class TrainTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Contestants that train the same model in turns."""
 
     model: str
     contestants: list[str]
@@ -24,28 +24,28 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
     precision: str = "fp32"
     rounds: int = 5
     seconds: float = 1.0
-    """How long a contestant's turn lasts, about."""
+    """Approximate duration of a contestant's turn."""
     output: str = ""
-    """Where to write the times."""
+    """Path for the times."""
 
 
-class Times(msgspec.Struct):
+class TrainTimes(msgspec.Struct):
     """Seconds per step of each contestant, one value per round."""
 
     seconds: dict[str, list[float]]
 
 
-class Weighing(msgspec.Struct, frozen=True, kw_only=True):
-    """One contestant whose memory is looked at."""
+class MemoryTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One contestant whose use of memory is measured."""
 
     model: str
     contestant: str
     optimizer: str
     output: str = ""
-    """Where to write the weight."""
+    """Path for the result."""
 
 
-class Weight(msgspec.Struct):
+class MemoryUse(msgspec.Struct):
     """Bytes, summed over all workers."""
 
     parameters_and_state: int
@@ -65,8 +65,8 @@ TOPOLOGIES = ("auto", "shared", *topologies.TOPOLOGIES)
 RIVALS = ("gloo", "mpi", "none")
 
 
-class Heat(msgspec.Struct, frozen=True, kw_only=True):
-    """Contestants who do the same collective in turns, at several sizes."""
+class CollectiveTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Contestants that run the same collective in turns, at several sizes."""
 
     operation: str
     sizes: list[int]
@@ -74,12 +74,12 @@ class Heat(msgspec.Struct, frozen=True, kw_only=True):
     topology: str = "auto"
     rounds: int = 5
     seconds: float = 0.2
-    """How long a turn lasts, about."""
+    """Approximate duration of a turn."""
     output: str = ""
-    """Where to write the times."""
+    """Path for the times."""
 
 
-class Laps(msgspec.Struct):
+class CollectiveTimes(msgspec.Struct):
     """Seconds per operation by contestant and size (as text), one value per round."""
 
     seconds: dict[str, dict[str, list[float]]]

@@ -1,4 +1,4 @@
-"""What a worker of a benchmark runs: the contestants in alternating rounds, and the lead writes down the times."""
+"""The script of a worker of `paceline bench train`: contestants in turns; the lead writes the times."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import msgspec
 
 import paceline
 from paceline.bench.contestants import CONTESTANTS, Contestant
-from paceline.bench.tasks import Race, Times
+from paceline.bench.tasks import TrainTask, TrainTimes
 from paceline.bench.workloads import WORKLOADS
 from paceline.cluster.process import keep_freed_memory, return_freed_memory
 
 
 def main() -> None:
-    task = msgspec.json.decode(sys.argv[1], type=Race)
+    task = msgspec.json.decode(sys.argv[1], type=TrainTask)
     team = paceline.join()
     work = WORKLOADS[task.model]
     contestants = {}
     counts = {}
     for name in task.contestants:
         contestants[name] = CONTESTANTS[name](work, task.batch, task.optimizer, task.precision, team)
-        # All must make the same number of steps, so the lead's measure counts.
+        # All must make the same number of steps: that of the lead.
         once = _time(team, contestants[name], 5)
         counts[name] = max(5, int(task.seconds / team.per_replica(once)[0]))
     seconds: dict[str, list[float]] = {name: [] for name in task.contestants}
@@ -36,11 +36,11 @@ def main() -> None:
         if team.is_lead:
             print(f"round {number + 1} of {task.rounds}", file=sys.stderr, flush=True)
     if team.is_lead:
-        Path(task.output).write_bytes(msgspec.json.encode(Times(seconds)))
+        Path(task.output).write_bytes(msgspec.json.encode(TrainTimes(seconds)))
 
 
 def _time(team: paceline.Team, contestant: Contestant, count: int) -> float:
-    """Seconds per step, of which so many are made."""
+    """Seconds per step, over so many steps."""
     if contestant.keeps_memory:
         keep_freed_memory()
     else:

@@ -1,4 +1,4 @@
-"""Models to measure with, each with the batch size that it is usually measured at."""
+"""Models of the benchmarks, each with its default batch size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline bench`: measure this machine, as ratios of things measured in one go."""
+"""`paceline bench`: compares strategies, memory and collectives with their peers on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.bench.figures import draw_collectives, draw_scaling
-from paceline.bench.harness import compete, measure, weigh
+from paceline.bench.harness import measure, measure_collectives, measure_memory
 from paceline.bench.tasks import (
     MODELS,
     OPERATIONS,
@@ -22,31 +22,31 @@ from paceline.bench.tasks import (
     PRECISIONS,
     RIVALS,
     TOPOLOGIES,
-    Heat,
-    Laps,
-    Race,
-    Weighing,
+    CollectiveTask,
+    CollectiveTimes,
+    MemoryTask,
+    TrainTask,
 )
 from paceline.config import one_of, parse_strategy
 from paceline.errors import UsageError
 
 app = typer.Typer(
-    help="Measure this machine, as ratios of things measured in one go.\n\n"
+    help="Measure this machine: ratios of contestants that take turns in one run.\n\n"
     "Example: `paceline bench train --model mlp25m --workers 2 --against ddp`",
     no_args_is_help=True,
 )
 
-Model = Annotated[str, typer.Option(help=f"What to train: {', '.join(MODELS)}.")]
+Model = Annotated[str, typer.Option(help=f"The model to train: {', '.join(MODELS)}.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-Rounds = Annotated[int, typer.Option(help="Rounds in which the contestants take turns.")]
+Rounds = Annotated[int, typer.Option(help="Number of rounds in which the contestants take turns.")]
 Optimizer = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
 
 
 @app.command()
 def train(
     model: Model = "small",
-    workers: Annotated[int, typer.Option("--workers", "-w", help="How many workers.")] = 2,
-    strategy: Annotated[str, typer.Option("--strategy", "-s", help="How the team trains.")] = "all-reduce",
+    workers: Annotated[int, typer.Option("--workers", "-w", help="Number of workers.")] = 2,
+    strategy: Annotated[str, typer.Option("--strategy", "-s", help="The strategy of the team.")] = "all-reduce",
     against: Annotated[
         str, typer.Option(help="ddp (DistributedDataParallel on gloo) or alone (processes that never talk).")
     ] = "ddp",
@@ -54,24 +54,24 @@ def train(
     optimizer: Optimizer = "sgd",
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16 (autocast).")] = "fp32",
     rounds: Rounds = 9,
-    seconds: Annotated[float, typer.Option(help="How long each turn lasts, about.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Approximate seconds of each turn.")] = 1.0,
     json: Json = False,
 ) -> None:
-    """Train a model with a team and with a peer, in turns, and print how many times as fast the team is.
+    """Train a model with a team and with a peer, in turns, and print the ratio of their speeds.
 
     Example: `paceline bench train --model mlp25m --workers 2 --against ddp`
     """
     one_of("--against", against, PEERS)
-    race = _race(model, ["paceline", against], workers, batch, optimizer, precision, rounds, seconds)
+    task = _train_task(model, ["paceline", against], workers, batch, optimizer, precision, rounds, seconds)
     chosen = str(parse_strategy(strategy))
-    result = measure(race, workers, chosen, label=f"{model}, {workers} workers:")
+    result = measure(task, workers, chosen, label=f"{model}, {workers} workers:")
     ours, theirs = result.seconds["paceline"], result.seconds[against]
     facts: dict[str, Any] = {
         "model": model,
         "workers": workers,
         "strategy": chosen,
         "against": against,
-        "batch": race.batch,
+        "batch": task.batch,
         "optimizer": optimizer,
         "precision": precision,
         "ratio": min(theirs) / min(ours),
@@ -82,7 +82,7 @@ def train(
     if json:
         _print_json(facts)
         return
-    table = Table("", "best round", "median round", title=f"{model}, {workers} workers, batch {race.batch} each")
+    table = Table("", "best round", "median round", title=f"{model}, {workers} workers, batch {task.batch} each")
     for name in ("paceline", against):
         times = result.seconds[name]
         table.add_row(name, f"{min(times) * 1e3:.3g} ms/step", f"{statistics.median(times) * 1e3:.3g} ms/step")
@@ -94,12 +94,12 @@ def train(
 def scaling(
     model: Model = "mlp25m",
     workers: Annotated[str, typer.Option("--workers", "-w", help="Numbers of workers, as 1,2,4.")] = "1,2",
-    strategy: Annotated[str, typer.Option("--strategy", "-s", help="How the team trains.")] = "all-reduce",
+    strategy: Annotated[str, typer.Option("--strategy", "-s", help="The strategy of the team.")] = "all-reduce",
     batch: Annotated[str | None, typer.Option(help="Samples per worker and step, as 8,16,32.")] = None,
     precision: Annotated[str, typer.Option(help="Of fp32, bf16, fp16, as fp32,bf16.")] = "fp32",
     optimizer: Optimizer = "sgd",
     rounds: Rounds = 9,
-    seconds: Annotated[float, typer.Option(help="How long each turn lasts, about.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Approximate seconds of each turn.")] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="Write the curves to this HTML file.")] = None,
     json: Json = False,
 ) -> None:
@@ -119,9 +119,9 @@ def scaling(
         for size in _numbers("--batch", batch) if batch else [_usual(model)]:
             for count in _numbers("--workers", workers):
                 contestants = ["paceline", "single", "alone", "alone-keeping"]
-                race = _race(model, contestants, count, size, optimizer, precise, rounds, seconds)
+                task = _train_task(model, contestants, count, size, optimizer, precise, rounds, seconds)
                 label = f"{model}, {count} workers, batch {size}, {precise}:"
-                best = {name: min(times) for name, times in measure(race, count, chosen, label).seconds.items()}
+                best = {name: min(times) for name, times in measure(task, count, chosen, label).seconds.items()}
                 points.append(
                     {
                         "workers": count,
@@ -159,11 +159,11 @@ def scaling(
 @app.command()
 def memory(
     model: Model = "mlp25m",
-    workers: Annotated[int, typer.Option("--workers", "-w", help="How many workers.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", "-w", help="Number of workers.")] = 2,
     optimizer: Optimizer = "momentum",
     json: Json = False,
 ) -> None:
-    """Print how much memory a team takes against DDP: proportional set size, summed over the workers.
+    """Compare the memory of a team with that of DDP: proportional set size, summed over the workers.
 
     Example: `paceline bench memory --model mlp25m --workers 4 --optimizer adamw`
     """
@@ -172,7 +172,7 @@ def memory(
     one_of("--optimizer", optimizer, OPTIMIZERS)
     one_of("--model", model, MODELS)
     taken = {
-        name: weigh(Weighing(model=model, contestant=name, optimizer=optimizer), workers, f"{name}:")
+        name: measure_memory(MemoryTask(model=model, contestant=name, optimizer=optimizer), workers, f"{name}:")
         for name in ("paceline", "ddp")
     }
     ours, theirs = taken["paceline"], taken["ddp"]
@@ -198,13 +198,13 @@ def memory(
 
 @app.command("collectives")
 def collectives_(
-    workers: Annotated[int, typer.Option("--workers", "-w", help="How many workers.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", "-w", help="Number of workers.")] = 2,
     sizes: Annotated[str, typer.Option(help="Bytes of the tensors, as 1K,1M,25M.")] = "1K,100K,1M,25M,100M",
     operation: Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}.")] = "all_reduce",
     against: Annotated[str, typer.Option(help="gloo, mpi (OpenMPI, all_reduce only) or none.")] = "gloo",
     topology: Annotated[str, typer.Option(help=f"Of paceline.collectives: {', '.join(TOPOLOGIES)}.")] = "auto",
     rounds: Rounds = 5,
-    seconds: Annotated[float, typer.Option(help="How long each turn lasts, about.")] = 0.2,
+    seconds: Annotated[float, typer.Option(help="Approximate seconds of each turn.")] = 0.2,
     plot: Annotated[Path | None, typer.Option(help="Write the curves to this HTML file.")] = None,
     json: Json = False,
 ) -> None:
@@ -214,7 +214,7 @@ def collectives_(
     (paceline.collectives.empty), `collectives` is paceline.collectives on ordinary tensors.
 
     `algorithm` is the bytes of the tensor over the time, `bus` the bytes that had to cross each worker's link. `memory`
-    is the share of what this machine's memory can do: the time in which all workers at once copy as many bytes.
+    is the share of this machine's memory bandwidth: the time in which all workers at once copy as many bytes.
 
     Example: `paceline bench collectives --workers 2 --sizes 1K,1M,25M --against gloo --plot collectives.html`
     """
@@ -232,7 +232,7 @@ def collectives_(
         raise UsageError(f"--plot is '{plot}'; it must end in .html")
     contestants = ["torch", "in place", "collectives", "copy"]
     contestants += [against] if against != "none" else []
-    heat = Heat(
+    task = CollectiveTask(
         operation=operation,
         sizes=_sizes(sizes),
         contestants=contestants,
@@ -240,8 +240,8 @@ def collectives_(
         rounds=rounds,
         seconds=seconds,
     )
-    laps = compete(heat, workers, f"{operation}, {workers} workers:")
-    facts = _collective_facts(heat, workers, against, laps)
+    times = measure_collectives(task, workers, f"{operation}, {workers} workers:")
+    facts = _collective_facts(task, workers, against, times)
     if plot is not None:
         draw_collectives(facts, plot)
     if json:
@@ -267,10 +267,10 @@ def collectives_(
         print(f"the curves are in {plot}")
 
 
-def _collective_facts(heat: Heat, workers: int, against: str, laps: Laps) -> dict[str, Any]:
+def _collective_facts(task: CollectiveTask, workers: int, against: str, times: CollectiveTimes) -> dict[str, Any]:
     points = []
-    for size in heat.sizes:
-        best = {name: min(laps.seconds[name][str(size)]) for name in heat.contestants}
+    for size in task.sizes:
+        best = {name: min(times.seconds[name][str(size)]) for name in task.contestants}
         copy = best.pop("copy")
         seen: dict[str, dict[str, float]] = {}
         for name, seconds in best.items():
@@ -278,19 +278,19 @@ def _collective_facts(heat: Heat, workers: int, against: str, laps: Laps) -> dic
             seen[name] = {
                 "seconds": seconds,
                 "algorithm": rate,
-                "bus": rate * OPERATIONS[heat.operation](workers),
+                "bus": rate * OPERATIONS[task.operation](workers),
                 "memory": copy / seconds,
             }
             if against not in ("none", name):
                 seen[name]["ratio"] = best[against] / seconds
         points.append({"bytes": size, "contestants": seen})
     return {
-        "operation": heat.operation,
+        "operation": task.operation,
         "workers": workers,
-        "topology": heat.topology,
+        "topology": task.topology,
         "against": against,
         "points": points,
-        "rounds": laps.seconds,
+        "rounds": times.seconds,
     }
 
 
@@ -321,7 +321,7 @@ def _numbers(name: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _race(
+def _train_task(
     model: str,
     contestants: list[str],
     workers: int,
@@ -330,13 +330,13 @@ def _race(
     precision: str,
     rounds: int,
     seconds: float,
-) -> Race:
+) -> TrainTask:
     for name, value in (("--workers", workers), ("--rounds", rounds), ("--batch", batch)):
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}; it must be at least 1")
     if not seconds > 0:
         raise UsageError(f"--seconds is {seconds:g}; it must be above 0")
-    return Race(
+    return TrainTask(
         model=model,
         contestants=contestants,
         batch=batch or _usual(model),
@@ -352,5 +352,5 @@ def _print_json(facts: dict[str, Any]) -> None:
 
 
 def _usual(model: str) -> int:
-    """The batch size that a model is usually measured at."""
+    """A model's default batch size."""
     return MODELS[one_of("--model", model, MODELS)]
