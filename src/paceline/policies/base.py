@@ -230,7 +230,8 @@ class Policy(Strategy, ABC):
 
     def update(self, reason: str, orders: dict[int, Order]) -> Decision:
         """Uses all held gradients, and releases all waiting workers."""
-        use, self.held = tuple(self.held), []
+        use = tuple(self.held)
+        self.held.clear()
         if self.waiting:
             orders = {**dict.fromkeys(sorted(self.waiting), Order.RENEW), **orders}
             self.waiting.clear()

@@ -168,5 +168,5 @@ class Groups(Policy):
                 drop += tuple(self._inside[group])
                 self._inside[group] = []
         gone = {push.ticket for push in (*use, *drop)}
-        self.held = [push for push in self.held if push.ticket not in gone]
+        self.held[:] = [push for push in self.held if push.ticket not in gone]
         return Decision(decision.reason, use=use, drop=drop, orders=orders, together=together)
