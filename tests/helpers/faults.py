@@ -165,7 +165,7 @@ def struck(folder: Path) -> float:
 def plant(point: str, how: str, folder: Path) -> None:
     """Have a fault strike in the next operation: before this member comes to it (`coming`); once all have told each
     other where their tensors are (`told`); or once it has done its part, and the others may not (`leaving`)."""
-    board = world().board
+    board = world().control
     come, steps = board.come, 0
 
     def struck_on_the_way(*arguments: Any) -> None:
@@ -182,7 +182,7 @@ def plant(point: str, how: str, folder: Path) -> None:
 
 def after_each_step(do: Callable[[], Any]) -> None:
     """Have this member be slow to look at what the others have brought."""
-    board = world().board
+    board = world().control
     come = board.come
 
     def slow(*arguments: Any) -> None:

@@ -38,7 +38,7 @@ import paceline
 from paceline import collectives
 from paceline.collectives.algorithms import ALGORITHMS
 from paceline.collectives.communicator import Communicator
-from paceline.collectives.default_group import member
+from paceline.collectives.default_group import communicator
 from paceline.errors import UsageError
 from paceline.topologies import Traffic
 from paceline.topologies import traffic as traffic_of
@@ -467,7 +467,7 @@ BYTES = [0, 1, 100, 5_000, 70_000, 1_500_000]
 
 
 def choose(rank: int) -> tuple[dict[Any, str], dict[str, list[float]]]:
-    here = member()
+    here = communicator()
     for count in BYTES:
         tensor = torch.ones(count, dtype=torch.uint8)
         for operation in ("all_reduce", "reduce", "broadcast", "gather", "all_gather"):
@@ -500,7 +500,7 @@ def test_auto_is_the_cheapest_topology_that_has_the_operation_the_same_on_all(
 
 def choose_by(rank: int, uneven: list[int], operation: str) -> set[str]:
     """Small tensors through memory and large ones by messages, as it is on some machines."""
-    here = member()
+    here = communicator()
     collectives.barrier()
     dear: Callable[[int], float] = lambda size: 9.0  # noqa: E731
     known, here._prices = here._prices, dict.fromkeys((*ALGORITHMS, "shared"), dear)
@@ -867,8 +867,8 @@ def test_collectives_leave_the_training_of_their_team_as_it_is() -> None:
 
 
 def know(rank: int) -> tuple[bool, bool, int, int]:
-    known = member()
-    return member() is known, isinstance(known, Communicator), known.rank, known.size
+    known = communicator()
+    return communicator() is known, isinstance(known, Communicator), known.rank, known.size
 
 
 def test_a_group_is_one_member_here_however_often_it_is_asked_for(groups: Groups) -> None:

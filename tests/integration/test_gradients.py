@@ -17,7 +17,7 @@ from torch import autograd, distributed, nn
 
 from paceline import collectives
 from paceline.collectives.communicator import Communicator
-from paceline.collectives.default_group import member
+from paceline.collectives.default_group import communicator
 from paceline.errors import UsageError
 
 torch.set_num_threads(1)
@@ -547,7 +547,7 @@ def test_tags_keep_gradients_apart(groups: Groups, backend: str) -> None:
 
 def come_and_go(rank: int) -> int:
     """Members that come and go; at one end their memory is used again, at the other not."""
-    known, kept, places = member(), [], set()
+    known, kept, places = communicator(), [], set()
     for number in range(40):
         here: Any = Communicator(known.rank, known.size, known._channel, known._group)
         places.add(id(here))

@@ -283,7 +283,7 @@ def test_members_that_cannot_reach_each_other_reduce_the_same(closed: Pools, kin
 
 
 def reachable(rank: int, size: int) -> bool:
-    return bool(distributed.group.WORLD.group.reach.private)
+    return bool(distributed.group.WORLD.group.peers.private)
 
 
 def test_members_that_can_reach_each_other_do(pools: Pools) -> None:

@@ -1,17 +1,16 @@
-"""Operations of a whole group, by the names that lectures give them.
+"""Collectives: operations of a whole group.
 
     from paceline import collectives
 
-    collectives.all_reduce(tensor)                       # through shared memory, or whatever is quickest
+    collectives.all_reduce(tensor)                       # through shared memory, or in the fastest topology
     collectives.all_reduce(tensor, "max", topology="ring")
     collectives.push(tensor, to=1);  collectives.pull(tensor, source=0)
 
-They work on the default group of torch.distributed, or on the workers of the team that `paceline run` or torchrun has
-started. A plain tensor is changed in place; for one that requires grad a new tensor is returned, and the gradient
-travels back through the operation. So always go on with what is returned.
+They run on the default group of torch.distributed, or on the workers of the team that `paceline run` or torchrun has
+started. A plain tensor is changed in place; for one that requires grad a new tensor is returned, and `backward` goes
+through the operation. So always use the returned tensor.
 
-Whether a gradient is wanted must be the same on all members, except where the operation finds out by itself (scatter,
-gather, all_gather, all_to_all).
+All members' tensors must require grad alike, except for scatter, gather, all_gather and all_to_all.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -57,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is asked for."""
+    """Imports the functions, which need torch, at the first use."""
     if name in __all__:
         from paceline.collectives import functions
 

@@ -1,4 +1,4 @@
-"""The channels that algorithms run over: shared memory inside a machine, torch.distributed otherwise."""
+"""The channels of algorithms: shared memory inside a machine, torch.distributed otherwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.transport.channel import PendingSend
 from paceline.transport.mailbox import Mailbox
 
 _TAG = -21
-"""Of the messages of algorithms; what users send has none below zero."""
+"""Tag of the messages of algorithms; users' tags are not negative."""
 
 
 class MailChannel:

@@ -1,4 +1,4 @@
-"""One member of a group, with all ways that it has to do a collective: through shared memory, or by an algorithm."""
+"""One member's access to a group's collectives, through shared memory or by an algorithm over a channel."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from paceline.collectives.group import Group
 from paceline.collectives.operation import Op
 from paceline.collectives.operators import reducer
 from paceline.collectives.shared_memory import SharedMemoryCollectives
+from paceline.collectives.tensors import in_one_piece, put_back
 from paceline.errors import UsageError
 from paceline.events import Message
 from paceline.topologies import Traffic
@@ -25,13 +26,13 @@ from paceline.transport.channel import Channel, CountingChannel, PendingSend
 
 TOPOLOGIES = ("auto", "shared", *topologies.TOPOLOGIES)
 Price = Callable[[int], float]
-"""Seconds, for so many bytes."""
+"""Seconds of an all-reduce, by its bytes."""
 _PROBES = ((1 << 10, 6), (1 << 17, 3), (1 << 20, 2))
 """Bytes and repetitions of the all-reduces from which costs are measured."""
 
 
 class TaggedChannel(Channel, Protocol):
-    """A channel on which messages of different kinds can be told apart."""
+    """A channel whose messages have tags."""
 
     def send(self, peer: int, tensor: torch.Tensor, tag: int = ...) -> PendingSend: ...
 
@@ -39,7 +40,7 @@ class TaggedChannel(Channel, Protocol):
 
 
 class ObservedTraffic:
-    """What was seen of the collectives that were done while somebody looked."""
+    """Messages of the collectives that ran inside `observe`."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -59,7 +60,10 @@ class ObservedTraffic:
 
 
 class Communicator:
-    """Does collectives in a chosen topology. `group` is there if all members share memory."""
+    """Runs collectives in a chosen topology.
+
+    group: None if the members do not share memory.
+    """
 
     def __init__(self, rank: int, size: int, channel: TaggedChannel, group: Group | None) -> None:
         self.rank, self.size = rank, size
@@ -67,24 +71,24 @@ class Communicator:
         self._observers: list[ObservedTraffic] = []
         self.pushed: dict[tuple[int, int], int] = {}
         self.pulled: dict[tuple[int, int], int] = {}
-        """How many messages with a gradient were pushed or pulled, by rank and tag."""
+        """Messages with a gradient that were pushed or pulled, by rank and tag."""
         self._prices: dict[str, Price] | None = None
         self._chosen: dict[tuple[str, int], str] = {}
 
     def send(self, peer: int, tensor: torch.Tensor, tag: int) -> PendingSend:
-        """Begin to send a contiguous tensor."""
-        with self._watched("push") as channel:
+        """Begins to send a contiguous tensor."""
+        with self._observed("push") as channel:
             sending: PendingSend = channel.send(peer, tensor, tag)
             return sending
 
     def receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        """Wait for a contiguous tensor."""
-        with self._watched("pull") as channel:
+        """Receives a contiguous tensor."""
+        with self._observed("pull") as channel:
             channel.receive(peer, tensor, tag)
 
     @contextmanager
     def observe(self) -> Iterator[ObservedTraffic]:
-        """Look at what goes through the channel meanwhile."""
+        """Records the messages that are sent and received in the block."""
         seen = ObservedTraffic()
         self._observers.append(seen)
         try:
@@ -93,8 +97,8 @@ class Communicator:
             self._observers.remove(seen)
 
     @contextmanager
-    def _watched(self, operation: str, topology: str = "") -> Iterator[Any]:
-        """The channel, and who looks told of what goes through it."""
+    def _observed(self, operation: str, topology: str = "") -> Iterator[Any]:
+        """The channel, counted for the observers."""
         if not self._observers:
             yield self._channel
             return
@@ -114,56 +118,56 @@ class Communicator:
     def all_reduce(self, tensor: torch.Tensor, op: Op, topology: str = "auto") -> None:
         chosen = self._choose("all_reduce", topology, tensor.nbytes)
         if chosen == "shared":
-            self._now(lambda: self._shared.all_reduce(tensor, op))
+            self._run_shared(lambda: self._shared.all_reduce(tensor, op))
             return
-        way = reducer(op, tensor.dtype)
+        reduction = reducer(op, tensor.dtype)
         flat = in_one_piece(tensor).view(-1)
-        self._do("all_reduce", chosen, flat, way.add)
-        way.divide(flat, self.size)
-        _put_back(tensor, flat)
+        self._run("all_reduce", chosen, flat, reduction.add)
+        reduction.divide(flat, self.size)
+        put_back(tensor, flat)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Op, topology: str = "auto") -> None:
         chosen = self._choose("reduce", topology, tensor.nbytes)
         if chosen == "shared":
-            self._now(lambda: self._shared.reduce(tensor, root, op))
+            self._run_shared(lambda: self._shared.reduce(tensor, root, op))
             return
-        way = reducer(op, tensor.dtype)
+        reduction = reducer(op, tensor.dtype)
         flat = in_one_piece(tensor).view(-1)
-        self._do("reduce", chosen, flat, way.add, root)
+        self._run("reduce", chosen, flat, reduction.add, root)
         if self.rank == root:
-            way.divide(flat, self.size)
-            _put_back(tensor, flat)
+            reduction.divide(flat, self.size)
+            put_back(tensor, flat)
 
     def reduce_scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op, topology: str = "auto") -> None:
         size = sum(part.nbytes for part in inputs)
         chosen = self._choose("reduce_scatter", topology, size)
         if chosen == "shared":
-            self._now(lambda: self._shared.reduce_scatter(out, inputs, op))
+            self._run_shared(lambda: self._shared.reduce_scatter(out, inputs, op))
             return
-        way = reducer(op, out.dtype)
+        reduction = reducer(op, out.dtype)
         parts = [part.reshape(-1).clone() for part in inputs]  # algorithms use them on the way
-        self._do("reduce_scatter", chosen, parts, way.add)
-        way.divide(parts[self.rank], self.size)
+        self._run("reduce_scatter", chosen, parts, reduction.add)
+        reduction.divide(parts[self.rank], self.size)
         out.copy_(parts[self.rank].view(out.shape))
 
     def broadcast(self, tensor: torch.Tensor, root: int, topology: str = "auto") -> None:
         flat = in_one_piece(tensor).view(-1)
         chosen = self._choose("broadcast", topology, flat.nbytes)
         if chosen == "shared":
-            self._now(lambda: self._shared.broadcast(flat, root))
+            self._run_shared(lambda: self._shared.broadcast(flat, root))
         else:
-            self._do("broadcast", chosen, flat, root)
-        _put_back(tensor, flat)
+            self._run("broadcast", chosen, flat, root)
+        put_back(tensor, flat)
 
     def all_gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor, topology: str = "auto") -> None:
         source = in_one_piece(tensor)
         chosen = self._choose("all_gather", topology, sum(out.nbytes for out in outs))
         if chosen == "shared":
-            self._now(lambda: self._shared.all_gather(outs, source))
+            self._run_shared(lambda: self._shared.all_gather(outs, source))
             return
         parts = [out.view(-1) for out in outs]
         parts[self.rank].copy_(source.view(-1))
-        self._do("all_gather", chosen, parts)
+        self._run("all_gather", chosen, parts)
 
     def gather(
         self,
@@ -173,60 +177,60 @@ class Communicator:
         topology: str = "auto",
         size: int = 0,
     ) -> None:
-        """`size` is how many bytes there are in all, which everybody must know alike, or 0."""
+        """size: bytes in all, equal on all members; 0 if unknown."""
         source = in_one_piece(tensor)
         chosen = self._choose("gather", topology, size)
         if chosen == "shared":
-            self._now(lambda: self._shared.gather(outs, source, root))
+            self._run_shared(lambda: self._shared.gather(outs, source, root))
             return
         parts = None if outs is None else [out.view(-1) for out in outs]
-        self._do("gather", chosen, source.view(-1), parts, root)
+        self._run("gather", chosen, source.view(-1), parts, root)
 
     def scatter(
         self, out: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, topology: str = "auto", size: int = 0
     ) -> None:
-        """`size` as with `gather`."""
+        """size: as for `gather`."""
         parts = None if inputs is None else [in_one_piece(part) for part in inputs]
         chosen = self._choose("scatter", topology, size)
         if chosen == "shared":
-            self._now(lambda: self._shared.scatter(out, parts, root))
+            self._run_shared(lambda: self._shared.scatter(out, parts, root))
             return
         flat = None if parts is None else [part.view(-1) for part in parts]
-        self._do("scatter", chosen, out.view(-1), flat, root)
+        self._run("scatter", chosen, out.view(-1), flat, root)
 
     def all_to_all(
         self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], topology: str = "auto", size: int = 0
     ) -> None:
-        """`size` as with `gather`."""
+        """size: as for `gather`."""
         parts = [in_one_piece(part) for part in inputs]
         chosen = self._choose("all_to_all", topology, size)
         if chosen == "shared":
-            self._now(lambda: self._shared.all_to_all(outs, parts))
+            self._run_shared(lambda: self._shared.all_to_all(outs, parts))
             return
-        self._do("all_to_all", chosen, [part.view(-1) for part in parts], [out.view(-1) for out in outs])
+        self._run("all_to_all", chosen, [part.view(-1) for part in parts], [out.view(-1) for out in outs])
 
     def barrier(self, topology: str = "auto") -> None:
         chosen = self._choose("barrier", topology, 0)
         if chosen == "shared":
-            self._now(self._shared.barrier)
+            self._run_shared(self._shared.barrier)
         else:
-            self._do("barrier", chosen)
+            self._run("barrier", chosen)
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
     def prices(self) -> dict[str, Price]:
-        """Seconds of an all-reduce of so many bytes, by topology, as measured here."""
+        """By topology, the measured cost of an all-reduce."""
         if self._prices is None:
             self._prices = self._measure()
         return self._prices
 
     @staticmethod
     def has(operation: str, topology: str) -> bool:
-        """Whether a topology has this operation."""
+        """True if a topology has this operation."""
         return topology in ("auto", "shared") or operation in algorithms.ALGORITHMS.get(topology, ())
 
     def check(self, operation: str, topology: str) -> None:
-        """Whether this can be done; if not, one sentence, before anybody waits for anybody."""
+        """Raises UsageError, before any member waits, if a topology does not have this operation."""
         if topology not in TOPOLOGIES:
             raise UsageError(f"there is no topology '{topology}'; there are {', '.join(TOPOLOGIES)}")
         if topology == "shared" and self._group is None:
@@ -235,9 +239,9 @@ class Communicator:
             algorithms.find(topology, operation)
 
     def _choose(self, operation: str, topology: str, size: int) -> str:
-        """The topology asked for; if any will do, the one that should be the quickest for so many bytes.
+        """The given topology; for `auto`, the one with the least cost for so many bytes.
 
-        All must choose alike, so where members may have more or less the size is not asked for.
+        All members must choose alike, so the size is 0 where it may differ between them.
         """
         if topology == "auto":
             key = operation, size.bit_length()
@@ -258,7 +262,7 @@ class Communicator:
         return min(having, key=lambda name: prices[name](1 << size.bit_length()))
 
     def _measure(self) -> dict[str, Price]:
-        """Time all-reduces of some sizes in each topology; all take the numbers of rank 0."""
+        """Times all-reduces of some sizes in each topology; all members use the times of rank 0."""
         names = [*algorithms.ALGORITHMS, *(["shared"] if self._group is not None else [])]
         times = [[self._best(name, size, count) for size, count in _PROBES] for name in names]
         numbers = torch.tensor(times, dtype=torch.float64).view(-1)
@@ -268,63 +272,51 @@ class Communicator:
 
     def _best(self, topology: str, size: int, count: int) -> float:
         data, best = torch.zeros(size, dtype=torch.uint8), math.inf
-        way = reducer(Op.MAX, data.dtype)
+        reduction = reducer(Op.MAX, data.dtype)
         for _ in range(count):
             start = time.perf_counter()
             if topology == "shared":
-                self._group_now(lambda: self._shared.all_reduce(data, Op.MAX))
+                self._enqueue(lambda: self._shared.all_reduce(data, Op.MAX))
             else:
-                self._group_now(lambda: algorithms.find(topology, "all_reduce")(self._channel, data, way.add))
+                self._enqueue(lambda: algorithms.find(topology, "all_reduce")(self._channel, data, reduction.add))
             best = min(best, time.perf_counter() - start)
         return best
 
-    def _group_now(self, run: Callable[[], None]) -> None:
-        self._group.lane.now(run) if self._group is not None else run()
+    def _enqueue(self, run: Callable[[], None]) -> None:
+        self._group.queue.run(run) if self._group is not None else run()
 
-    # -- what these have in common -----------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
     @property
     def _shared(self) -> SharedMemoryCollectives:
         assert self._group is not None
         return self._group.shared
 
-    def _now(self, run: Callable[[], None]) -> None:
+    def _run_shared(self, run: Callable[[], None]) -> None:
         assert self._group is not None
         if not self._observers:
-            self._group.lane.now(run)
+            self._group.queue.run(run)
             return
         shared = self._shared
-        shared.told = lambda operation, *message: self._note(operation, "shared", *message)
+        shared.on_access = lambda operation, *message: self._note(operation, "shared", *message)
         try:
-            self._group.lane.now(run)
+            self._group.queue.run(run)
         finally:
-            shared.told = None
+            shared.on_access = None
 
-    def _do(self, operation: str, topology: str, *arguments: Any) -> None:
-        """Do it by an algorithm, in its turn among the group's other operations."""
+    def _run(self, operation: str, topology: str, *arguments: Any) -> None:
+        """Runs an operation by an algorithm, in order with the group's other operations."""
         function = algorithms.find(topology, operation)
         if topology == "hub" and operation in ("gather", "scatter"):
-            function = partial(function, hub=arguments[-1])  # the root: no other way is shorter
-        with self._watched(operation, topology) as channel:
-            self._group_now(lambda: function(channel, *arguments))
+            function = partial(function, hub=arguments[-1])  # the root itself is the hub
+        with self._observed(operation, topology) as channel:
+            self._enqueue(lambda: function(channel, *arguments))
 
 
 def _price(known: list[float], size: int) -> float:
-    """Seconds for so many bytes, on the line through the two probes that are next to it."""
+    """Seconds for so many bytes, on the line through the two nearest probes."""
     sizes = [probe for probe, _ in _PROBES]
     right = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
     (less, more), (before, after) = sizes[right - 1 : right + 1], known[right - 1 : right + 1]
     slope = max(after - before, 0.0) / (more - less)
     return max(before + slope * (size - less), min(known) / 2)
-
-
-def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor, contiguous; itself if it is."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous()
-
-
-def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-        tensor.copy_(flat.view(tensor.shape))

@@ -1,4 +1,4 @@
-"""Who this process does collectives with, when it is not told."""
+"""The communicator of a group, and of the default group where none is given."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from paceline.config import Launch, Place
 from paceline.errors import UsageError
 
 GroupLike = ProcessGroup | Communicator | None
-"""Those who take part: a process group of torch.distributed; without one, all of them, or all workers of the team."""
+"""A process group of torch.distributed; None for its default group, or else for all workers of the team."""
 
 _by_group: weakref.WeakKeyDictionary[ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 _of_team: tuple[Members, Communicator] | None = None
 
 
-def member(group: GroupLike = None) -> Communicator:
-    """This process as a member of a group."""
+def communicator(group: GroupLike = None) -> Communicator:
+    """This process's communicator in a group."""
     if isinstance(group, Communicator):
         return group
     if group is None:
         group = distributed_c10d._world.default_pg
         if group is None:
-            return _team_member()
+            return _team_communicator()
     if isinstance(group, PacelineProcessGroup):
-        own: Communicator = group.member or _wrap(group)
-        group.member = own
+        own: Communicator = group.communicator or _wrap(group)
+        group.communicator = own
         return own
     if not isinstance(group, ProcessGroup):
         raise UsageError(f"group is {group!r}; it must be a process group of torch.distributed that this process is in")
@@ -53,8 +53,8 @@ def _wrap(group: ProcessGroup) -> Communicator:
     return Communicator(rank, group.size(), DistributedChannel(group, rank), None)
 
 
-def _team_member() -> Communicator:
-    """The workers of the team, which is joined if that has not happened yet."""
+def _team_communicator() -> Communicator:
+    """The communicator of the team's workers; joins the team if that has not happened yet."""
     global _of_team
     members = membership.current()
     if members is None:

@@ -1,4 +1,4 @@
-"""Methods of a process group that belong to the backend of the device on which their tensors are."""
+"""Dispatch of a process group's methods by the device of their tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that hands tensors of other devices to the backend that was asked for there."""
+    """A method that passes tensors of other devices to the backend of that device."""
 
     def choose(self: Any, *arguments: Any, **options: Any) -> Any:
         tensor = _first(arguments)
@@ -25,7 +25,7 @@ def by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_out_of_graphs(function: Any) -> None:
-    """torch.compile is to call this, and not to look into it, nor into what it calls."""
+    """Makes torch.compile call a function without tracing it or its callees."""
     function._torchdynamo_disable = True
     frames = torch._C._dynamo.eval_frame
     with contextlib.suppress(AttributeError):  # an older torch does not have this
@@ -34,7 +34,7 @@ def keep_out_of_graphs(function: Any) -> None:
 
 
 def _first(arguments: Sequence[Any]) -> torch.Tensor | None:
-    """The first tensor among arguments and lists of them."""
+    """The first tensor among arguments and lists of arguments."""
     for argument in arguments:
         found = argument if isinstance(argument, torch.Tensor) else None
         if isinstance(argument, list | tuple):

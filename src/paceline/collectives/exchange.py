@@ -1,4 +1,4 @@
-"""Everybody offers something to everybody, and takes something from everybody: what all collectives that move are."""
+"""The exchange behind all collectives that move data: each member offers a tensor to each other member."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from paceline.transport.control_block import ControlBlock
 from paceline.transport.peer_memory import MappedView, View, bytes_of
 
 _INLINE = 1 << 62
-"""Stands for a segment's number where data lies in the slot."""
+"""In place of a segment's number: the data is in the slot."""
 FIRST, _WIDTH = 3, 5
-"""A row: signature, whether somebody will read memory, own place; then for each member where its part is (three
-numbers), how many bytes are offered to it and how many expected from it, both plus one."""
+"""A row: signature, 1 if memory will be read, unused; then for each member the place of its part (three numbers), the
+bytes offered to it and the bytes expected from it, both plus one."""
 
 Offers = Sequence[torch.Tensor | None]
 """By rank."""
 
 
 class Exchange:
-    """What everybody offers to everybody, seen by one member: views by rank, for as long as all are at it."""
+    """One member's views of the tensors that the others offer it, by rank, until all have read."""
 
-    def __init__(self, floor: SharedGroup, made: CollectiveCall, signature: int, offers: Offers, wants: Offers) -> None:
-        self._floor, self._made = floor, made
-        board, reach = floor.board, floor.reach
-        rank, size = floor.rank, floor.size
-        turn = board.turn
+    def __init__(self, group: SharedGroup, call: CollectiveCall, signature: int, offers: Offers, wants: Offers) -> None:
+        self._group, self._call = group, call
+        control, peers = group.control, group.peers
+        rank, size = group.rank, group.size
+        turn = control.turn
         numbers = array("Q", bytes(8 * _WIDTH * size))
         used, exposed = 0, 0
         last: torch.Tensor | None = None
@@ -51,51 +51,51 @@ class Exchange:
                 size_in_bytes = offer.nbytes
                 if used + size_in_bytes <= ControlBlock.SLOT:
                     if size_in_bytes:
-                        board.slot(turn, rank, size_in_bytes, torch.uint8, used).copy_(bytes_of(offer))
+                        control.slot(turn, rank, size_in_bytes, torch.uint8, used).copy_(bytes_of(offer))
                     entry = (_INLINE, 0, used)
                     used += -(-size_in_bytes // 64) * 64
                 else:
-                    _, entry = reach.expose(offer)
+                    _, entry = peers.expose(offer)
                     exposed = 1
                 last = offer
             numbers[at], numbers[at + 1], numbers[at + 2], numbers[at + 3] = *entry, offer.nbytes + 1
-        row = board.row
+        row = control.row
         row[1] = exposed
         row[FIRST : FIRST + _WIDTH * size] = memoryview(numbers)
         self._turn = turn
-        self._rows = floor.come(made, signature)
+        self._rows = group.agree(call, signature)
         self._check()
 
     def __enter__(self) -> dict[int, View]:
         try:
             return self._open()
         except TeamError as error:
-            raise self._floor.named(error, self._made) from None
+            raise self._group.explain(error, self._call) from None
 
     def _open(self) -> dict[int, View]:
-        floor = self._floor
+        group = self._group
         views: dict[int, View] = {}
-        at = FIRST + _WIDTH * floor.rank
-        for rank in floor.others():
+        at = FIRST + _WIDTH * group.rank
+        for rank in group.others():
             number, descriptor, place, size = self._rows[rank][at : at + 4]
             if size <= 1:
                 continue
             if number == _INLINE:
-                views[rank] = MappedView(floor.board.slot(self._turn, rank, size - 1, torch.uint8, place), 0)
+                views[rank] = MappedView(group.control.slot(self._turn, rank, size - 1, torch.uint8, place), 0)
             else:
-                views[rank] = floor.reach.view(rank, (number, descriptor, place))
+                views[rank] = group.peers.view(rank, (number, descriptor, place))
         return views
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, TeamError):
-            raise self._floor.named(error, self._made) from None
+            raise self._group.explain(error, self._call) from None
         if kind is None and any(row[1] for row in self._rows):
-            self._floor.board.finish(self._made, self._floor.spin)
-            self._floor.reach.release()
+            self._group.control.finish(self._call, self._group.spin)
+            self._group.peers.release()
 
     def _check(self) -> None:
-        """What is offered must be what is expected; everybody checks it for all, so that all know."""
-        size = self._floor.size
+        """Raises if an offer and an expectation differ; every member checks all pairs, so all raise alike."""
+        size = self._group.size
         table = numpy.stack([numpy.asarray(row[FIRST : FIRST + _WIDTH * size]) for row in self._rows])
         offered, wanted = table[:, 3::_WIDTH], table[:, 4::_WIDTH].T
         wrong = numpy.argwhere(offered != wanted)
@@ -104,7 +104,7 @@ class Exchange:
             gives, takes = int(offered[giver, taker]) - 1, int(wanted[giver, taker]) - 1
             raise Mismatch(
                 f"rank {giver} has {_bytes(gives)} for rank {taker}, which expects {_bytes(takes)}, "
-                f"at {self._made.spoken}",
+                f"at {self._call.spoken}",
                 [giver, taker],
             )
 

@@ -1,4 +1,4 @@
-"""The primitives of a group, by the names that lectures give them. See `paceline.collectives`."""
+"""The collectives that `paceline.collectives` exports."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import torch
 
 from paceline.collectives import differentiable
-from paceline.collectives.communicator import Communicator, ObservedTraffic, in_one_piece
-from paceline.collectives.default_group import GroupLike, member
+from paceline.collectives.communicator import Communicator, ObservedTraffic
+from paceline.collectives.default_group import GroupLike, communicator
 from paceline.collectives.differentiable import TensorMeta
 from paceline.collectives.operation import DTYPES, Op
+from paceline.collectives.tensors import in_one_piece
 from paceline.config import one_of
 from paceline.errors import UsageError
 from paceline.transport import segments
@@ -22,11 +23,11 @@ from paceline.transport.channel import PendingSend
 T = TypeVar("T")
 _OPERATORS = {op.spoken: op for op in Op if op not in (Op.NONE, Op.PREMUL_SUM)}
 _DIMENSIONS = 16
-"""Of a tensor that others do not know the shape of, at most."""
+"""Numbers that describe a tensor to members that do not know its shape: three, and its sizes."""
 
 
 def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A new zeroed tensor in shared memory: collectives on it copy nothing aside."""
+    """A new zeroed tensor in shared memory, which collectives use without a copy."""
     return segments.empty(*shape, dtype=dtype)
 
 
@@ -34,82 +35,82 @@ def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def push(tensor: torch.Tensor, to: int, *, tag: int = 0, group: GroupLike = None) -> PendingSend | torch.Tensor:
-    """Give a tensor to another member, which pulls it. Does not wait: `wait` for what this returns.
+    """Sends a tensor to another member, which pulls it. Does not wait: pass the result to `wait`.
 
-    Of a tensor that requires grad a token is returned: see `attach`.
+    Returns a token for a tensor that requires grad: see `attach`.
     """
-    here = member(group)
-    to, tag = _rank(here.size, "to", to), _tag(tag)
+    comm = communicator(group)
+    to, tag = _rank(comm.size, "to", to), _tag(tag)
     if _tracked(tensor):
-        return differentiable.push(tensor, to, tag, here)
-    return here.send(to, in_one_piece(tensor), tag)
+        return differentiable.push(tensor, to, tag, comm)
+    return comm.send(to, in_one_piece(tensor), tag)
 
 
 def pull(tensor: torch.Tensor, source: int, *, tag: int = 0, group: GroupLike = None) -> torch.Tensor:
-    """Wait for the tensor that another member pushes, and put it into this one, which is returned.
+    """Receives the tensor that another member pushes into this one, and returns it.
 
-    If `tensor` requires grad, a new tensor is returned whose gradient travels back to the source.
+    If `tensor` requires grad, a new tensor is returned, whose gradient is sent back to the source.
     """
-    here = member(group)
-    source, tag = _rank(here.size, "source", source), _tag(tag)
+    comm = communicator(group)
+    source, tag = _rank(comm.size, "source", source), _tag(tag)
     if _tracked(tensor):
-        return differentiable.pull(tensor, source, tag, here)
+        return differentiable.pull(tensor, source, tag, comm)
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     place = tensor if plain else torch.empty(tensor.shape, dtype=tensor.dtype)
-    here.receive(source, place, tag)
+    comm.receive(source, place, tag)
     return tensor if place is tensor else tensor.copy_(place)
 
 
 def wait(*what: Any, group: GroupLike = None) -> None:
-    """Wait for what was begun: whatever `push` or an asynchronous operation of torch.distributed has returned.
+    """Waits for operations that were begun: the results of `push` or of asynchronous operations of torch.distributed.
 
-    A whole number stands for a member: wait until it comes to its own `wait`. So `wait(0)` on all members is the
-    barrier of everybody with rank 0, and `wait(0)` there with nothing else goes on at once.
+    A whole number stands for a member, and waits until it calls `wait` itself. So `wait(0)` on all members is a barrier
+    with rank 0, at which rank 0 does not wait.
     """
     ranks = [item for item in what if isinstance(item, int)]
     for item in what:
         if not isinstance(item, int | torch.Tensor):
             item.wait()
     if ranks:
-        here = member(group)
-        _meet(here, {_rank(here.size, "rank", rank) for rank in ranks})
+        comm = communicator(group)
+        _wait_for_ranks(comm, {_rank(comm.size, "rank", rank) for rank in ranks})
 
 
-def _meet(here: Communicator, ranks: set[int]) -> None:
-    """Those that are waited for tell everybody that they are there; everybody waits for their word."""
-    word = torch.zeros(0, dtype=torch.uint8)
-    if here.rank in ranks:
-        for peer in range(here.size):
-            if peer != here.rank:
-                here.send(peer, word, -31)
-    for peer in ranks - {here.rank}:
-        here.receive(peer, torch.empty_like(word), -31)
+def _wait_for_ranks(comm: Communicator, ranks: set[int]) -> None:
+    """The ranks that are waited for send an empty message to all members; all wait for these."""
+    empty_message = torch.zeros(0, dtype=torch.uint8)
+    if comm.rank in ranks:
+        for peer in range(comm.size):
+            if peer != comm.rank:
+                comm.send(peer, empty_message, -31)
+    for peer in ranks - {comm.rank}:
+        comm.receive(peer, torch.empty_like(empty_message), -31)
 
 
 # -- one to all, all to one ------------------------------------------------------------------------------------------
 
 
 def broadcast(tensor: torch.Tensor, root: int = 0, *, topology: str = "auto", group: GroupLike = None) -> torch.Tensor:
-    """Everybody's tensor becomes the root's."""
-    here = member(group)
-    root = _rank(here.size, "root", root)
+    """All tensors become the root's."""
+    comm = communicator(group)
+    root = _rank(comm.size, "root", root)
     if _tracked(tensor):
-        here.check("broadcast", topology)
-        return differentiable.broadcast(tensor, root, topology, here)
-    here.broadcast(tensor, root, topology)
+        comm.check("broadcast", topology)
+        return differentiable.broadcast(tensor, root, topology, comm)
+    comm.broadcast(tensor, root, topology)
     return tensor
 
 
 def reduce(
     tensor: torch.Tensor, root: int = 0, op: str = "sum", *, topology: str = "auto", group: GroupLike = None
 ) -> torch.Tensor:
-    """The root's tensor becomes the combination of all. The others get theirs back, or a token if it requires grad."""
-    here = member(group)
-    root, operator = _rank(here.size, "root", root), _operator(op)
+    """The root's tensor becomes the reduction of all. Others get theirs back, or a token if it requires grad."""
+    comm = communicator(group)
+    root, operator = _rank(comm.size, "root", root), _operator(op)
     if _tracked(tensor):
-        here.check("reduce", topology)
-        return differentiable.reduce(tensor, root, op, topology, here)
-    here.reduce(tensor, root, operator, topology)
+        comm.check("reduce", topology)
+        return differentiable.reduce(tensor, root, op, topology, comm)
+    comm.reduce(tensor, root, operator, topology)
     return tensor
 
 
@@ -120,34 +121,34 @@ def scatter(
     topology: str = "auto",
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """To each member its part of what the root has: a list of one tensor per member, or a tensor to be cut in as many.
+    """Sends each member its part of the root's tensors: a list with one per member, or a tensor to be split.
 
-    The others give None, and need not know how large their part is.
+    The others pass None, and need not know the size of their part.
     """
-    here = member(group)
-    root = _rank(here.size, "root", root)
-    here.check("scatter", topology)
+    comm = communicator(group)
+    root = _rank(comm.size, "root", root)
+    comm.check("scatter", topology)
     parts = None
-    if here.rank == root:
+    if comm.rank == root:
         try:
             if tensors is None:
                 raise UsageError("scatter needs tensors at its root")
-            parts = _parts("scatter", tensors, here.size)
+            parts = _parts("scatter", tensors, comm.size)
         except UsageError:
-            _shapes(here, None, root)  # the others wait to hear of it
+            _shapes(comm, None, root)  # the others wait for this, and raise, too
             raise
-    shapes = _shapes(here, parts if parts is not None else [], root)
-    return differentiable.scatter(parts, shapes, root, topology, here)
+    shapes = _shapes(comm, parts if parts is not None else [], root)
+    return differentiable.scatter(parts, shapes, root, topology, comm)
 
 
 def gather(
     tensor: torch.Tensor, root: int = 0, *, topology: str = "auto", group: GroupLike = None
 ) -> list[torch.Tensor]:
-    """Everybody's tensor, by rank, at the root. Elsewhere an empty list, or a token if a gradient will come back."""
-    here = member(group)
-    root = _rank(here.size, "root", root)
-    here.check("gather", topology)
-    return differentiable.gather(tensor, _all_shapes(here, tensor), root, topology, here)
+    """All tensors, by rank, at the root. Elsewhere an empty list, or a token if a gradient will be sent back."""
+    comm = communicator(group)
+    root = _rank(comm.size, "root", root)
+    comm.check("gather", topology)
+    return differentiable.gather(tensor, _all_shapes(comm, tensor), root, topology, comm)
 
 
 # -- all to all ------------------------------------------------------------------------------------------------------
@@ -156,21 +157,21 @@ def gather(
 def all_reduce(
     tensor: torch.Tensor, op: str = "sum", *, topology: str = "auto", group: GroupLike = None
 ) -> torch.Tensor:
-    """Everybody's tensor becomes the combination of all."""
-    here = member(group)
+    """All tensors become the reduction of all."""
+    comm = communicator(group)
     operator = _operator(op)
     if tensor.requires_grad and torch.is_grad_enabled():
-        here.check("all_reduce", topology)
-        return differentiable.all_reduce(tensor, op, topology, here)
-    here.all_reduce(tensor, operator, topology)
+        comm.check("all_reduce", topology)
+        return differentiable.all_reduce(tensor, op, topology, comm)
+    comm.all_reduce(tensor, operator, topology)
     return tensor
 
 
 def all_gather(tensor: torch.Tensor, *, topology: str = "auto", group: GroupLike = None) -> list[torch.Tensor]:
-    """Everybody's tensor, by rank; they may be of different shapes."""
-    here = member(group)
-    here.check("all_gather", topology)
-    return differentiable.all_gather(tensor, _all_shapes(here, tensor), topology, here)
+    """All tensors, by rank; their shapes may differ."""
+    comm = communicator(group)
+    comm.check("all_gather", topology)
+    return differentiable.all_gather(tensor, _all_shapes(comm, tensor), topology, comm)
 
 
 def reduce_scatter(
@@ -180,26 +181,26 @@ def reduce_scatter(
     topology: str = "auto",
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """The combination of everybody's part for this member; parts are a list, or a tensor to be cut in as many."""
-    here = member(group)
-    here.check("reduce_scatter", topology)
+    """The reduction of all members' parts for this member; parts are a list, or a tensor to be split."""
+    comm = communicator(group)
+    comm.check("reduce_scatter", topology)
     operator = _operator(op)
-    return differentiable.reduce_scatter(_parts("reduce_scatter", tensors, here.size), operator, topology, here)
+    return differentiable.reduce_scatter(_parts("reduce_scatter", tensors, comm.size), operator, topology, comm)
 
 
 def all_to_all(
     tensors: Sequence[torch.Tensor] | torch.Tensor, *, topology: str = "auto", group: GroupLike = None
 ) -> list[torch.Tensor]:
-    """To each member its one of everybody's tensors; they may be of different shapes."""
-    here = member(group)
-    here.check("all_to_all", topology)
-    parts = _parts("all_to_all", tensors, here.size)
+    """Sends each member its part of this member's tensors; their shapes may differ."""
+    comm = communicator(group)
+    comm.check("all_to_all", topology)
+    parts = _parts("all_to_all", tensors, comm.size)
     described = torch.stack([_describe(part) for part in parts])
-    seen = [torch.empty_like(described) for _ in range(here.size)]
-    here.all_gather(seen, described)
-    shapes = [_shape(table[here.rank]) for table in seen]
+    seen = [torch.empty_like(described) for _ in range(comm.size)]
+    comm.all_gather(seen, described)
+    shapes = [_shape(table[comm.rank]) for table in seen]
     every = [_shape(row) for table in seen for row in table]
-    return differentiable.all_to_all(parts, shapes, every, topology, here)
+    return differentiable.all_to_all(parts, shapes, every, topology, comm)
 
 
 def map_reduce(
@@ -210,55 +211,55 @@ def map_reduce(
     topology: str = "auto",
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Apply a function to each item, the items being dealt out to all members, and combine what comes out.
+    """Applies a function to each item, with the items divided among the members, and reduces the results.
 
-    Everybody gives the same items and gets the same result. Members with nothing to do wait for those who have.
+    All members pass the same items and get the same result. A member without an item waits for the others.
     """
-    here, known, operator = member(group), list(items), _operator(op)
+    comm, known, operator = communicator(group), list(items), _operator(op)
     if not known:
         raise UsageError("map_reduce needs at least one item")
     inner = "sum" if operator is Op.AVG else op
-    way = differentiable.pairwise(_operator(inner))
-    values = [torch.as_tensor(function(item)) for item in known[here.rank :: here.size]]
-    if len(known) >= here.size:
-        total = all_reduce(way(values).clone(), inner, topology=topology, group=group)
+    combine = differentiable.pairwise(_operator(inner))
+    values = [torch.as_tensor(function(item)) for item in known[comm.rank :: comm.size]]
+    if len(known) >= comm.size:
+        total = all_reduce(combine(values).clone(), inner, topology=topology, group=group)
     else:
-        # Who has no item has nothing to combine, and does not even know what it would be.
+        # A member without an item does not know the shape and dtype of a result.
         own = values[0] if values else torch.empty(0)
-        shapes = _all_shapes(here, own)
+        shapes = _all_shapes(comm, own)
         own = own if values else own.to(shapes[0].dtype)
-        shapes[len(known) :] = [TensorMeta(shapes[0].dtype, (0,), False)] * (here.size - len(known))
-        chosen = topology if here.has("all_gather", topology) else "auto"
-        total = way(differentiable.all_gather(own, shapes, chosen, here)[: len(known)])
+        shapes[len(known) :] = [TensorMeta(shapes[0].dtype, (0,), False)] * (comm.size - len(known))
+        chosen = topology if comm.has("all_gather", topology) else "auto"
+        total = combine(differentiable.all_gather(own, shapes, chosen, comm)[: len(known)])
     return total / len(known) if operator is Op.AVG else total
 
 
 def barrier(*, topology: str = "auto", group: GroupLike = None) -> None:
-    """Wait until all members are here."""
-    member(group).barrier(topology)
+    """Waits until all members have called it."""
+    communicator(group).barrier(topology)
 
 
 def attach(loss: torch.Tensor, *tokens: torch.Tensor) -> torch.Tensor:
     """The same loss, with tokens in its graph.
 
-    Where an operation leaves a member nothing to compute with (it pushed, or another was the root), but a gradient will
-    come back to it, the operation returns an empty tensor: a token. Backward from it, or from a loss that it is
-    attached to, is where that gradient arrives.
+    Where an operation gives a member no values (it pushed, or another was the root) but a gradient will be sent back to
+    it, the operation returns an empty tensor: a token. `backward` from it, or from a loss that it is attached to,
+    receives that gradient.
     """
     return differentiable.attach(loss, *tokens)
 
 
-# -- looking ---------------------------------------------------------------------------------------------------------
+# -- observing -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def observe(group: GroupLike = None) -> Iterator[ObservedTraffic]:
-    """Count and record the messages that this member sends and receives meanwhile."""
-    with member(group).observe() as seen:
+    """Counts and records the messages that this member sends and receives in the block."""
+    with communicator(group).observe() as seen:
         yield seen
 
 
-# -- what these have in common ---------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _tracked(tensor: torch.Tensor) -> bool:
@@ -295,7 +296,7 @@ def _parts(name: str, tensors: Sequence[torch.Tensor] | torch.Tensor, size: int)
 
 
 def _describe(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's dtype and shape, and whether it requires grad, as numbers, always as many."""
+    """A tensor's dtype, shape and need of a gradient, as a fixed count of numbers."""
     if tensor.dim() > _DIMENSIONS - 3:
         raise UsageError(f"a tensor of {tensor.dim()} dimensions; at most {_DIMENSIONS - 3} are possible here")
     numbers = [_numbers()[tensor.dtype], _tracked(tensor), tensor.dim(), *tensor.shape]
@@ -312,18 +313,18 @@ def _numbers() -> dict[torch.dtype, int]:
     return {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
-def _all_shapes(here: Communicator, tensor: torch.Tensor) -> list[TensorMeta]:
-    seen = [torch.empty(_DIMENSIONS, dtype=torch.int64) for _ in range(here.size)]
-    here.all_gather(seen, _describe(tensor))
+def _all_shapes(comm: Communicator, tensor: torch.Tensor) -> list[TensorMeta]:
+    seen = [torch.empty(_DIMENSIONS, dtype=torch.int64) for _ in range(comm.size)]
+    comm.all_gather(seen, _describe(tensor))
     return [_shape(numbers) for numbers in seen]
 
 
-def _shapes(here: Communicator, parts: list[torch.Tensor] | None, root: int) -> list[TensorMeta]:
-    """The shapes of the root's tensors, told to all; None if it has none, which all others are told by an error."""
-    table = torch.full((here.size, _DIMENSIONS), -1)
+def _shapes(comm: Communicator, parts: list[torch.Tensor] | None, root: int) -> list[TensorMeta]:
+    """Broadcasts the shapes of the root's tensors. parts: None at a root whose tensors are wrong; the others raise."""
+    table = torch.full((comm.size, _DIMENSIONS), -1)
     if parts:
         table = torch.stack([_describe(part) for part in parts])
-    here.broadcast(table, root)
+    comm.broadcast(table, root)
     if parts is not None and int(table[0, 0]) < 0:
-        raise UsageError(f"the root of scatter, rank {root}, does not have one tensor per member, {here.size}")
+        raise UsageError(f"the root of scatter, rank {root}, does not have one tensor per member, {comm.size}")
     return [] if parts is None else [_shape(row) for row in table]

@@ -1,4 +1,4 @@
-"""The members of one machine that do collectives together, and how they come together."""
+"""A group of members on one machine, and how it is set up."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from paceline.transport.memory import Memory
 from paceline.transport.peer_memory import PeerMemory
 
 Exchange = Callable[[bytes], list[bytes]]
-"""Everybody's bytes, by rank: how members exchange addresses before they share memory."""
+"""Returns all members' bytes, by rank: how members exchange addresses before they share memory."""
 _MAGIC = 0x5061_6365
 
 
-class _Card(msgspec.Struct, array_like=True):
-    """What a member tells the others about itself."""
+class _MemberInfo(msgspec.Struct, array_like=True):
+    """A member's process and memory, for the other members."""
 
     machine: str
     pid: int
@@ -37,62 +37,62 @@ class _Card(msgspec.Struct, array_like=True):
 
 
 class Group:
-    """One member of a group on one machine: its place at the board, its mailbox, and the order of its operations."""
+    """One member of a group on one machine: its control block, mailbox and queue of operations."""
 
     def __init__(
         self, rank: int, size: int, exchange: Exchange, timeouts: Timeouts, say: Callable[[str], None]
     ) -> None:
         self.rank, self.size = rank, size
-        mail = -(-ControlBlock.memory_size(size) // 4096) * 4096
-        made = Memory.create(mail + Mailbox.memory_size(size)) if rank == 0 else None
+        mailbox_at = -(-ControlBlock.memory_size(size) // 4096) * 4096
+        made = Memory.create(mailbox_at + Mailbox.memory_size(size)) if rank == 0 else None
         signature = torch.tensor([_MAGIC + rank])
-        card = _Card(machine(), os.getpid(), made.descriptor if made else -1, signature.data_ptr())
-        cards = [msgspec.json.decode(text, type=_Card) for text in exchange(msgspec.json.encode(card))]
-        memory = made or _map(cards[0], rank)
-        self.board = ControlBlock(memory, rank, size, Timeouts(barrier=timeouts.join, notice=timeouts.notice), say)
-        self.board.sign_in()
-        self.reach = PeerMemory([card.pid for card in cards])
-        self.shared = SharedMemoryCollectives(self.board, self.reach)
-        permitted = self.reach.permit([card.address for card in cards], _MAGIC)
-        coming = operation(OpKind.BARRIER, torch.uint8, 0)
-        self.board.row[1] = permitted
-        self.reach.private = all(row[1] for row in self.shared.come(*coming))
-        # Nobody goes on before all have taken the liveness of all: a process id must not be reused in between.
-        self.board.watch = self._liveness = LivenessMonitor(self.board)
-        self.shared.come(*coming)
+        info = _MemberInfo(machine(), os.getpid(), made.descriptor if made else -1, signature.data_ptr())
+        infos = [msgspec.json.decode(text, type=_MemberInfo) for text in exchange(msgspec.json.encode(info))]
+        memory = made or _map(infos[0], rank)
+        self.control = ControlBlock(memory, rank, size, Timeouts(barrier=timeouts.join, notice=timeouts.notice), say)
+        self.control.sign_in()
+        self.peers = PeerMemory([info.pid for info in infos])
+        self.shared = SharedMemoryCollectives(self.control, self.peers)
+        permitted = self.peers.permit([info.address for info in infos], _MAGIC)
+        barrier = operation(OpKind.BARRIER, torch.uint8, 0)
+        self.control.row[1] = permitted
+        self.peers.private = all(row[1] for row in self.shared.agree(*barrier))
+        # A second step, after all have opened all pidfds: a process id must not be reused in between.
+        self.control.watch = self._liveness = LivenessMonitor(self.control)
+        self.shared.agree(*barrier)
         memory.close_descriptor()
-        self.board.timeouts = timeouts
-        letters = PeerMemory([card.pid for card in cards])
-        letters.private = self.reach.private
-        self.mailbox = Mailbox(memory, mail, self.board, letters, DTYPES)
-        self.lane = OpQueue(self.shared, self.board.fail)
-        self._end = weakref.finalize(self, _end, self.board, self.lane, self.mailbox, os.getpid())
+        self.control.timeouts = timeouts
+        mail_peers = PeerMemory([info.pid for info in infos])
+        mail_peers.private = self.peers.private
+        self.mailbox = Mailbox(memory, mailbox_at, self.control, mail_peers, DTYPES)
+        self.queue = OpQueue(self.shared, self.control.fail)
+        self._end = weakref.finalize(self, _end, self.control, self.queue, self.mailbox, os.getpid())
 
     def close(self) -> None:
-        """Tell the others that this member does nothing more with them."""
+        """Leaves the group."""
         self._end()
         self._liveness.close()
 
 
-def _end(board: ControlBlock, lane: OpQueue, mailbox: Mailbox, process: int) -> None:
-    """Also when a script ends without a word: it has left then, not died. And its threads must end before it does."""
+def _end(control: ControlBlock, queue: OpQueue, mailbox: Mailbox, process: int) -> None:
+    """Signs out, also at the end of a script that does not close its group; its threads must end first."""
     if os.getpid() != process:  # a fork of a member is not a member
         return
-    board.sign_out()
-    board.closing = True
+    control.sign_out()
+    control.closing = True
     mailbox.close()
-    lane.close(2.0)
+    queue.close(2.0)
 
 
-def _map(card: _Card, rank: int) -> Memory:
+def _map(info: _MemberInfo, rank: int) -> Memory:
     try:
-        return Memory.of(card.pid, card.descriptor)
+        return Memory.of(info.pid, info.descriptor)
     except OSError as error:
         raise JoinError(f"rank {rank} cannot map the memory of rank 0: {error}", [0]) from None
 
 
 class StoreExchange:
-    """Members find each other through torch's key-value store."""
+    """An exchange through torch's key-value store."""
 
     def __init__(self, store: Store, rank: int, size: int, timeouts: Timeouts) -> None:
         self._store, self._rank, self._size, self._timeouts = store, rank, size, timeouts
@@ -111,7 +111,7 @@ class StoreExchange:
             ) from None
 
     def forget(self) -> None:
-        """Once all have come together: a later group may find the same store, and must not find what was said here."""
+        """Deletes this member's keys, which a later group with the same store must not find."""
         for number in range(1, self._round + 1):
             with contextlib.suppress(RuntimeError):  # some stores only grow
                 self._store.delete_key(f"{number}/{self._rank}")

@@ -23,6 +23,7 @@ from paceline.collectives.group import Group, StoreExchange
 from paceline.collectives.op_queue import OpQueue
 from paceline.collectives.operation import Op
 from paceline.collectives.operators import reducer, scaled
+from paceline.collectives.tensors import put_back
 from paceline.config import Timeouts
 from paceline.errors import TeamError
 from paceline.transport.channel import Channel, PendingSend
@@ -41,40 +42,39 @@ class HierarchicalGroup:
         self,
         store: Store,
         rank: int,
-        places: list[str],
+        machines: list[str],
         timeouts: Timeouts,
         say: Callable[[str], None],
     ) -> None:
-        self.rank, self.size = rank, len(places)
+        self.rank, self.size = rank, len(machines)
         self.spin = True
-        here = [other for other, place in enumerate(places) if place == places[rank]]
-        inside = PrefixStore(f"inside/{here[0]}", store)
-        exchange = StoreExchange(inside, here.index(rank), len(here), timeouts)
-        self.group = Group(here.index(rank), len(here), exchange, timeouts, say)
+        local = [other for other, machine in enumerate(machines) if machine == machines[rank]]
+        inside = PrefixStore(f"inside/{local[0]}", store)
+        exchange = StoreExchange(inside, local.index(rank), len(local), timeouts)
+        self.group = Group(local.index(rank), len(local), exchange, timeouts, say)
         limit = datetime.timedelta(seconds=timeouts.barrier)
         self.gloo = open_gloo(PrefixStore("between", store), rank, self.size, None, limit)
         exchange.forget()
-        self._channel = _MachineChannel(rank, self.size, here, self.group, self.gloo)
-        self.lane = OpQueue(self, self.group.board.fail)
-        self._end = weakref.finalize(self, OpQueue.close, self.lane, 2.0)
-        counts = {places.count(place) for place in places}
-        column = [other for other in range(self.size) if _index(places, other) == _index(places, rank)]
+        self._channel = _MachineChannel(rank, self.size, local, self.group, self.gloo)
+        self.queue = OpQueue(self, self.group.control.fail)
+        self._end = weakref.finalize(self, OpQueue.close, self.queue, 2.0)
+        counts = {machines.count(machine) for machine in machines}
+        column = [other for other in range(self.size) if _index(machines, other) == _index(machines, rank)]
         self._column = _Part(self._channel, column) if len(counts) == 1 else None
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = Op.SUM, factor: float | torch.Tensor | None = None) -> None:
-        way = reducer(op, tensor.dtype)
+        reduction = reducer(op, tensor.dtype)
         if factor is not None:
             tensor.copy_(scaled(tensor, factor))
         flat = tensor.contiguous().view(-1)
         if self._column is None or flat.nbytes < _LARGE:
-            self._do("tree", "all_reduce", flat, way.add)
+            self._do("tree", "all_reduce", flat, reduction.add)
         else:
             self._all_reduce_by_parts(flat, op)
-        way.divide(flat, self.size)
-        if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-            tensor.copy_(flat.view(tensor.shape))
+        reduction.divide(flat, self.size)
+        put_back(tensor, flat)
 
     def _all_reduce_by_parts(self, flat: torch.Tensor, op: Op) -> None:
         assert self._column is not None
@@ -84,19 +84,19 @@ class HierarchicalGroup:
         parts = list(flat.split(share)) + [flat[:0]] * count
         own = torch.empty_like(parts[self.group.rank])
         shared.reduce_scatter(own, parts[:count], inner)
-        with _named():
+        with _gloo_errors():
             algorithms.find("ring", "all_reduce")(self._column, own, reducer(inner, flat.dtype).add)
         shared.all_gather(parts[:count], own)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: Op = Op.SUM, factor: float | torch.Tensor | None = None
     ) -> None:
-        way = reducer(op, tensor.dtype)
+        reduction = reducer(op, tensor.dtype)
         flat = (scaled(tensor, factor) if factor is not None else tensor).contiguous().view(-1)
         flat = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
-        self._do("tree", "reduce", flat, way.add, root)
+        self._do("tree", "reduce", flat, reduction.add, root)
         if self.rank == root:
-            way.divide(flat, self.size)
+            reduction.divide(flat, self.size)
             tensor.copy_(flat.view(tensor.shape))
 
     def reduce_scatter(
@@ -106,10 +106,10 @@ class HierarchicalGroup:
         op: Op = Op.SUM,
         factor: float | torch.Tensor | None = None,
     ) -> None:
-        way = reducer(op, out.dtype)
+        reduction = reducer(op, out.dtype)
         parts = [(scaled(part, factor) if factor is not None else part.clone()).view(-1) for part in inputs]
-        self._do("ring", "reduce_scatter", parts, way.add)
-        way.divide(parts[self.rank], self.size)
+        self._do("ring", "reduce_scatter", parts, reduction.add)
+        reduction.divide(parts[self.rank], self.size)
         out.copy_(parts[self.rank].view(out.shape))
 
     # -- moving ------------------------------------------------------------------------------------------------------
@@ -142,27 +142,27 @@ class HierarchicalGroup:
         self.group.close()
 
     def _do(self, topology: str, operation: str, *arguments: object) -> None:
-        with _named():
+        with _gloo_errors():
             algorithms.find(topology, operation)(self._channel, *arguments)
 
 
 class _MachineChannel:
     """A channel to members of this machine through shared memory, to others through gloo."""
 
-    def __init__(self, rank: int, size: int, here: list[int], group: Group, gloo: Any) -> None:
+    def __init__(self, rank: int, size: int, local: list[int], group: Group, gloo: Any) -> None:
         self.rank, self.size = rank, size
-        self._here = {other: index for index, other in enumerate(here)}
+        self._local = {other: index for index, other in enumerate(local)}
         self._inside, self._gloo = MailChannel(group.mailbox), gloo
 
     def send(self, peer: int, tensor: torch.Tensor) -> PendingSend:
-        if peer in self._here:
-            return self._inside.send(self._here[peer], tensor)
+        if peer in self._local:
+            return self._inside.send(self._local[peer], tensor)
         work: PendingSend = self._gloo.send([bytes_of(tensor)], peer, _TAG)
         return work
 
     def receive(self, peer: int, tensor: torch.Tensor) -> None:
-        if peer in self._here:
-            self._inside.receive(self._here[peer], tensor)
+        if peer in self._local:
+            self._inside.receive(self._local[peer], tensor)
         else:
             self._gloo.recv([bytes_of(tensor)], peer, _TAG).wait()
 
@@ -181,7 +181,7 @@ class _Part:
         self._channel.receive(self._ranks[peer], tensor)
 
 
-class _named:  # noqa: N801
+class _gloo_errors:  # noqa: N801
     """Turns errors of gloo into ours."""
 
     def __enter__(self) -> None:

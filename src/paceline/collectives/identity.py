@@ -1,4 +1,4 @@
-"""Who a process group is, under each of the names by which torch.distributed asks for the same thing."""
+"""A process group's rank, size and names, under each name that torch.distributed uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME = "paceline"
 
 
 class Identity(distributed.ProcessGroup):
-    """A member's rank, the group's size, name and description; nothing of what the group does."""
+    """Identity shared by all members of the group, and this member's rank."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -50,7 +50,7 @@ class Identity(distributed.ProcessGroup):
 
     @bound_device_id.setter
     def bound_device_id(self, device: torch.device | None) -> None:
-        """Of no use here."""
+        """Ignored: a group has no device."""
 
     @property
     def group_name(self) -> Any:

@@ -1,7 +1,7 @@
-"""The order of a group's collectives: one at a time, as they were begun, by whichever thread has time.
+"""The queue of a group's collectives: one runs at a time, in the order in which they were begun.
 
-A collective that is waited for is done by whoever waits. One that is not, is done by a thread in the background, which
-is started when it is first needed.
+A collective that is waited for runs in the waiting thread. Others run in a background thread, which is started when it
+is first needed.
 """
 
 from __future__ import annotations
@@ -17,88 +17,88 @@ from paceline.errors import Mismatch, TeamError, TeamTimeout, UsageError
 
 
 class OpExecutor(Protocol):
-    """Whoever does the work."""
+    """Runs the operations of a queue."""
 
     spin: bool
-    """Whether to wait by looking for a while; not from a thread in the background."""
+    """True to poll before sleeping; False in a background thread."""
 
 
 class QueuedOp:
-    """Something that was begun."""
+    """An operation that was begun."""
 
-    __slots__ = ("done", "error", "run", "told")
+    __slots__ = ("done", "error", "on_done", "run")
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run = run
         self.done = False
         self.error: BaseException | None = None
-        self.told: Callable[[], None] | None = None
-        """Called once it is done, from whatever thread did it."""
+        self.on_done: Callable[[], None] | None = None
+        """Called once it is done, in the thread that ran it."""
 
 
 class OpQueue:
-    """Does the jobs of one group in their order."""
+    """Runs the operations of one group in order."""
 
-    def __init__(self, engine: OpExecutor, give_up: Callable[[str], None]) -> None:
-        self._engine, self._give_up = engine, give_up
-        self._turn = threading.Lock()
+    def __init__(self, executor: OpExecutor, fail: Callable[[str], None]) -> None:
+        self._executor, self._fail_group = executor, fail
+        self._lock = threading.Lock()
         self._queue: deque[QueuedOp] = deque()
         self._signals: SimpleQueue[bool] = SimpleQueue()
-        self._staff = threading.Lock()
-        self._workers = self._telling = 0
-        """Threads in the background, and how many of them are telling somebody that a job is done."""
+        self._count_lock = threading.Lock()
+        self._workers = self._notifying = 0
+        """Background threads, and how many of them are in callbacks."""
         self._threads: list[threading.Thread] = []
         self._broken: str | None = None
-        """Why the group can do nothing more: it was left in the middle of something."""
+        """Why the group is unusable, if it is."""
 
-    def now(self, run: Callable[[], None]) -> None:
-        """Do it in this thread, after all that was begun before."""
-        if not self._queue and self._turn.acquire(blocking=False):
+    def run(self, run: Callable[[], None]) -> None:
+        """Runs an operation in this thread, after all that were begun before."""
+        if not self._queue and self._lock.acquire(blocking=False):
             try:
                 if not self._queue:
                     if self._broken is not None:
-                        raise self._refusal()
-                    self._engine.spin = True
+                        raise self._closed_error()
+                    self._executor.spin = True
                     run()
                     return
             except (Mismatch, UsageError):
                 raise
             except BaseException as error:
-                self._break(error)
+                self._fail(error)
                 raise
             finally:
-                self._turn.release()
-        job = QueuedOp(run)
-        self._queue.append(job)
-        self.wait(job)
+                self._lock.release()
+        op = QueuedOp(run)
+        self._queue.append(op)
+        self.wait(op)
 
-    def later(self, run: Callable[[], None]) -> QueuedOp:
-        """Begin it: it will be done in the background, or by whoever waits for it or for a later one."""
-        job = QueuedOp(run)
-        self._queue.append(job)
+    def submit(self, run: Callable[[], None]) -> QueuedOp:
+        """Begins an operation: it runs in the background, or in a thread that waits for it or for a later one."""
+        op = QueuedOp(run)
+        self._queue.append(op)
         if not self._workers:
-            self._hire()
+            self._start_thread()
         self._signals.put(True)
-        return job
+        return op
 
-    def wait(self, job: QueuedOp, timeout: float | None = None) -> None:
-        """Until it is done; raises what went wrong."""
+    def wait(self, op: QueuedOp, timeout: float | None = None) -> None:
+        """Waits until an operation is done; raises its error."""
         if timeout is None:
-            while not job.done:
-                self._advance(job, spin=True)
+            while not op.done:
+                self._advance(op, spin=True)
         else:
             until = time.monotonic() + timeout
-            while not job.done:
+            while not op.done:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise TeamTimeout(f"an operation was not done after {timeout:g} s")
-                # Whoever does the job can not leave it half done, so this thread only looks.
+                # A thread that runs an operation cannot stop in its middle, so this one only polls.
                 time.sleep(min(left, 0.001))
-        if job.error is not None:
-            raise job.error
+        if op.error is not None:
+            raise op.error
 
     def close(self, seconds: float = 0.0) -> None:
-        """End the threads in the background; wait for them so long. What is not done by then never will be."""
+        """Ends the background threads, and waits for them so long. Operations not done by then never run."""
         self._broken = self._broken or "the group was closed"
         for _ in range(self._workers):
             self._signals.put(False)
@@ -108,68 +108,68 @@ class OpQueue:
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
-        while self._signals.get():  # one for each job
+        while self._signals.get():  # one for each operation
             self._advance(None, spin=False)
 
     def _advance(self, until: QueuedOp | None, spin: bool) -> None:
-        """Do what is in the queue, up to this job, one thread at a time."""
+        """Runs the queued operations, up to this one, in one thread at a time."""
         finished: list[Callable[[], None]] = []
         try:
-            with self._turn:
-                self._engine.spin = spin
+            with self._lock:
+                self._executor.spin = spin
                 while self._queue and not (until is not None and until.done):
-                    job = self._queue.popleft()
-                    self._do(job, finished)
+                    op = self._queue.popleft()
+                    self._do(op, finished)
                     if finished and until is None:
-                        break  # whoever is told may want to go on with the group at once
+                        break  # a callback may want to use the group at once
         finally:
             if finished:
-                self._tell(finished)
+                self._notify(finished)
 
-    def _do(self, job: QueuedOp, finished: list[Callable[[], None]]) -> None:
+    def _do(self, op: QueuedOp, finished: list[Callable[[], None]]) -> None:
         try:
             if self._broken is not None:
-                raise self._refusal()
-            job.run()
+                raise self._closed_error()
+            op.run()
         except (Mismatch, UsageError) as error:
-            job.error = error
+            op.error = error
         except BaseException as error:
-            self._break(error)
-            job.error = error
-            if not isinstance(error, Exception):  # it is this thread that was interrupted
+            self._fail(error)
+            op.error = error
+            if not isinstance(error, Exception):  # this thread was interrupted
                 raise
         finally:
-            job.done = True
-            if job.told is not None:
-                finished.append(job.told)
+            op.done = True
+            if op.on_done is not None:
+                finished.append(op.on_done)
 
-    def _tell(self, finished: list[Callable[[], None]]) -> None:
-        """Whoever is told may well wait for another operation, so somebody must be free to do it."""
-        with self._staff:
-            self._telling += 1
-            alone = self._telling >= self._workers
+    def _notify(self, finished: list[Callable[[], None]]) -> None:
+        """Runs callbacks. One may wait for another operation, so another thread must be free to run it."""
+        with self._count_lock:
+            self._notifying += 1
+            alone = self._notifying >= self._workers
         if alone:
-            self._hire()
+            self._start_thread()
         try:
-            for told in finished:
-                told()
+            for on_done in finished:
+                on_done()
         finally:
-            with self._staff:
-                self._telling -= 1
+            with self._count_lock:
+                self._notifying -= 1
 
-    def _hire(self) -> None:
-        with self._staff:
+    def _start_thread(self) -> None:
+        with self._count_lock:
             self._workers += 1
         thread = threading.Thread(target=self._work, name="paceline-collectives", daemon=True)
         self._threads = [*(known for known in self._threads if known.is_alive()), thread]
         thread.start()
 
-    def _break(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         if self._broken is None:
             self._broken = _first_line(error)
-            self._give_up(self._broken)
+            self._fail_group(self._broken)
 
-    def _refusal(self) -> TeamError:
+    def _closed_error(self) -> TeamError:
         return TeamError(f"this group can do nothing more, since an operation failed: {self._broken}")
 
 

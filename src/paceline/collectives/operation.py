@@ -1,4 +1,4 @@
-"""What members do together, as a number that they can compare and as words that people can read."""
+"""A collective operation as a number that members compare, and as text for messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OpKind(IntEnum):
 
 
 class Op(IntEnum):
-    """How values of several members become one."""
+    """The operators of reductions."""
 
     NONE = 0
     SUM = 1
@@ -51,7 +51,7 @@ class Op(IntEnum):
 
 
 class CollectiveCall(NamedTuple):
-    """What one member wants to do. All must want the same."""
+    """One member's call of a collective; all members' calls must be equal."""
 
     kind: OpKind
     dtype: torch.dtype = torch.uint8
@@ -62,13 +62,13 @@ class CollectiveCall(NamedTuple):
 
     @property
     def signature(self) -> int:
-        """All of it in 64 bits."""
+        """The call in 64 bits."""
         dtype = _NUMBERS[self.dtype]
         return self.kind | self.op << 5 | dtype << 9 | self.root << 16 | self.length << 28
 
     @classmethod
     def of(cls, signature: int) -> CollectiveCall | None:
-        """Back from the number; None if it is not one."""
+        """The call of a signature; None if it is not one."""
         kind, op, dtype = signature & 31, signature >> 5 & 15, signature >> 9 & 127
         if kind not in set(OpKind) or op not in set(Op) or dtype >= len(DTYPES):
             return None
@@ -91,7 +91,7 @@ class CollectiveCall(NamedTuple):
 def operation(
     kind: OpKind, dtype: torch.dtype, count: int, op: Op = Op.NONE, root: int = 0
 ) -> tuple[CollectiveCall, int]:
-    """An operation and its signature, made once."""
+    """A call and its signature, cached."""
     made = CollectiveCall(kind, dtype, count, op, root)
     return made, made.signature
 

@@ -1,7 +1,7 @@
-"""How values of several members become one: for each operator and dtype the quickest way that this torch has.
+"""Reductions: for each operator and dtype the fastest implementation that this torch has.
 
-Values are always combined in the order of ranks, so that the same values give the same bits, whatever the size of the
-tensor and whoever does the combining.
+Values are always reduced in the order of ranks, so that the same values give the same bits, whatever the size of the
+tensor and whichever member reduces it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.collectives.operation import Op
 from paceline.errors import UsageError
 
 Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
-"""First operand, second operand, where to put the result: which may be the first operand."""
+"""Takes two operands and the output, which may be the first operand."""
 
 _TORCH: dict[Op, Any] = {
     Op.SUM: torch.add,
@@ -52,12 +52,12 @@ class Reducer:
         self._combine = _combine(op, dtype)
         plain = dtype not in _UNSIGNED and _wide(dtype) is None and op is not Op.AVG
         self.pair: Callable[..., torch.Tensor] | None = _TORCH[op] if plain else None
-        """Torch's own function for two tensors, where that is all there is to do."""
+        """Torch's function of two tensors, where it is the whole reduction."""
 
     def merge(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """All parts, in their order, as one; `out` may be one of them if it is the first."""
+        """Reduces all parts, in their order; `out` may be the first of them."""
         if not out.is_contiguous():
-            # Torch takes another way through such memory, with another sign of zero at its end. All must get the same.
+            # Torch computes these in another order, which can change the sign of a zero. All must get the same bits.
             contiguous = torch.empty(out.shape, dtype=out.dtype)
             self.merge(parts, contiguous)
             out.copy_(contiguous)
@@ -73,11 +73,11 @@ class Reducer:
             self.divide(out, len(parts))
 
     def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        """One more part; an average is still to be divided."""
+        """Adds one part; an average is divided later."""
         self._combine(total, part, total)
 
     def divide(self, total: torch.Tensor, count: int) -> None:
-        """Make a sum an average, where that is asked for; whole numbers are rounded towards zero."""
+        """Divides a sum if the operator is an average; whole numbers are rounded towards zero."""
         if self.op is not Op.AVG:
             return
         if self.dtype in _UNSIGNED:
@@ -92,12 +92,12 @@ class Reducer:
 
 @lru_cache(maxsize=1024)
 def reducer(op: Op, dtype: torch.dtype) -> Reducer:
-    """The way to combine values of this dtype, or one sentence about why there is none."""
+    """The reduction of an operator and dtype; raises UsageError if there is none."""
     return Reducer(op, dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    """What a dtype is computed in, if torch does not compute in it."""
+    """The dtype to compute in, if torch cannot compute in this one."""
     if dtype is torch.complex32:
         return torch.complex64
     if dtype.is_floating_point and dtype.itemsize == 1:
@@ -125,6 +125,6 @@ def _combine(op: Op, dtype: torch.dtype) -> Combine:
 
 
 def scaled(tensor: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-    """What this member contributes to a premultiplied sum."""
+    """This member's term of a premultiplied sum."""
     wide = _wide(tensor.dtype) or tensor.dtype
     return torch.mul(tensor.to(wide), factor).to(tensor.dtype)

@@ -1,4 +1,4 @@
-"""Makes the backend "paceline" known to torch.distributed. Torch itself calls this when it is imported."""
+"""Registers the backend "paceline" with torch.distributed. Torch calls this when it is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.config import Launch
 
 
 def register() -> None:
-    """Let `init_process_group("paceline")` find us; what it needs is loaded when it is called."""
+    """Registers the backend; its modules are imported by `init_process_group`."""
     if Launch.VARIABLE in os.environ:  # in a worker; its script may make an optimizer before it joins the team
         from paceline.cluster.process import import_compiler_late
 
@@ -26,7 +26,7 @@ def register() -> None:
     original = distributed_c10d.monitored_barrier
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        # torch refuses this for all backends but gloo, without asking the backend.
+        # torch raises for all backends but gloo.
         chosen: Any = group if group is not None else distributed_c10d.GroupMember.WORLD
         if getattr(chosen, "has_monitored_barrier", False):
             return chosen.monitored_barrier(timeout, wait_all_ranks)
@@ -39,8 +39,8 @@ def register() -> None:
 def _create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
     from paceline.collectives.process_group import create
 
-    # With cpu:paceline,cuda:nccl torch keeps what we return and forgets the rest, so the rest is up to us; and it is
-    # told to us in no other way than this.
+    # With cpu:paceline,cuda:nccl torch keeps only the group that we return, so that group creates the others; torch
+    # does not pass their names.
     spec = sys._getframe(1).f_locals.get("backend_config")
     devices = spec.get_device_backend_map() if spec is not None else {}
     others = {device: name for device, name in devices.items() if device != "cpu" and name != "paceline"}

@@ -1,4 +1,4 @@
-"""Where the members of a group come together: the board on which they write, and the reach to each other's memory."""
+"""A group's shared control block, and access to its members' memory."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from paceline.transport.peer_memory import PeerMemory
 
 
 class SharedGroup:
-    """One member's place among the others."""
+    """One member of a group on one machine."""
 
-    def __init__(self, board: ControlBlock, reach: PeerMemory) -> None:
-        self.board, self.reach = board, reach
-        self.rank, self.size = board.rank, board.size
+    def __init__(self, control: ControlBlock, peers: PeerMemory) -> None:
+        self.control, self.peers = control, peers
+        self.rank, self.size = control.rank, control.size
         self.spin = True
-        """Whether to wait by looking for a while; not from a thread in the background."""
+        """True to poll before sleeping; False in a background thread."""
 
-    def come(self, made: CollectiveCall, signature: int) -> list[memoryview]:
-        """Take a step for an operation, together with all others; everybody's numbers."""
-        if not self.board.agree(signature, made, self.spin):
-            self._disagree(made)
-        return self.board.rows
+    def agree(self, call: CollectiveCall, signature: int) -> list[memoryview]:
+        """Waits until all members have called the same operation; returns all members' rows of the control block."""
+        if not self.control.agree(signature, call, self.spin):
+            self._raise_mismatch(call)
+        return self.control.rows
 
     def others(self) -> list[int]:
-        """All other members, beginning with the next: so that not all look at the same one at once."""
+        """All other members, starting with the next, so that members do not all read the same one at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def _disagree(self, made: CollectiveCall) -> None:
-        """Somebody came for something else. All see it in the same step, so that the group goes on."""
-        for rank, row in enumerate(self.board.rows):
-            if row[0] != made.signature:
+    def _raise_mismatch(self, call: CollectiveCall) -> None:
+        """Raises for a member that called another operation. All see it in the same step, so the group stays usable."""
+        for rank, row in enumerate(self.control.rows):
+            if row[0] != call.signature:
                 other = CollectiveCall.of(row[0])
                 raise Mismatch(
-                    f"{self.board.called([rank])} is at {other.spoken if other else 'something else'} while "
-                    f"{self.board.called([self.rank])} is at {made.spoken}: all members must do the same",
-                    [self.board.ranks[rank]],
+                    f"{self.control.called([rank])} is at {other.spoken if other else 'something else'} while "
+                    f"{self.control.called([self.rank])} is at {call.spoken}: all members must do the same",
+                    [self.control.ranks[rank]],
                 )
 
-    def named(self, error: TeamError, made: CollectiveCall) -> TeamError:
-        """What went wrong with another's memory, with the reason for it: mostly that its owner has died."""
+    def explain(self, error: TeamError, call: CollectiveCall) -> TeamError:
+        """An error in another member's memory, with its cause if that member has died."""
         for rank in error.ranks:
-            reason = self.board.gone_soon(rank)
+            reason = self.control.gone_soon(rank)
             if reason is not None:
-                who = self.board.called([rank])
-                return WorkerLost(f"{who} {reason} in the middle of {made.spoken}", [self.board.ranks[rank]])
+                who = self.control.called([rank])
+                return WorkerLost(f"{who} {reason} in the middle of {call.spoken}", [self.control.ranks[rank]])
         return error

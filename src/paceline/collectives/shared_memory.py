@@ -1,8 +1,8 @@
-"""Collectives through shared memory: the way of a group whose members are all on one machine.
+"""Collectives of a group on one machine, through shared memory.
 
-Small tensors are copied into the members' slots on the board, and one step later everybody takes from there what it
-needs. Large ones stay where they are: a step tells where that is, members read and write each other's memory in chunks
-that stay in their caches, and a second step tells that all are done.
+Small tensors are copied into the members' slots of the control block, and after one step every member reads the slots
+that it needs. Large ones stay in place: a step exchanges their addresses, members read and write each other's memory in
+chunks that fit into their caches, and a second step ends the operation.
 
             rank 0        rank 1                   rank 0          rank 1
           ┌────────┐    ┌────────┐               ┌────┬────┐     ┌────┬────┐
@@ -31,32 +31,32 @@ from paceline.transport.control_block import ControlBlock
 from paceline.transport.peer_memory import PeerMemory, View, bytes_of
 
 CHUNK = 256 * 1024
-"""Bytes of a chunk: read, combined and given on while they are in a core's own cache."""
+"""Bytes of a chunk, which is read, reduced and written while it is in a core's cache."""
 _PLANS = 512
 
 _exposed: set[torch.Tensor] = set()
-"""What others may write to. If one of them falls out of step, this stays for good: it may yet write."""
+"""Tensors that others may write to. After a failed operation they are kept: a member may still write."""
 
 
 class _Plan(NamedTuple):
-    """All that can be known of a small reduction before it is done."""
+    """The precomputed parts of a small reduction."""
 
     operation: CollectiveCall
     signature: int
     reducer: Reducer
     pair: Callable[..., torch.Tensor] | None
-    """What combines two tensors at once, if there are two and torch has such a function."""
+    """Torch's function of two tensors, if there are two members and it has one."""
     places: list[tuple[torch.Tensor, list[torch.Tensor], int]]
-    """For either turn: this member's place in its slot, everybody's, and the address of the first."""
+    """For either turn: this member's slot, all members' slots, and the address of the first."""
 
 
 class SharedMemoryCollectives(SharedGroup):
-    """One member's part in the collectives of a group. Tensors are on the CPU; those of `exchange` contiguous."""
+    """One member of a group on one machine. Tensors are on the CPU; those that are moved are contiguous."""
 
-    def __init__(self, board: ControlBlock, reach: PeerMemory) -> None:
-        super().__init__(board, reach)
-        self.told: Callable[[str, str, int, int, float], None] | None = None
-        """Hears of what is read from and written to others' memory: operation, direction, rank, bytes, its start."""
+    def __init__(self, control: ControlBlock, peers: PeerMemory) -> None:
+        super().__init__(control, peers)
+        self.on_access: Callable[[str, str, int, int, float], None] | None = None
+        """Called after each access to another member's memory: operation, direction, rank, bytes, its start."""
         self._plans: list[dict[tuple[torch.dtype, torch.Size], _Plan]] = [{} for _ in Op]
         self._scratch = torch.empty(CHUNK, dtype=torch.uint8)
         self._total = torch.empty(CHUNK, dtype=torch.uint8)
@@ -64,20 +64,20 @@ class SharedMemoryCollectives(SharedGroup):
     # -- reductions --------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = Op.SUM, factor: float | torch.Tensor | None = None) -> None:
-        """Everybody's tensor becomes the combination of all."""
+        """All tensors become the reduction of all."""
         if factor is not None:
             tensor.copy_(scaled(tensor, factor))
         if tensor.nbytes > ControlBlock.SLOT:
             self._reduce_large(OpKind.ALL_REDUCE, tensor, op, None)
             return
         plan = self._plans[op].get((tensor.dtype, tensor.shape)) or self._plan(op, tensor)
-        board = self.board
-        own, parts, address = plan.places[board.turn]
+        control = self.control
+        own, parts, address = plan.places[control.turn]
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)  # half of the time that torch takes for so little
         else:
             own.copy_(tensor)
-        self.come(plan.operation, plan.signature)
+        self.agree(plan.operation, plan.signature)
         if plan.pair is not None and tensor.is_contiguous():
             plan.pair(*parts, out=tensor)
         else:
@@ -86,17 +86,17 @@ class SharedMemoryCollectives(SharedGroup):
     def reduce(
         self, tensor: torch.Tensor, root: int, op: Op = Op.SUM, factor: float | torch.Tensor | None = None
     ) -> None:
-        """The root's tensor becomes the combination of all; the others' stay as they are."""
+        """The root's tensor becomes the reduction of all; the others' are unchanged."""
         if factor is not None:
             tensor = scaled(tensor, factor) if self.rank != root else tensor.copy_(scaled(tensor, factor))
         if tensor.nbytes > ControlBlock.SLOT:
             self._reduce_large(OpKind.REDUCE, tensor, op, root)
             return
-        made, signature = operation(OpKind.REDUCE, tensor.dtype, tensor.numel(), op, root)
+        call, signature = operation(OpKind.REDUCE, tensor.dtype, tensor.numel(), op, root)
         plan = self._plans[op].get((tensor.dtype, tensor.shape)) or self._plan(op, tensor)
-        own, parts, _ = plan.places[self.board.turn]
+        own, parts, _ = plan.places[self.control.turn]
         own.copy_(tensor)
-        self.come(made, signature)
+        self.agree(call, signature)
         if self.rank == root:
             plan.reducer.merge(parts, tensor)
 
@@ -107,13 +107,13 @@ class SharedMemoryCollectives(SharedGroup):
         op: Op = Op.SUM,
         factor: float | torch.Tensor | None = None,
     ) -> None:
-        """`out` becomes the combination of everybody's input for this member; inputs are as many as members."""
+        """`out` becomes the reduction of all members' inputs for this member; one input per member."""
         if factor is not None:
             inputs = [scaled(part, factor) for part in inputs]
-        made, signature = operation(OpKind.REDUCE_SCATTER, out.dtype, 0, op)
-        way = reducer(op, out.dtype)
-        self._same_dtype(made, out, *inputs)
-        with Exchange(self, made, signature, inputs, [out] * self.size) as views:
+        call, signature = operation(OpKind.REDUCE_SCATTER, out.dtype, 0, op)
+        reduction = reducer(op, out.dtype)
+        self._same_dtype(call, out, *inputs)
+        with Exchange(self, call, signature, inputs, [out] * self.size) as views:
             flat = out.view(-1)
             length = CHUNK // out.itemsize
             own = inputs[self.rank].view(-1)
@@ -129,120 +129,122 @@ class SharedMemoryCollectives(SharedGroup):
                     if rank == 0:
                         total = part if part.data_ptr() == total.data_ptr() else total.copy_(part)
                     else:
-                        way.add(total, part)
-                way.divide(total, self.size)
+                        reduction.add(total, part)
+                reduction.divide(total, self.size)
                 piece.copy_(total)
 
     def _plan(self, op: Op, tensor: torch.Tensor) -> _Plan:
         if len(self._plans[op]) >= _PLANS:
             self._plans[op].clear()
         count, shape, dtype = tensor.numel(), tensor.shape, tensor.dtype
-        made, signature = operation(OpKind.ALL_REDUCE, dtype, count, op)
+        call, signature = operation(OpKind.ALL_REDUCE, dtype, count, op)
         places = []
         for turn in (0, 1):
-            parts = [self.board.slot(turn, rank, count, dtype).view(shape) for rank in range(self.size)]
+            parts = [self.control.slot(turn, rank, count, dtype).view(shape) for rank in range(self.size)]
             places.append((parts[self.rank], parts, parts[self.rank].data_ptr()))
-        way = reducer(op, dtype)
-        plan = _Plan(made, signature, way, way.pair if self.size == 2 else None, places)
+        reduction = reducer(op, dtype)
+        plan = _Plan(call, signature, reduction, reduction.pair if self.size == 2 else None, places)
         self._plans[op][dtype, shape] = plan
         return plan
 
     def _reduce_large(self, kind: OpKind, tensor: torch.Tensor, op: Op, root: int | None) -> None:
-        """Each member combines its own part of all tensors, and gives it to all, or to the root."""
-        made, signature = operation(kind, tensor.dtype, tensor.numel(), op, root or 0)
-        way, board, reach = reducer(op, tensor.dtype), self.board, self.reach
+        """Each member reduces its own part of all tensors, and writes it to all, or to the root."""
+        call, signature = operation(kind, tensor.dtype, tensor.numel(), op, root or 0)
+        reduction, control, peers = reducer(op, tensor.dtype), self.control, self.peers
         contiguous = in_one_piece(tensor)
-        seen, where = reach.expose(contiguous.view(-1))
-        row = board.row
+        seen, where = peers.expose(contiguous.view(-1))
+        row = control.row
         row[FIRST], row[FIRST + 1], row[FIRST + 2] = where
-        rows = self.come(made, signature)
+        rows = self.agree(call, signature)
         _exposed.add(seen)
         try:
-            self._combine(made, seen, rows, way, root)
+            self._combine(call, seen, rows, reduction, root)
         except TeamError as error:
-            raise self.named(error, made) from None
-        board.finish(made, self.spin)
+            raise self.explain(error, call) from None
+        control.finish(call, self.spin)
         _exposed.discard(seen)
         if (root is None or root == self.rank) and seen.data_ptr() != tensor.data_ptr():
             tensor.copy_(seen.view(tensor.shape))
-        reach.release()
+        peers.release()
 
     def _combine(
-        self, made: CollectiveCall, seen: torch.Tensor, rows: list[memoryview], way: Reducer, root: int | None
+        self, call: CollectiveCall, seen: torch.Tensor, rows: list[memoryview], reduction: Reducer, root: int | None
     ) -> None:
-        """This member's part of it, chunk by chunk."""
-        kind, op, board = made.kind, made.op, self.board
+        """Reduces this member's part, chunk by chunk."""
+        kind, op, control = call.kind, call.op, self.control
         views = self._views({rank: tuple(rows[rank][FIRST : FIRST + 3]) for rank in self.others()})
         wanting = self.others() if root is None else [root] if root != self.rank else []
         keeps = root is None or root == self.rank
         item, length = seen.itemsize, CHUNK // seen.itemsize
         start, stop = _share(seen.numel(), self.rank, self.size)
         for begin in range(start, stop, length):
-            if board.closing:
-                raise TeamError(f"this process ended in the middle of {made.spoken}")
+            if control.closing:
+                raise TeamError(f"this process ended in the middle of {call.spoken}")
             own = seen[begin : min(begin + length, stop)]
             scratch = self._buffer(self._scratch, own)
-            # The first rank's comes first, except that two can be added either way round.
+            # In the order of ranks; the sum of two is the same in either order.
             if keeps and (self.rank == 0 or (self.size == 2 and op in (Op.SUM, Op.AVG))):
                 total, order = own, [rank for rank in range(self.size) if rank != self.rank]
             else:
                 total, order = self._buffer(self._total, own), list(range(1, self.size))
                 total.copy_(own if self.rank == 0 else self._read(kind, views[0], 0, begin * item, total))
             for rank in order:
-                way.add(total, own if rank == self.rank else self._read(kind, views[rank], rank, begin * item, scratch))
-            way.divide(total, self.size)
+                reduction.add(
+                    total, own if rank == self.rank else self._read(kind, views[rank], rank, begin * item, scratch)
+                )
+            reduction.divide(total, self.size)
             if keeps and total is not own:
                 own.copy_(total)
             for rank in wanting:
-                if board.has_left(rank):  # it gave up: its memory may be somebody else's by now
-                    raise TeamError(f"rank {rank} {board.gone(rank)} in the middle of {made.spoken}", [rank])
+                if control.has_left(rank):  # its memory may be in other use by now
+                    raise TeamError(f"rank {rank} {control.gone(rank)} in the middle of {call.spoken}", [rank])
                 self._write(kind, views[rank], rank, begin * item, total)
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        made, signature = operation(OpKind.BARRIER, torch.uint8, 0)
-        self.come(made, signature)
+        call, signature = operation(OpKind.BARRIER, torch.uint8, 0)
+        self.agree(call, signature)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        made, signature = operation(OpKind.BROADCAST, tensor.dtype, tensor.numel(), Op.NONE, root)
+        call, signature = operation(OpKind.BROADCAST, tensor.dtype, tensor.numel(), Op.NONE, root)
         if self.rank == root:
-            self._exchange(made, signature, [tensor] * self.size, [None] * self.size)
+            self._exchange(call, signature, [tensor] * self.size, [None] * self.size)
         else:
             wants = [tensor if rank == root else None for rank in range(self.size)]
-            self._exchange(made, signature, [None] * self.size, wants)
+            self._exchange(call, signature, [None] * self.size, wants)
 
     def all_gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        """Everybody's tensor, by rank; they may be of different sizes."""
-        made, signature = operation(OpKind.ALL_GATHER, tensor.dtype, 0)
-        self._same_dtype(made, tensor, *outs)
-        self._exchange(made, signature, [tensor] * self.size, outs)
+        """All tensors, by rank; their sizes may differ."""
+        call, signature = operation(OpKind.ALL_GATHER, tensor.dtype, 0)
+        self._same_dtype(call, tensor, *outs)
+        self._exchange(call, signature, [tensor] * self.size, outs)
 
     def gather(self, outs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
-        """Everybody's tensor, by rank, at the root."""
-        made, signature = operation(OpKind.GATHER, tensor.dtype, 0, Op.NONE, root)
-        self._same_dtype(made, tensor, *(outs or ()))
+        """All tensors, by rank, at the root."""
+        call, signature = operation(OpKind.GATHER, tensor.dtype, 0, Op.NONE, root)
+        self._same_dtype(call, tensor, *(outs or ()))
         offers = [tensor if rank == root else None for rank in range(self.size)]
-        self._exchange(made, signature, offers, outs or [None] * self.size)
+        self._exchange(call, signature, offers, outs or [None] * self.size)
 
     def scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        """To each member its own one of the root's tensors."""
-        made, signature = operation(OpKind.SCATTER, out.dtype, 0, Op.NONE, root)
-        self._same_dtype(made, out, *(inputs or ()))
+        """Sends each member its part of the root's tensors."""
+        call, signature = operation(OpKind.SCATTER, out.dtype, 0, Op.NONE, root)
+        self._same_dtype(call, out, *(inputs or ()))
         wants = [out if rank == root else None for rank in range(self.size)]
-        self._exchange(made, signature, inputs or [None] * self.size, wants)
+        self._exchange(call, signature, inputs or [None] * self.size, wants)
 
     def all_to_all(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """To each member its own one of everybody's tensors."""
-        made, signature = operation(OpKind.ALL_TO_ALL, inputs[0].dtype, 0)
-        self._same_dtype(made, *outs, *inputs)
+        """Sends each member its part of this member's tensors."""
+        call, signature = operation(OpKind.ALL_TO_ALL, inputs[0].dtype, 0)
+        self._same_dtype(call, *outs, *inputs)
         if _overlap(outs, inputs):
             inputs = [part.clone() for part in inputs]
-        self._exchange(made, signature, inputs, outs)
+        self._exchange(call, signature, inputs, outs)
 
-    def _exchange(self, made: CollectiveCall, signature: int, offers: Offers, wants: Offers) -> None:
-        """Offer a tensor to each member, or None, and take one from each, or none."""
-        with Exchange(self, made, signature, offers, wants) as views:
+    def _exchange(self, call: CollectiveCall, signature: int, offers: Offers, wants: Offers) -> None:
+        """Offers a tensor or None to each member, and copies one or none from each."""
+        with Exchange(self, call, signature, offers, wants) as views:
             for rank in self.others():
                 want = wants[rank]
                 if want is not None and want.nbytes:
@@ -251,39 +253,39 @@ class SharedMemoryCollectives(SharedGroup):
             if mine is not None and own is not None and mine.data_ptr() != own.data_ptr():
                 bytes_of(own).copy_(bytes_of(mine))
 
-    # -- what these have in common -----------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _views(self, places: dict[int, tuple[int, ...]]) -> dict[int, View]:
-        return {rank: self.reach.view(rank, (place[0], place[1], place[2])) for rank, place in places.items()}
+        return {rank: self.peers.view(rank, (place[0], place[1], place[2])) for rank, place in places.items()}
 
     def _read(self, kind: OpKind, view: View, rank: int, offset: int, into: torch.Tensor) -> torch.Tensor:
         start = time.perf_counter()
         part = view.read(offset, into)
-        if self.told:
-            self.told(kind.spoken, "read", rank, into.nbytes, start)
+        if self.on_access:
+            self.on_access(kind.spoken, "read", rank, into.nbytes, start)
         return part
 
     def _write(self, kind: OpKind, view: View, rank: int, offset: int, source: torch.Tensor) -> None:
         start = time.perf_counter()
         view.write(offset, source)
-        if self.told:
-            self.told(kind.spoken, "write", rank, source.nbytes, start)
+        if self.on_access:
+            self.on_access(kind.spoken, "write", rank, source.nbytes, start)
 
     @staticmethod
     def _buffer(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return memory[: like.nbytes].view(like.dtype)
 
-    def _same_dtype(self, made: CollectiveCall, *tensors: torch.Tensor) -> None:
+    def _same_dtype(self, call: CollectiveCall, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
-            if tensor.dtype != made.dtype:
+            if tensor.dtype != call.dtype:
                 raise UsageError(
-                    f"{made.kind.spoken} was given tensors of {tensor.dtype} and of {made.dtype}; "
+                    f"{call.kind.spoken} was given tensors of {tensor.dtype} and of {call.dtype}; "
                     "all must have the same dtype"
                 )
 
 
 def _share(count: int, rank: int, size: int) -> tuple[int, int]:
-    """From where to where this member's part of so many elements goes; parts begin at whole cache lines."""
+    """The first element of this member's part and the end; parts start on cache lines."""
     share = -(-count // (64 * size)) * 64
     return min(rank * share, count), min((rank + 1) * share, count)
 

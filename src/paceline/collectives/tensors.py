@@ -1,4 +1,4 @@
-"""Tensors as collectives want them: outside autograd, and in one piece."""
+"""Tensors as collectives need them: detached and contiguous."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ Tensors = list[torch.Tensor]
 
 
 def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor, contiguous; itself if it is."""
+    """A contiguous copy of a tensor; itself if it is contiguous."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous()
 
 
 def put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Give a tensor the values of what was made from it by `in_one_piece`, unless that is the same memory."""
+    """Copies the result of `in_one_piece` back to its tensor, unless they share memory."""
     if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.shape))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor outside autograd, which must not notice: other backends write to memory behind its back."""
+    """The tensor without autograd's version counter, which other backends do not raise either."""
     if not tensor.is_cpu:
         raise UsageError(f"the process group 'paceline' is for CPU tensors; this one is on {tensor.device}")
     return tensor.data
 
 
 def given(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor that is only read."""
+    """A tensor that is only read, contiguous."""
     return in_one_piece(plain(tensor))
 
 
 def pieces(whole: torch.Tensor, count: int) -> Tensors:
-    """A contiguous tensor in equal parts."""
+    """Equal parts of a contiguous tensor."""
     flat = whole.view(-1)
     length = flat.numel() // count
     return [flat[length * number : length * (number + 1)] for number in range(count)]
 
 
 class Filled:
-    """Tensors that will be filled: themselves where they are contiguous, else copies, to be put back."""
+    """Output tensors: themselves where they are contiguous, else copies, which `back` copies back."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], keep: bool = False) -> None:
         self.parts: Tensors = []

@@ -1,4 +1,4 @@
-"""What torch.distributed is given for an operation that was begun: something to wait for."""
+"""Handles of begun operations, as torch.distributed expects them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = list[torch.Tensor]
 
 
 class PacelineWork(Work):
-    """An operation of a group; `outputs` are the tensors that it fills."""
+    """Handle of an operation; `outputs` are the tensors that it fills."""
 
     def __init__(self, outputs: Any = ()) -> None:
         super().__init__()
@@ -56,9 +56,9 @@ class PacelineWork(Work):
     def source_rank(self) -> int:
         return self._source_rank()
 
-    def _watch(self, told: Callable[[], None]) -> None:
-        """Have this called once the operation is done."""
-        told()
+    def _watch(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once the operation is done."""
+        callback()
 
     def _complete(self) -> None:
         future = self._future
@@ -73,35 +73,35 @@ class PacelineWork(Work):
 
 
 DONE = PacelineWork()
-"""Of an operation that was done before its call returned, where nobody will ask for more."""
+"""Handle of an operation that was done before its call returned."""
 
 
 class QueuedWork(PacelineWork):
-    """A collective that the group's lane will do."""
+    """Handle of a collective in the group's queue."""
 
-    def __init__(self, lane: OpQueue, run: Callable[[], None], outputs: Any) -> None:
+    def __init__(self, queue: OpQueue, run: Callable[[], None], outputs: Any) -> None:
         super().__init__(outputs)
-        self._lane = lane
-        self._job: QueuedOp = lane.later(run)
+        self._queue = queue
+        self._op: QueuedOp = queue.submit(run)
 
     def is_completed(self) -> bool:
-        return self._job.done
+        return self._op.done
 
     def exception(self) -> BaseException | None:
-        return self._job.error
+        return self._op.error
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        self._lane.wait(self._job, _seconds(timeout))
+        self._queue.wait(self._op, _seconds(timeout))
         return True
 
-    def _watch(self, told: Callable[[], None]) -> None:
-        self._job.told = told
-        if self._job.done:  # and otherwise the lane will tell
-            told()
+    def _watch(self, callback: Callable[[], None]) -> None:
+        self._op.on_done = callback
+        if self._op.done:  # otherwise the queue calls it
+            callback()
 
 
 class P2PWork(PacelineWork):
-    """A message, sent or awaited."""
+    """Handle of a message that is sent or received."""
 
     def __init__(self, transfer: Transfer, outputs: Result, back: Callable[[], None] | None = None) -> None:
         super().__init__(outputs)
@@ -125,13 +125,13 @@ class P2PWork(PacelineWork):
         self._complete()
         return True
 
-    def _watch(self, told: Callable[[], None]) -> None:
-        self._transfer.told = told
+    def _watch(self, callback: Callable[[], None]) -> None:
+        self._transfer.told = callback
         if self._transfer.done:
-            told()
+            callback()
 
     def _complete(self) -> None:
-        with self._lock:  # whoever comes second waits until the first has filled the tensor
+        with self._lock:  # the second thread waits until the first has filled the tensor
             back, self._back = self._back, None
             if back is not None and self._transfer.error is None:
                 back()
@@ -142,7 +142,7 @@ class P2PWork(PacelineWork):
 
 
 class GlooWork(PacelineWork):
-    """A message that gloo receives from another machine."""
+    """Handle of a message that gloo receives from another machine."""
 
     def __init__(self, work: Work, back: Callable[[], None]) -> None:
         super().__init__()
@@ -165,6 +165,6 @@ class GlooWork(PacelineWork):
 
 
 def _seconds(timeout: datetime.timedelta | None) -> float | None:
-    """None where no limit of its own was asked for: torch says so with zero or less."""
+    """The timeout in seconds; None where there is none, which torch gives as zero or less."""
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None

@@ -51,7 +51,7 @@ def build_runtime(
         return [payloads[rank] for rank in ranks]
 
     group = Group(context.rank, len(ranks), exchange, members.barrier.timeouts, context.say)
-    group.board.ranks = [members.barrier.ranks[rank] for rank in ranks]
+    group.control.ranks = [members.barrier.ranks[rank] for rank in ranks]
     return PipelineRuntime(model, group, context, traceable, traced, bounds, (args, kwargs))
 
 

@@ -89,8 +89,8 @@ def join_replica(members: Members, ranks: list[int], say: Callable[[str], None])
         return [everybody[rank] for rank in ranks]
 
     group = Group(ranks.index(members.rank), len(ranks), exchange, members.barrier.timeouts, say)
-    group.board.ranks = [members.barrier.ranks[rank] for rank in ranks]
-    group.board.crowd(members.size)
+    group.control.ranks = [members.barrier.ranks[rank] for rank in ranks]
+    group.control.crowd(members.size)
     return Communicator(group.rank, group.size, MailChannel(group.mailbox), group)
 
 
