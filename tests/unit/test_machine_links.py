@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.collectives.inter_machine import segments
-from paceline.collectives.links import LinkMatrix, around, best_order, best_topology, measure, tournament
+from paceline.collectives.links import LinkMatrix, best_order, best_topology, measure, ring_links, tournament
 from paceline.errors import JoinError, TeamError
 from paceline.parameters.checkpoint_codec import pack, unpack
 from paceline.parameters.layout import borders
@@ -36,7 +36,7 @@ def test_the_ring_follows_the_fast_links(size: int) -> None:
     order = best_order(matrix(size, slow))
     assert sorted(order) == list(range(size))
     assert order[0] == 0
-    assert not any((a, b) in slow or (b, a) in slow for a, b in around(order))
+    assert not any((a, b) in slow or (b, a) in slow for a, b in ring_links(order))
 
 
 def test_equal_links_leave_the_order_alone() -> None:

@@ -38,7 +38,7 @@ class DistributedChannel:
     def send(self, peer: int, tensor: torch.Tensor, tag: int = _TAG) -> PendingSend:
         work = distributed.isend(tensor, group=self._group, group_dst=peer, tag=_positive(tag))
         assert work is not None
-        # Some backends forget a message when nobody holds it any more.
+        # Some backends drop a message when its handle is freed.
         self._sending = [other for other in self._sending if not other.is_completed()] + [work]
         return work
 

@@ -359,7 +359,7 @@ def _next(counts: dict[tuple[int, int], int], peer: int, tag: int) -> int:
 
 
 def pairwise(op: Op) -> Callable[[Tensors], torch.Tensor]:
-    """Combines the values of one member, in their order; a gradient goes back through it where torch has one."""
+    """A function that reduces the values of one member, in their order; differentiable where torch's is."""
     functions: dict[Op, Any] = {
         Op.SUM: torch.add,
         Op.PRODUCT: torch.mul,
@@ -417,5 +417,5 @@ def _size(shapes: list[TensorMeta]) -> int:
 
 
 def _entry(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the graph, even if nobody wants its own gradient: the others' need this member's help."""
+    """The tensor in the graph, even if it needs no gradient: the backward pass of the others needs this member."""
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()

@@ -57,5 +57,5 @@ def init_default_group(device: torch.device, store: Any, rank: int, size: int, t
 def _create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
     """Called by torch.distributed for its default group, and for every group that a script makes besides."""
     members = current()
-    assert members is not None  # a team has come together before it trains
+    assert members is not None  # a team is joined before it trains
     return open_gloo(store, rank, size, members.hosts[members.machine], timeout)

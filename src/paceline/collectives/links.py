@@ -1,4 +1,4 @@
-"""What the links between machines are like, and which way round a ring should go."""
+"""Measures the links between machines, and chooses the order of a ring."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from paceline.topologies import Link, quickest
 from paceline.transport.channel import Channel
 
 _SIZES = (1 << 16, 1 << 20, 1 << 22)
-"""Bytes that are tried, one after the other, until it takes long enough to be measured."""
+"""Bytes of the probes, sent in turn until one takes long enough to be measured."""
 _LONG = 0.02
-"""Seconds."""
+"""Seconds that are long enough."""
 _PINGS = 4
 _FEW = 8
 """Machines of which all orders are tried."""
 
 
 class LinkRow(msgspec.Struct):
-    """What one machine found out: of the ways from it to each other."""
+    """Measured links from one machine to each other."""
 
     latency: list[float]
     bandwidth: list[float]
@@ -32,7 +32,7 @@ class LinkRow(msgspec.Struct):
 
 
 class LinkMatrix(msgspec.Struct):
-    """A matrix: of the way from one machine (row) to another (column)."""
+    """Measured links from each machine (row) to each other (column)."""
 
     latency: list[list[float]]
     """Seconds."""
@@ -52,10 +52,10 @@ class LinkMatrix(msgspec.Struct):
 
     def slowest(self, order: Sequence[int]) -> float:
         """The bandwidth of the slowest link of a ring."""
-        return min(self.bandwidth[a][b] for a, b in around(order))
+        return min(self.bandwidth[a][b] for a, b in ring_links(order))
 
 
-def around(order: Sequence[int]) -> list[tuple[int, int]]:
+def ring_links(order: Sequence[int]) -> list[tuple[int, int]]:
     """The links of a ring."""
     return list(itertools.pairwise([*order, order[0]]))
 
@@ -72,9 +72,9 @@ def best_order(links: LinkMatrix) -> list[int]:
 
 
 def _worth(links: LinkMatrix, ring: Sequence[int]) -> tuple[float, float]:
-    # Links of about the same speed count as equal, so that chance does not choose.
+    # Links of about the same speed count as equal, so that noise does not decide.
     slowest = round(links.slowest(ring), -int(len(str(int(links.slowest(ring)))) - 1))
-    return slowest, -sum(1.0 / links.bandwidth[a][b] for a, b in around(ring))
+    return slowest, -sum(1.0 / links.bandwidth[a][b] for a, b in ring_links(ring))
 
 
 def _greedy(links: LinkMatrix, start: int) -> list[int]:
@@ -94,7 +94,7 @@ def best_topology(links: LinkMatrix, size: int) -> str:
 
 
 def measure(channel: Channel) -> LinkRow:
-    """The ways from this member to the others, each measured while no other is used by either of the two."""
+    """Measures the links from this member to the others, each while both ends use no other link."""
     size, rank = channel.size, channel.rank
     row = LinkRow([0.0] * size, [0.0] * size)
     for pairs in tournament(size):
@@ -110,7 +110,7 @@ def measure(channel: Channel) -> LinkRow:
 
 
 def tournament(size: int) -> list[list[tuple[int, int]]]:
-    """Rounds in which all meet all, each one other at a time."""
+    """Rounds of disjoint pairs, in which every pair occurs once."""
     players: list[int | None] = list(range(size))
     if size % 2:
         players.append(None)
