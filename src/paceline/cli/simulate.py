@@ -179,7 +179,7 @@ def _draw(out: Path, specs: list[str], cluster: SimulatedCluster, model: Model, 
     """Write the timelines as runs, and a report of them."""
     facts = []
     for spec in specs:
-        folder = out / "".join("-" if letter in ":,=" else letter for letter in spec)
+        folder = out / "".join("-" if character in ":,=" else character for character in spec)
         _, trace = simulate(spec, cluster, updates=min(updates, _DRAWN), seed=seed, model=model, trace=True)
         assert trace is not None
         trace.write(folder, {"seed": seed, "compute": str(cluster.compute)})
