@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from helpers import guard, load
-from helpers.huge_pages import use_huge_pages
+from helpers.huge_pages import prepare_to_fork
 
 gc.set_threshold(50_000)
 _module: object = None
@@ -23,8 +23,5 @@ def pytest_runtest_setup(item: pytest.Function) -> None:
     load.begin_test()
     if item.module is not _module:
         _module = item.module
-        if "torch" in sys.modules:  # the collector need not look through it time and again, and forks need not copy it
-            gc.collect()
-            gc.freeze()
-        if "helpers.loaded" in sys.modules or "helpers.forks" in sys.modules:  # its tests may fork
-            use_huge_pages()
+        if "torch" in sys.modules:  # its tests may fork
+            prepare_to_fork()

@@ -7,6 +7,7 @@ time; with huge pages it takes 4 ms.
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 from pathlib import Path
 
@@ -17,11 +18,19 @@ _MADV_COLLAPSE = 25
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *(?:\[heap\])?$", re.MULTILINE)
 
 
-def use_huge_pages() -> None:
-    """Collapses this process's private memory into huge pages, where the kernel can do so (since Linux 6.1).
+def prepare_to_fork() -> None:
+    """Makes this process cheap to fork: forks do not copy what it has imported, and collections skip it.
 
-    Pages that were written to while a fork shared them are no longer huge; calling this again takes milliseconds.
+    Calling it again takes milliseconds, and is worth it: pages that were written to while a fork shared them are no
+    longer huge.
     """
+    gc.collect()
+    gc.freeze()
+    _use_huge_pages()
+
+
+def _use_huge_pages() -> None:
+    """Collapses this process's private memory into huge pages, where the kernel can do so (since Linux 6.1)."""
     for first, last in _MAPPING.findall(Path("/proc/self/maps").read_text()):
         start, end = -(-int(first, 16) // _SIZE) * _SIZE, int(last, 16) // _SIZE * _SIZE
         for address in range(start, end, _SIZE):
