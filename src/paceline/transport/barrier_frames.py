@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -29,18 +29,21 @@ class Note(NamedTuple):
         """Writes it into its slot, where the members of this machine read it."""
         length = len(self.payload)
         SLOT.pack_into(slot, 0, self.intent, length, self.departed)
-        slot[SLOT.size : SLOT.size + length] = self.payload
+        if length:
+            slot[SLOT.size : SLOT.size + length] = self.payload
 
 
 def pack_notes(
     number: int, last: int, ranks: Sequence[int], slots: Sequence[memoryview], departed: Mapping[int, int]
-) -> Iterable[bytes | memoryview]:
+) -> list[bytes | memoryview]:
     """The notes of these ranks at one barrier. last: the rank that came last. departed: ranks without a note."""
-    yield _FRAME.pack(number, last, len(ranks))
+    parts: list[bytes | memoryview] = [_FRAME.pack(number, last, len(ranks))]
     for rank in ranks:
         intent, length, state = (0, 0, departed[rank]) if rank in departed else SLOT.unpack_from(slots[rank])
-        yield _RANK.pack(rank, intent, length, state)
-        yield slots[rank][SLOT.size : SLOT.size + length]
+        parts.append(_RANK.pack(rank, intent, length, state))
+        if length:
+            parts.append(slots[rank][SLOT.size : SLOT.size + length])
+    return parts
 
 
 def unpack_notes(payload: memoryview, capacity: int) -> tuple[int, int, list[Note]]:

@@ -29,7 +29,7 @@ _TICKS = 5
 
 
 class FrameKind(IntEnum):
-    """The kinds of frames between members of a barrier; a frame's message is its kind."""
+    """The kinds of frames between members of a barrier; the first byte of a frame's message."""
 
     NOTES = 1
     """The notes of one machine's workers, at one barrier."""
@@ -47,8 +47,8 @@ class FrameKind(IntEnum):
     """The notes of all members, at one barrier."""
 
 
-_MESSAGES = {kind: bytes([kind]) for kind in FrameKind}
-_KINDS = {message: kind for kind, message in _MESSAGES.items()}
+_BYTES = {kind: bytes([kind]) for kind in FrameKind}
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class PeerConnection:
@@ -79,8 +79,8 @@ class PeerConnection:
     def send(self, kind: FrameKind, *parts: bytes | memoryview) -> None:
         """Begins to send a frame; the parts are copied."""
         self._sent += 1
-        payload = parts[0] if len(parts) == 1 and isinstance(parts[0], bytes) else b"".join(parts)
-        self._connection.send(make_frame("", self._index, self._sent, _MESSAGES[kind], payload))
+        message = b"".join([_BYTES[kind], *parts])
+        self._connection.send(make_frame("", self._index, self._sent, message))
 
     def pull(self) -> None:
         """Takes what has come; TeamError if it is not what a member sends."""
@@ -95,8 +95,8 @@ class PeerConnection:
     def _take(self, parts: list[Any]) -> None:
         try:
             header = read_header(parts)
-            kind = _KINDS[bytes(parts[1])]
-        except (ValueError, KeyError):
+            kind = _KINDS[parts[1][0]]
+        except (ValueError, KeyError, IndexError):
             raise TeamError(f"what came from {self.host} is not a frame of this team") from None
         if damage(header, parts):
             raise TeamError(f"a frame from {self.host} was damaged on its way")
@@ -108,7 +108,7 @@ class PeerConnection:
         elif kind is FrameKind.END:
             self.left = self.ended = True
         else:
-            self.frames.append((kind, parts[2]))
+            self.frames.append((kind, parts[1][1:]))
 
     def _end(self, error: TeamError | None) -> None:
         self.ended, self._failure = True, error
@@ -128,9 +128,8 @@ class PeerConnections:
         self._poller = poller
 
     def send_all(self, kind: FrameKind, *parts: bytes | memoryview) -> None:
-        payload = parts[0] if len(parts) == 1 else b"".join(parts)
         for connection in self.connections.values():
-            connection.send(kind, payload)
+            connection.send(kind, *parts)
 
     def move(self, seconds: float = 0.0) -> None:
         """Sends and takes what can be, waiting at most so long for anything to happen."""

@@ -26,10 +26,11 @@ from paceline.errors import TeamError
 from paceline.transport.poller import READ, WRITE, Poller
 
 _MARK = b"pl08"
-_PREFIX = struct.Struct("!4sI")  # mark, number of parts
-_LENGTH = struct.Struct("!I")
 _PARTS = 8
 """Parts of a frame, at most."""
+_PREFIX = struct.Struct("!4sI")  # mark, number of parts
+_PREFIXES = [struct.Struct(f"!4sI{count}I") for count in range(_PARTS + 1)]
+"""By number of parts, the prefix with their lengths."""
 _READ = 1 << 16
 """Bytes that are read at once; longer parts are read where they stay."""
 _JOINED = 1 << 14
@@ -79,9 +80,12 @@ def read_header(parts: Sequence[Any]) -> FrameHeader:
 
 def damage(header: FrameHeader, parts: Sequence[Any]) -> str:
     """Why a frame is not what its header says; empty if it is."""
-    if header.size != sum(map(len, parts[1:])):
+    size, check = len(parts[1]), zlib.crc32(parts[1])
+    if len(parts) == 3:
+        size += len(parts[2])
+        check ^= zlib.crc32(parts[2])
+    if size != header.size:
         return "not as long as it says"
-    check = zlib.crc32(parts[1]) ^ (zlib.crc32(parts[2]) if len(parts) == 3 else 0)
     return "" if check == header.check else "damaged"
 
 
@@ -109,7 +113,7 @@ class TcpConnection:
         self._poller, self._largest, self._deliver, self._closed = poller, largest, deliver, closed
         self._descriptor, self._encrypted = connection.fileno(), isinstance(connection, ssl.SSLSocket)
         self._buffer = memoryview(bytearray(_READ))
-        self._incoming = bytearray()
+        self._incoming = b""
         self._lengths: list[int] = []
         """Of the parts that are still to come, of the frame that is coming."""
         self._parts: list[Any] = []
@@ -127,7 +131,7 @@ class TcpConnection:
     def _ready(self, events: int) -> None:
         if events & WRITE:
             self.push()
-        if events & ~WRITE:
+        if events != WRITE:
             self.pull()
 
     # -- sending -----------------------------------------------------------------------------------------------------
@@ -137,9 +141,9 @@ class TcpConnection:
         if not self.open:
             return
         lengths = [len(part) for part in parts]
-        prefix = _PREFIX.pack(_MARK, len(parts)) + b"".join(map(_LENGTH.pack, lengths))
+        prefix = _PREFIXES[len(parts)].pack(_MARK, len(parts), *lengths)
         if sum(lengths) <= _JOINED:
-            self._outgoing.append(memoryview(prefix + b"".join(parts)))
+            self._outgoing.append(memoryview(b"".join([prefix, *parts])))
         else:
             short = sum(lengths[:-1]) <= _JOINED
             if short:
@@ -202,7 +206,7 @@ class TcpConnection:
             self._filled += count
             return count
         count = self.socket.recv_into(self._buffer)
-        self._incoming += self._buffer[:count]
+        self._incoming += bytes(self._buffer[:count])
         return count
 
     def _cut(self) -> None:
@@ -213,40 +217,51 @@ class TcpConnection:
             self._add(self._body)
             self._body = None
         data, start = self._incoming, 0
+        view = memoryview(data)
         while self.open:
             if not self._lengths:
-                start_of_parts = self._read_prefix(data, start)
-                if not start_of_parts:
+                after = self._read_prefix(data, start)
+                if not after:
                     break
-                start = start_of_parts
+                start = after
+                if len(data) - start >= sum(self._lengths):  # the whole frame is here
+                    parts = []
+                    for length in self._lengths:
+                        parts.append(view[start : start + length])
+                        start += length
+                    self._lengths = []
+                    self._deliver(parts)
+                    if start == len(data):
+                        break
+                    continue
             length = self._lengths[0]
             have = len(data) - start
             if have < length:
                 if length > _READ:
                     self._body = memoryview(bytearray(length))
-                    self._body[:have] = data[start:]
+                    self._body[:have] = view[start:]
                     self._filled, start = have, len(data)
                 break
-            part = memoryview(bytes(data[start : start + length]))
             start += length
-            self._add(part)
-        del data[:start]
+            self._add(view[start - length : start])
+        self._incoming = data[start:]
 
-    def _read_prefix(self, data: bytearray, start: int) -> int:
+    def _read_prefix(self, data: bytes, start: int) -> int:
         """Reads the lengths of the next frame; returns where its parts begin, or 0 if not all has come."""
-        if len(data) - start < _PREFIX.size:
+        have = len(data) - start
+        if have < _PREFIX.size:
             return 0
         mark, count = _PREFIX.unpack_from(data, start)
         if mark != _MARK or not 0 < count <= _PARTS:
             raise TeamError(f"what came from {self.host} is not a frame of this team")
-        start += _PREFIX.size
-        if len(data) - start < count * _LENGTH.size:
+        prefix = _PREFIXES[count]
+        if have < prefix.size:
             return 0
-        lengths = [_LENGTH.unpack_from(data, start + index * _LENGTH.size)[0] for index in range(count)]
+        lengths = prefix.unpack_from(data, start)[2:]
         if sum(lengths) > self._largest:
             raise TeamError(f"{self.host} has sent a frame of {sum(lengths)} bytes; {self._largest} are allowed")
-        self._lengths = lengths
-        return int(start + count * _LENGTH.size)
+        self._lengths = list(lengths)
+        return int(start + prefix.size)
 
     def _add(self, part: memoryview) -> None:
         self._parts.append(part)
