@@ -19,11 +19,10 @@ import torch
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from paceline.config import AllReduce, one_of
+from paceline.config import AllReduce
 from paceline.errors import TeamError, UsageError
 from paceline.events import Reduce
 from paceline.parameters.gradients import Gradients
-from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout
 from paceline.parameters.machines_reduction import MachinesReduction
 from paceline.parameters.optimizers import ELEMENTWISE
@@ -31,10 +30,9 @@ from paceline.parameters.reduction import CollectiveReduction, Reduction, Shared
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.strategies.base import Options, TrainerContext, split_parameters
-from paceline.strategies.optimizer_patch import own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.step_table import StepAgreement, StepTable
-from paceline.strategies.synchronous import SynchronousTrainer
+from paceline.strategies.synchronous import SynchronousTrainer, check_rate
 from paceline.transport import BarrierKind
 
 _LOSS = struct.Struct("=d")
@@ -54,9 +52,8 @@ class AllReduceTrainer(SynchronousTrainer):
     """Trains a model by all-reduce."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
-        one_of("gradients", options.gradients, ("local", "visible"))
         members = context.members
-        rate = RateScaling(options.scale_lr, members.size, options.warmup)
+        rate = check_rate(options, members.size)
         trained, rest = split_parameters(model, optimizer)
         elementwise = type(optimizer) in ELEMENTWISE
         if not elementwise:
@@ -93,12 +90,10 @@ class AllReduceTrainer(SynchronousTrainer):
         self._versions: Versions | None = None
         self._shard: ShardedOptimizer | None = None
         if sharded:
-            self._share_versions()
+            self._shard = self._share_versions()
+            self._share_state(OptimizerState(optimizer, lambda: [self._shard] if self._shard is not None else []))
         else:
             members.mirror([slot.parameter for slot in layout.slots])
-        self._state = OptimizerState(optimizer, lambda: [self._shard] if self._shard is not None else [])
-        if sharded:
-            self._state.import_all()
         gradients.attach(self._gradient_made if self._visible else None)
         self._patch_optimizer(state=sharded, amp=not self._visible)
 
@@ -118,7 +113,7 @@ class AllReduceTrainer(SynchronousTrainer):
             )
         return SharedReduction(self._layout, self._gradients, self._place)
 
-    def _share_versions(self) -> None:
+    def _share_versions(self) -> ShardedOptimizer:
         members, layout = self._members, self._layout
         self._versions = versions = Versions(layout, members.share(Versions.memory_size(layout)))
         if self._machines is not None:
@@ -127,10 +122,9 @@ class AllReduceTrainer(SynchronousTrainer):
             versions.fill()
         self._barrier.wait(BarrierKind.ALLOCATE)
         versions.pull()
-        self._shard = ShardedOptimizer(
-            self._optimizer, layout, versions, self._gradients, self._place, self._neighbours
-        )
-        self._shard.place(members.share(self._shard.memory_size()))
+        shard = ShardedOptimizer(self._optimizer, layout, versions, self._gradients, self._place, self._neighbours)
+        shard.place(members.share(shard.memory_size()))
+        return shard
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -268,21 +262,7 @@ class AllReduceTrainer(SynchronousTrainer):
         # The others may change their gradients in place as soon as they have them; not before all have copied.
         self._wait(BarrierKind.PUBLISH)
 
-    # -- state as plain torch knows it -------------------------------------------------------------------------------
-
     def addresses(self) -> list[int]:
         """Where the shared parameters and the optimizer's state begin."""
         tensors = [*(self._versions.flats if self._versions else []), *(self._shard.state() if self._shard else [])]
         return [tensor.data_ptr() for tensor in tensors]
-
-    def _state_dict(self) -> dict[str, Any]:
-        return self._state.state_dict()
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state.load_state_dict(state)
-
-    def close(self) -> None:
-        super().close()
-        if self._shard is not None:
-            self._state.export(copy=True)
-            own_parameters(self._layout)

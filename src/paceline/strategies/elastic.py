@@ -12,28 +12,24 @@ left: those of a machine that is gone are lost with it.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from paceline.cluster.servers import StartServers, start_servers
-from paceline.config import one_of
 from paceline.errors import JoinError, TeamError, UsageError, names
 from paceline.events import Lost, Reduce, Roster
 from paceline.parameters.elastic_reduction import ElasticReduction
 from paceline.parameters.gradients import Gradients
-from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout
 from paceline.parameters.optimizers import ELEMENTWISE
 from paceline.parameters.reduction import Weights
 from paceline.strategies.all_reduce import on_host, topology_of
 from paceline.strategies.base import Options, TrainerContext, split_parameters
 from paceline.strategies.elastic_shards import ElasticShards
-from paceline.strategies.optimizer_patch import own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.step_table import StepAgreement, StepTable
-from paceline.strategies.synchronous import SynchronousTrainer
+from paceline.strategies.synchronous import SynchronousTrainer, check_rate
 from paceline.transport import BarrierKind
 
 _SHARDS_EACH = 4
@@ -46,9 +42,8 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
     """Trains a model by all-reduce with the workers that are left."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
-        one_of("gradients", options.gradients, ("local", "visible"))
         members = context.members
-        rate = RateScaling(options.scale_lr, members.size, options.warmup)
+        rate = check_rate(options, members.size)
         trained, rest = split_parameters(model, optimizer)
         shareable = on_host(parameter for _, parameter in trained) and type(optimizer) in ELEMENTWISE
         if not shareable or options.gradients == "visible":
@@ -83,8 +78,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
                 raise JoinError(self._machines.trouble)
         members.mirror([*rest, *model.buffers()])
         self._shards = ElasticShards(optimizer, members, gradients, count)
-        self._state = OptimizerState(optimizer, self._shards.shards)
-        self._state.import_all()
+        self._share_state(OptimizerState(optimizer, self._shards.shards))
         gradients.attach()
         self._patch_optimizer()
         self._barrier.spare = True
@@ -272,16 +266,3 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
             parts = [values[rank][0] for rank in self._members.machines[0] if rank in values]
         self._summed = set(self._gone)
         return self._set_clip_factor(parts, limit, norm)
-
-    # -- state as plain torch knows it -------------------------------------------------------------------------------
-
-    def _state_dict(self) -> dict[str, Any]:
-        return self._state.state_dict()
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state.load_state_dict(state)
-
-    def close(self) -> None:
-        super().close()
-        self._state.export(copy=True)
-        own_parameters(self._layout)

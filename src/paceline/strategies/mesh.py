@@ -13,7 +13,6 @@ A step:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -26,7 +25,6 @@ from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.strategies.base import Options, TrainerContext
 from paceline.strategies.mesh_coord import MeshCoord, MeshShape
-from paceline.strategies.optimizer_patch import own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.split_checks import check_split
 from paceline.strategies.split_model import SplitModel
@@ -60,8 +58,7 @@ class MeshTrainer(SynchronousTrainer):
         versions.pull()
         self._shard = ShardedOptimizer(parts.shadow, layout, versions, gradients, self._rank, members.size)
         self._shard.place(members.share(self._shard.memory_size()))
-        self._state = OptimizerState(optimizer, lambda: [self._shard], parts)
-        self._state.import_all()
+        self._share_state(OptimizerState(optimizer, lambda: [self._shard], parts))
         gradients.attach()
         self._patch_optimizer()
         split.ready()
@@ -90,14 +87,5 @@ class MeshTrainer(SynchronousTrainer):
     def _first_source(self, agreed: StepAgreement) -> int:
         return agreed.weights[0][0] * self._coord.shape.replica
 
-    def _state_dict(self) -> dict[str, Any]:
-        return self._state.state_dict()
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state.load_state_dict(state)
-
-    def close(self) -> None:
-        super().close()
-        self._state.export(copy=True)
+    def _restore_model(self) -> None:
         self._split.undo()
-        own_parameters(self._layout)

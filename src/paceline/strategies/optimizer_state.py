@@ -57,7 +57,3 @@ class OptimizerState:
             return type(self._optimizer).state_dict(self._optimizer)
         finally:
             self._optimizer.state.clear()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        type(self._optimizer).load_state_dict(self._optimizer, state)
-        self.import_all()

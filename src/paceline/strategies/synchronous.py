@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from paceline.config import one_of
 from paceline.events import Reduce, Update
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout
 from paceline.parameters.reduction import combine_norms
 from paceline.parameters.sharding import ShardedOptimizer
-from paceline.strategies.base import Trainer, TrainerContext
-from paceline.strategies.optimizer_patch import clear_gradients
+from paceline.strategies.base import Options, Trainer, TrainerContext
+from paceline.strategies.optimizer_patch import clear_gradients, own_parameters
+from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.step_table import StepAgreement, StepTable
 from paceline.transport import BarrierKind
 
@@ -55,6 +57,8 @@ class SynchronousTrainer(Trainer):
         """The hyperparameters of the last update."""
         self._clip_factor: float | None = None
         """The factor on the mean gradient, once it has been reduced and clipped."""
+        self._state: OptimizerState | None = None
+        """The optimizer's state, if it is in shared memory."""
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
 
@@ -201,6 +205,32 @@ class SynchronousTrainer(Trainer):
         super().load(model, optimizer)
         self._wait(BarrierKind.BARRIER)
 
+    def _share_state(self, state: OptimizerState) -> None:
+        """Move the optimizer's state to shared memory."""
+        self._state = state
+        state.import_all()
+
+    def _state_dict(self) -> dict[str, Any]:
+        return super()._state_dict() if self._state is None else self._state.state_dict()
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        super()._load_state_dict(state)
+        if self._state is not None:
+            self._state.import_all()
+
     def close(self) -> None:
         self._gradients.detach()
         super().close()
+        if self._state is not None:
+            self._state.export(copy=True)
+            self._restore_model()
+            own_parameters(self._layout)
+
+    def _restore_model(self) -> None:
+        """Make a split model whole again."""
+
+
+def check_rate(options: Options, workers: int) -> RateScaling:
+    """Checks the options of a synchronous trainer; returns how its learning rate is scaled."""
+    one_of("gradients", options.gradients, ("local", "visible"))
+    return RateScaling(options.scale_lr, workers, options.warmup)
