@@ -174,7 +174,7 @@ def test_all_that_a_team_can_do_spans_machines(tmp_path: Path) -> None:
 
 def test_what_the_lead_sees_of_an_earlier_team_all_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen_by = {"0": tmp_path / "00000007.pt"}  # the others are on machines that have none
-    monkeypatch.setattr("paceline.team.newest_checkpoint", lambda _folder: seen_by.get(os.environ["RANK"]))
+    monkeypatch.setattr("paceline.team.checkpoints.newest_checkpoint", lambda _folder: seen_by.get(os.environ["RANK"]))
     found = run_spread(lambda team: team.checkpoint, "aab", launch=patient(folder=str(tmp_path)))
     assert found == [tmp_path / "00000007.pt"] * 3
 

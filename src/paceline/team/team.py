@@ -1,4 +1,4 @@
-"""`join()` and `Team`: all that a training script talks to."""
+"""`join()` and `Team`: all that a training script uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline.cluster.checkpoints import newest_checkpoint
 from paceline.cluster.event_forwarding import EventForwarding
 from paceline.cluster.membership import Members, join_team
 from paceline.cluster.process import import_compiler_late, keep_freed_memory
@@ -37,10 +36,9 @@ from paceline.data import TeamLoader
 from paceline.data.leased_loader import LeasedLoader
 from paceline.data.loader import check_loader
 from paceline.errors import UsageError
-from paceline.events import Balance, Join, Leave, Metric, Recorder, folder_of
+from paceline.events import Join, Leave, Metric, Recorder, folder_of
 from paceline.events.stopwatch import Stopwatch
 from paceline.events.summary import merge
-from paceline.parameters.checkpoint_codec import pack, unpack
 from paceline.parameters.variables import Mirrored, PerReplica
 from paceline.policies import Policy
 from paceline.strategies import PROFILING, SINGLE, Make, Options, Trainer, TrainerContext, load, trainer_of
@@ -48,17 +46,19 @@ from paceline.strategies.backward_timer import BackwardTimer
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
 from paceline.strategies.mesh_factory import is_whole
+from paceline.team.checkpoints import Checkpoints, compact, write
+from paceline.team.loaders import LoaderTeam
 from paceline.transport import BarrierKind
 
 _joined: Team | None = None
 
 
 def join(strategy: str | Strategy | None = None, *, name: str | None = None, timeouts: Timeouts | None = None) -> Team:
-    """Join the team that this process was started for; a team of one when started with plain `python`.
+    """Joins the team that this process was started for; a team of one when started with plain `python`.
 
     strategy: how to train, unless `paceline run --strategy` says otherwise; all-reduce by default.
     name: the run's folder under `runs/`, where `paceline run` has not named one; without either, none is written.
-    timeouts: how long to wait for whom.
+    timeouts: how long to wait for other processes.
     """
     global _joined
     if _joined is None:
@@ -67,7 +67,7 @@ def join(strategy: str | Strategy | None = None, *, name: str | None = None, tim
 
 
 class _Step:
-    """`with team.step():`. Entered thousands of times a second, so it is made once."""
+    """`with team.step():`. It is made once, since it may be entered thousands of times a second."""
 
     __slots__ = ("_accumulating", "_team")
 
@@ -123,19 +123,18 @@ class Team:
         self._writes_summary = launch.folder is None and self._folder is not None
         reforms = launch.elastic and isinstance(self.strategy, AllReduce)
         self._members: Members = join_team(place, launch, timeouts or launch.timeouts, self._say, elastic=reforms)
-        self._left_before = self._find_checkpoint() if len(self._members.machines) > 1 else None
+        self._checkpoints = Checkpoints(self._members, self._folder)
         import_compiler_late()
         if self._started_with > 1:
             keep_freed_memory()
         self._trainer: Trainer | None = None
         self._recorder = Recorder(self._streams_folder() if launch.record else None, self.rank)
         self._stopwatch = Stopwatch(self._recorder, self.rank, launch.slow.get(self.rank), launch.seed)
-        self._turns: BackwardTimer | None = None
-        self._round: tuple[TeamLoader, int] | None = None
+        self._backward_timer: BackwardTimer | None = None
         self._accumulations = 0
-        """How many accumulating steps the script is in, one in the other."""
+        """Nested accumulating steps that the script is in."""
         self._step, self._accumulating_step = _Step(self, False), _Step(self, True)
-        self._loaders: list[TeamLoader] = []
+        self._loaders = LoaderTeam(self.rank, self._started_with, self._members, self._recorder, self._stopwatch)
         self._closed = False
         self._process = os.getpid()
         where = (socket.gethostname(), str(self.device), str(self.strategy))
@@ -143,7 +142,7 @@ class Team:
         atexit.register(self._leave)
 
     def _streams_folder(self) -> Path | None:
-        """Where this worker records; what is recorded away from home is sent there, by the machine's relay or lead."""
+        """The folder of this worker's events; on other machines than rank 0's, a relay or the lead forwards them."""
         if self._folder is None:
             return None
         if self._members.connections is not None and self._launch.record and not isinstance(self.strategy, Policy):
@@ -152,13 +151,13 @@ class Team:
 
     @property
     def world_size(self) -> int:
-        """How many workers there are; with a parameter server they may come and go."""
+        """The number of workers; with a parameter server it may change."""
         now = self._trainer.present if self._trainer is not None else None
         return self._started_with if now is None else now
 
     @property
     def is_lead(self) -> bool:
-        """Whether this is the one who prints and saves: rank 0, or in an elastic all-reduce the lowest that is left."""
+        """True if this worker prints and saves: rank 0, or in an elastic all-reduce the lowest that is left."""
         return self.rank == self.lead
 
     @property
@@ -189,7 +188,7 @@ class Team:
         sync_batch_norm: let batch norm layers use the whole global batch instead of each worker's part.
         scale_lr: multiply the learning rate by the number of workers, or with a parameter server of gradients per
             update ("linear"), or its root ("sqrt"), reached over `warmup` updates.
-        loss: the loss function, for whoever plans how to split the model; the loop calls it as before.
+        loss: the loss function, from which a split of the model is planned; the loop calls it as before.
         """
         if self._trainer is not None:
             raise UsageError("setup was called before; a team trains one model with one optimizer")
@@ -230,10 +229,9 @@ class Team:
         kind = self._kind()
         self._model, self._optimizer = model, optimizer
         self._trainer = kind(model, optimizer, options, context)
-        self._trainer.on_update = self._after_update
-        self._trainer.on_lost = self._lose
-        self._turns = BackwardTimer(self._stopwatch)
-        shared = [self._share(loader, global_batch, balance) for loader in loaders]
+        self._loaders.attach(self._trainer)
+        self._backward_timer = BackwardTimer(self._stopwatch)
+        shared = [self._loaders.share(loader, global_batch, balance) for loader in loaders]
         return (model, optimizer, *shared)
 
     def _kind(self) -> Make:
@@ -243,11 +241,11 @@ class Team:
         if self._started_with == 1 and not (elastic and isinstance(self.strategy, Policy)):
             return load(SINGLE)
         if isinstance(self.strategy, Pipeline | Tensor | Mesh):
-            self._demand_one_machine(elastic)
+            self._check_one_machine(elastic)
         return trainer_of(type(self.strategy), elastic=elastic)
 
-    def _demand_one_machine(self, elastic: bool) -> None:
-        """A split model's workers are in the middle of each other's work; whole replicas can be sharded instead."""
+    def _check_one_machine(self, elastic: bool) -> None:
+        """Refuses a split model over machines or in an elastic run; whole replicas can be sharded over machines."""
         if elastic:
             raise UsageError(f"'{self.strategy}' cannot go on without a worker; --elastic is for whole models")
         if len(self._members.machines) > 1 and not is_whole(self.strategy):
@@ -260,7 +258,7 @@ class Team:
     def loader(self, loader: DataLoader[Any], *, global_batch: int | None = None) -> TeamLoader | LeasedLoader:
         """This worker's share of one more loader."""
         check_loader(loader)
-        return self._share(loader, global_batch, balance=False)
+        return self._loaders.share(loader, global_batch, balance=False)
 
     def step(self, accumulate: bool = False) -> _Step:
         """One step of training, as a `with` block.
@@ -297,81 +295,55 @@ class Team:
         self._gather(b"", BarrierKind.BARRIER)
 
     def mirrored(self, tensor: torch.Tensor, aggregation: str = "mean") -> Mirrored:
-        """A value kept equal on all workers, the lead's to begin with; `assign` combines what they bring."""
+        """A value kept equal on all workers, at first the lead's; `assign` combines the workers' values."""
         return Mirrored(tensor, self._gather, aggregation)
 
     def per_replica(self, value: Any) -> PerReplica:
-        """Each worker's own value, all of them known to all."""
+        """Each worker's own value, with those of all others."""
         return PerReplica(value, self.rank, self._gather)
 
-    def _gather(self, payload: bytes, intent: BarrierKind = BarrierKind.GATHER) -> list[bytes]:
-        brought = self._trainer.gather(payload, intent) if self._trainer is not None else None
-        return self._members.gather(payload, intent) if brought is None else brought
+    def _gather(self, payload: bytes, kind: BarrierKind = BarrierKind.GATHER) -> list[bytes]:
+        payloads = self._trainer.gather(payload, kind) if self._trainer is not None else None
+        return self._members.gather(payload, kind) if payloads is None else payloads
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint that this run has left: not None if the team was started again. `load` takes it.
+        """The newest checkpoint of this run, for `load`: not None if the team was started again.
 
-        None for one who joins the others where they are.
+        None for a worker that joins a run that has begun.
         """
-        if self._launch.joins is not None or self._folder is None:
-            return None
-        return newest_checkpoint(self._folder) if len(self._members.machines) == 1 else self._left_before
-
-    def _find_checkpoint(self) -> Path | None:
-        """Over machines, whose folders differ: the one that rank 0 sees, for all. It is where checkpoints are."""
-        own = None if self._folder is None else newest_checkpoint(self._folder)
-        found = self._members.gather(b"" if own is None else str(own).encode())[0].decode()
-        return Path(found) if found else None
+        return self._checkpoints.newest() if self._launch.joins is None else None
 
     def save(self, path: str | Path | None = None, **extra: Any) -> Path:
-        """Write a checkpoint that plain `torch.load` reads: `model`, `optimizer`, `version` and what else is given.
+        """Write a checkpoint that plain `torch.load` reads: `model`, `optimizer`, `version` and `extra`.
 
-        The lead writes it; others may call it or not, but must where the model is sharded over machines: each has a
-        part of it. Without a path it goes to the run's `checkpoints/`.
+        The lead writes it. The others need not call it, unless the model is sharded over machines: then each has a part
+        of it. Without a path it goes to the run's `checkpoints/`.
         """
         trainer = self._training()
-        if path is None:
-            if self._folder is None:
-                raise UsageError("save needs a path: this run has no folder; start it with paceline run")
-            path = self._folder / "checkpoints" / f"{trainer.version:08d}.pt"
-        path = Path(path)
+        path = self._checkpoints.path(path, trainer.version)
         content: dict[str, Any] = {}
         if self.is_lead or trainer.lockstep:
             with trainer.frozen():
                 content = {
                     **extra,
-                    "model": _compact(self._model.state_dict()),
-                    "optimizer": _compact(self._optimizer.state_dict()),
+                    "model": compact(self._model.state_dict()),
+                    "optimizer": compact(self._optimizer.state_dict()),
                     "version": trainer.version,
                 }
         if self.is_lead:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.name}.{os.getpid()}")
-            try:
-                torch.save(content, partial)
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
+            write(path, content)
         return path
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Take model and optimizer from a checkpoint; all workers call it. Returns what else was saved.
+        """Load model and optimizer from a checkpoint; all workers call it. Returns the rest of its content.
 
-        On several machines, those that cannot read the file get what it holds from rank 0.
+        Machines that do not have the file get its content from rank 0.
         """
         trainer = self._training()
-        path = Path(path)
-        found = [path.is_file()]
-        if len(self._members.machines) > 1:
-            found = [flag == b"1" for flag in self._members.gather(b"1" if found[0] else b"0")]
-        if not found[0]:
-            raise UsageError(f"there is no checkpoint at {path}")
-        content = _read(path) if all(found) or self.is_lead else {}
-        if not all(found):
-            content = unpack(self._members.gather(pack(content) if self.is_lead else b"")[0])
+        content = self._checkpoints.read(Path(path), lead=self.is_lead)
         trainer.load(content.pop("model"), content.pop("optimizer"))
         trainer.version = int(content.pop("version", trainer.version))
         return content
@@ -384,17 +356,17 @@ class Team:
             return
         if self._trainer is not None:
             self._trainer.close()
-        if self._turns is not None:
-            self._turns.undo()
+        if self._backward_timer is not None:
+            self._backward_timer.undo()
         for module in self._model.modules() if self._trainer is not None else ():
             if isinstance(module, TeamBatchNorm):
                 module.exchange = None
         self._leave()
 
     def _leave(self) -> None:
-        """What is left to do when the script ends without `close`."""
+        """Leave the team; also called when the script ends without `close`."""
         global _joined
-        if self._closed or os.getpid() != self._process:  # a fork of a worker is not a member
+        if self._closed or os.getpid() != self._process:  # a fork of a worker is not a member of the team
             return
         self._closed = True
         atexit.unregister(self._leave)
@@ -425,75 +397,11 @@ class Team:
     def __repr__(self) -> str:
         return f"Team(rank={self.rank}, world_size={self.world_size}, strategy='{self.strategy}')"
 
-    # -- what the rooms below ask of a team --------------------------------------------------------------------------
-
-    @property
-    def size(self) -> int:
-        return self._started_with
-
-    @property
-    def replica(self) -> int:
-        """Which replica this worker is of: all workers of one get the same batches."""
-        own = self._trainer.replica if self._trainer is not None else None
-        return self.rank if own is None else own[0]
-
-    @property
-    def replicas(self) -> int:
-        own = self._trainer.replica if self._trainer is not None else None
-        return self.size if own is None else own[1]
-
-    @property
-    def lockstep(self) -> bool:
-        return self._trainer is not None and self._trainer.lockstep
-
-    def from_lead(self, payload: bytes) -> bytes:
-        found = self._members.gather(payload, BarrierKind.EPOCH)[self.lead]
-        if self._trainer is not None:
-            self._trainer.epoch_drawn()
-        return found
-
-    def ask_batch(self) -> None:
-        if torch.is_grad_enabled():
-            self._stopwatch.ask()
-
-    def take_batch(self, samples: int, weight: float, loader: TeamLoader, round_number: int) -> None:
-        # A batch that is only evaluated leads to no gradient.
-        if self._trainer is not None and torch.is_grad_enabled():
-            self._round = (loader, round_number)
-            self._trainer.take_batch(samples, weight)
-
-    def finish_epoch(self) -> None:
-        if self._trainer is not None:
-            self._trainer.finish_epoch()
-            self._recorder.flush()
-
-    def _lose(self, ranks: set[int], counted: bool, takers: list[int]) -> None:
-        """These are gone: their part of what is not trained on yet is for the others."""
-        for loader in self._loaders:
-            number = self._round[1] if self._round is not None and self._round[0] is loader else -1
-            loader.lose(ranks, number, counted, takers)
-
-    def _after_update(self) -> None:
-        if self._round is not None and self._trainer is not None:
-            loader, number = self._round
-            loader.measure(self._trainer.paces, number)
-
-    def _share(self, loader: DataLoader[Any], global_batch: int | None, balance: bool) -> TeamLoader | LeasedLoader:
-        leased: LeasedLoader | None = self._trainer.share_loader(loader, global_batch) if self._trainer else None
-        if leased is not None:
-            return leased
-        shared = TeamLoader(loader, self, global_batch=global_batch, balance=balance, changed=self._rebalanced)
-        self._loaders.append(shared)
-        return shared
-
-    def _rebalanced(self, start: int, shares: list[int]) -> None:
-        self._recorder.add(Balance(self.rank, time.perf_counter(), start, shares))
-
     def _exchange_statistics(self, value: torch.Tensor) -> list[torch.Tensor]:
         copied = self._trainer is not None and self._trainer.weightless
         own = b"" if copied else value.numpy().tobytes()
         parts = self._members.gather(own, BarrierKind.STATISTICS)
-        each = self.world_size // self.replicas  # workers of a replica: those with the same part of it come together
+        each = self.world_size // self._loaders.replicas  # workers of a replica; those with the same part exchange
         parts = parts[self.rank % each :: each]
         return [torch.frombuffer(bytearray(part), dtype=value.dtype) for part in parts if part]
 
@@ -522,21 +430,3 @@ def _folder(launch: Launch, name: str | None) -> Path | None:
         return Path(launch.folder)
     name = launch.name or name
     return None if name is None else Path("runs") / name
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(content, dict) or not {"model", "optimizer"} <= content.keys():
-        raise UsageError(f"{path} is not a checkpoint of a team: it has no 'model' and 'optimizer'")
-    return content
-
-
-def _compact(value: Any) -> Any:
-    """A copy whose tensors own just their own memory, so that a file holds nothing else."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone(memory_format=torch.preserve_format)
-    if isinstance(value, dict):
-        return {key: _compact(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_compact(item) for item in value]
-    return value
