@@ -32,7 +32,6 @@ ROOMS: dict[str, set[str]] = {
         "transport",
         "cluster",
         "parameters",
-        "data",
         "collectives",
         "server",
         "relay",
@@ -110,6 +109,10 @@ def test_every_import_goes_the_allowed_way() -> None:
 
 def test_every_room_that_the_table_names_imports_only_rooms_of_the_table() -> None:
     assert set().union(*ROOMS.values()) <= set(ROOMS)
+
+
+def test_strategies_import_at_most_eight_rooms_beside_the_leaves() -> None:
+    assert len(ROOMS["strategies"] - LEAVES) <= 8
 
 
 def test_the_way_has_no_circles() -> None:
