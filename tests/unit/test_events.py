@@ -1,6 +1,6 @@
 import typing
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import msgspec
@@ -183,7 +183,7 @@ def test_recording_a_step_costs_at_most_twenty_microseconds(tmp_path: Path) -> N
 
     def cost(number: int) -> float:
         one = Recorder(tmp_path, number)
-        begin = perf_counter()
+        begin = thread_time()  # a busy machine makes the seconds more, not the work
         for step in range(steps):
             now = perf_counter()
             one.add(Compute(0, now, 0.001, step, 1, 32))
@@ -191,7 +191,7 @@ def test_recording_a_step_costs_at_most_twenty_microseconds(tmp_path: Path) -> N
             one.add(Update(0, now, 0.0002, step + 1, 4096, 2))
             one.add(Wait(0, now, 0.0001, 1))
         one.close()
-        seconds = perf_counter() - begin
+        seconds = thread_time() - begin
         assert sum(1 for _ in stream(tmp_path, number).open("rb")) == 4 * steps
         return seconds / steps
 

@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclasses.dataclass(slots=True)
-class Chunk:
+class ShardChunk:
     """Consecutive elements of a shard that are summed and updated before the next ones are touched."""
 
     flat: int
@@ -91,9 +91,11 @@ def _cut(
             start = end
 
 
-def make_chunks(layout: Layout, versions: Versions, gradients: Gradients, rank: int, own: list[Piece]) -> list[Chunk]:
+def make_chunks(
+    layout: Layout, versions: Versions, gradients: Gradients, rank: int, own: list[Piece]
+) -> list[ShardChunk]:
     """The chunks of one worker's shard; its pieces become views of the first buffer of versions."""
-    chunks: list[Chunk] = []
+    chunks: list[ShardChunk] = []
     for number, flat in enumerate(layout.flats):
         pieces = [piece for piece in own if piece.flat == number]
         start, stop = flat.shards[rank]
@@ -108,5 +110,5 @@ def make_chunks(layout: Layout, versions: Versions, gradients: Gradients, rank: 
                 piece.parameter.data = versions.flats[number][piece.start : piece.stop]
                 piece.parameter.grad = total[piece.start - begin : piece.stop - begin]
             parts = tuple(tensors[number][begin:end] for tensors in gradients.flats)
-            chunks.append(Chunk(number, begin, end, inside, by_group, parts, total[: end - begin]))
+            chunks.append(ShardChunk(number, begin, end, inside, by_group, parts, total[: end - begin]))
     return chunks

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout
 from paceline.parameters.optimizers import bare_step, same_kind_fused, without_parameters
-from paceline.parameters.pieces import ByGroup, Chunk, Piece, cut_pieces, make_chunks
+from paceline.parameters.pieces import ByGroup, Piece, ShardChunk, cut_pieces, make_chunks
 from paceline.parameters.reduction import Weights, weighted_sum
 from paceline.parameters.state_memory import AT_HEAD, NONE, OWN, StateMemory
 from paceline.parameters.versions import Versions
@@ -191,13 +191,13 @@ class ShardedOptimizer:
             self._step(self._runs[number] if self._runs else chunk.by_group, chunk.pieces)
         return self._bytes * len([rank for rank, _ in weights if rank != self._rank])
 
-    def _sum(self, chunk: Chunk, weights: Weights, scale: float) -> None:
+    def _sum(self, chunk: ShardChunk, weights: Weights, scale: float) -> None:
         if self.mix is None:
             weighted_sum(chunk.total, chunk.gradients, weights, scale)
         else:
             self.mix(chunk.total, chunk.flat, chunk.start, chunk.stop, weights, scale)
 
-    def _descend(self, chunk: Chunk, weights: Weights, scale: float, rate: float, old: int, new: int) -> None:
+    def _descend(self, chunk: ShardChunk, weights: Weights, scale: float, rate: float, old: int, new: int) -> None:
         """Plain gradient descent from one buffer to another: as `_move` and `_step`, crossing memory once."""
         source, weight = weights[0]
         gradient = chunk.total
@@ -207,14 +207,14 @@ class ShardedOptimizer:
             self._sum(chunk, weights, scale)
         torch.add(self._in_buffer(chunk, old), gradient, alpha=-rate, out=self._in_buffer(chunk, new))
 
-    def _in_buffer(self, chunk: Chunk, buffer: int) -> torch.Tensor:
+    def _in_buffer(self, chunk: ShardChunk, buffer: int) -> torch.Tensor:
         """A chunk's values in one of the buffers of versions."""
         values = chunk.buffers.get(buffer)
         if values is None:
             values = chunk.buffers[buffer] = self._versions.buffers[buffer][chunk.flat][chunk.start : chunk.stop]
         return values
 
-    def _move(self, number: int, chunk: Chunk, old: int, new: int) -> None:
+    def _move(self, number: int, chunk: ShardChunk, old: int, new: int) -> None:
         """Let the optimizer see a chunk in another buffer, with the values that it has in the old one."""
         values = self._versions.buffers[new][chunk.flat]
         self._in_buffer(chunk, new).copy_(self._in_buffer(chunk, old))
@@ -225,7 +225,7 @@ class ShardedOptimizer:
             for piece in chunk.pieces:
                 piece.parameter.data = values[piece.start : piece.stop]
 
-    def _update_used(self, chunk: Chunk, weights: Weights, used: list[bytes], scale: float) -> None:
+    def _update_used(self, chunk: ShardChunk, weights: Weights, used: list[bytes], scale: float) -> None:
         """As `update`, parameter by parameter: those that nobody used stay exactly as they are."""
         for piece in chunk.pieces:
             contributing = [(rank, weight) for rank, weight in weights if used[rank][piece.slot.index]]
@@ -258,7 +258,7 @@ class ShardedOptimizer:
             self._runs.append(runs)
             self._spans.append(spans)
 
-    def _run(self, chunk: Chunk, pieces: list[Piece]) -> torch.nn.Parameter:
+    def _run(self, chunk: ShardChunk, pieces: list[Piece]) -> torch.nn.Parameter:
         """Pieces that lie side by side, with what padding is between them, as one; its scalars are the first one's."""
         start, stop = pieces[0].start, pieces[-1].stop
         run = torch.nn.Parameter(self._versions.flats[chunk.flat][start:stop], requires_grad=False)
