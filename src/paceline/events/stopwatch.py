@@ -15,7 +15,7 @@ _NOTABLE = 2e-5
 
 
 def pause(seconds: float) -> None:
-    """Sleep so long, and not less."""
+    """Sleeps for at least so many seconds."""
     until = time.perf_counter() + seconds
     while (left := until - time.perf_counter()) > 0:
         time.sleep(left)
@@ -37,7 +37,7 @@ class Stopwatch:
         self._last = time.perf_counter()
         self._drawn: float | None = None
         self._free: float | None = None
-        """When the worker was told to go on."""
+        """When the worker was allowed to go on."""
         self._samples = self._minibatches = 0
         self._asked: float | None = None
         """When the script asked for its next batch."""
@@ -50,7 +50,7 @@ class Stopwatch:
         self._exchanged, self._read = 0.0, 0
         """Seconds of the step that were not computing but exchanging, and the bytes that came."""
         self._core: float | None = None
-        """What this process had kept cores busy for when the step began."""
+        """CPU seconds of this process at the start of the step."""
         self.sleep: Callable[[float], None] = pause
         """Sleeps so long; a strategy may put one here that is left early when the step is cancelled."""
 
@@ -61,7 +61,7 @@ class Stopwatch:
 
     @property
     def turned(self) -> bool:
-        """Whether it has had a backward pass."""
+        """True if the current step has had a backward pass."""
         return self._backward is not None
 
     # -- getting a batch ---------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Stopwatch:
             self._core = time.process_time()
 
     def away(self, seconds: float) -> None:
-        """So long, of the time since it asked, it was not loading but waiting to be told what to load."""
+        """Seconds since `ask` in which the worker waited for a lease instead of loading."""
         self._away += seconds
 
     def start(self, samples: int) -> None:
@@ -91,7 +91,7 @@ class Stopwatch:
         self._minibatches += 1
 
     def pass_over(self, samples: int, minibatches: int) -> None:
-        """So much of what was handed out leads to no gradient."""
+        """Samples and minibatches whose gradient was discarded."""
         self._samples -= samples
         self._minibatches -= minibatches
         if not self._minibatches:
@@ -117,7 +117,7 @@ class Stopwatch:
         self._read += read
 
     def _now(self) -> float:
-        """The time, without what of the step was exchanging."""
+        """The time without the seconds of the step that were exchanges."""
         return time.perf_counter() - self._exchanged
 
     def turn(self) -> None:
@@ -176,7 +176,7 @@ class Stopwatch:
         now = time.perf_counter()
         self._recorder.add(Cancel(self._rank, start, now - start, version, leases))
         self._reset()
-        self._free = since  # it may begin anew from there; hearing of it and asking for a batch are parts of that
+        self._free = since  # it may begin anew from there; the notice and the request of a batch are parts of that
 
     def _reset(self) -> None:
         self._started = self._drawn = self._backward = self._asked = self._core = None
@@ -184,7 +184,7 @@ class Stopwatch:
         self._forward = self._exchanged = 0.0
 
     def drop(self) -> None:
-        """Forget what is under way: somebody else tells what the worker computes."""
+        """Discard the current measurement; the passes of a pipeline are measured instead."""
         self._reset()
 
     def slow_pass(self, seconds: float) -> None:
@@ -193,7 +193,7 @@ class Stopwatch:
             self.sleep(max(0.0, self._slowness.seconds(seconds, self._source) - seconds))
 
     def restart(self, now: float) -> None:
-        """An update is over: what comes next is computing again."""
+        """An update is over; the worker computes again."""
         self._last = self._since = now
         self._exchanged, self._read = 0.0, 0
 

@@ -1,4 +1,4 @@
-"""What a pushed gradient is written as: in full, in fewer bits, or only its largest elements.
+"""Encodings of pushed gradients: in full, in fewer bits, or only the largest elements.
 
 Whatever a form leaves out is kept by the worker and added to its next gradient (error feedback), so that nothing is
 lost, only late.
@@ -32,7 +32,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, rank: int, flat: int, value: torch.Tensor) -> torch.Tensor:
-        """Write a flat gradient as `rank`'s; returns what can be read from it."""
+        """Write a flat gradient as `rank`'s; returns the gradient as it will be decoded."""
 
     @abstractmethod
     def decode(self, rank: int, flat: int, start: int, stop: int) -> torch.Tensor:
@@ -190,7 +190,7 @@ def codec_class(compression: Compression) -> type[Codec] | None:
 
 
 class Feedback:
-    """What a worker's pushes have left out so far."""
+    """The error of a worker's pushes so far, which is added to the next gradient."""
 
     def __init__(self, codec: Codec, rank: int, gradients: list[torch.Tensor]) -> None:
         self._codec, self._rank = codec, rank

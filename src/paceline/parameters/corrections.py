@@ -1,4 +1,4 @@
-"""Corrections for staleness: what is done about a gradient that was computed on an older version. They compose.
+"""Corrections of gradients that were computed on an older version. They compose.
 
 Some multiply the learning rate for a gradient, some change the gradient itself, one drops it.
 """
@@ -16,21 +16,21 @@ _EPSILON = 1e-7
 
 
 class Corrections:
-    """Those of one run."""
+    """The corrections of one run."""
 
     def __init__(self, corrections: Iterable[Correction]) -> None:
         self._all = list(corrections)
         self.needs_distance = any(isinstance(one, DuttaRate) for one in self._all)
-        """Whether the distance between the gradient's version and the newest is asked for."""
+        """True if the distance between the gradient's version and the newest is needed."""
         self.compensates = any(isinstance(one, DcAsgd | DcAsgdAdaptive) for one in self._all)
-        """Whether the gradient itself is changed."""
+        """True if the gradient itself is changed."""
 
     def bound(self) -> int | None:
         """The staleness above which a gradient is dropped."""
         return min((one.above for one in self._all if isinstance(one, DropAbove)), default=None)
 
     def rate(self, staleness: int, squared_distance: float, rate: float) -> float:
-        """What to multiply the learning rate with, which is `rate`, for one gradient."""
+        """The factor on the learning rate, which is `rate`, for one gradient."""
         factor = 1.0
         for one in self._all:
             if isinstance(one, RateOverStaleness):
@@ -55,12 +55,12 @@ class Corrections:
 
 
 class Compensator:
-    """DC-ASGD: adds to a gradient what it is estimated to have changed by since its version."""
+    """DC-ASGD: adds to a gradient its estimated change since its version."""
 
     def __init__(self, strength: float, mean: float = 0.0, squares: list[torch.Tensor] | None = None) -> None:
         self._strength, self._mean, self._squares = strength, mean, squares
         self.remembers = squares is not None
-        """Whether it wants to see every gradient, also one that needs no correction."""
+        """True if it must see every gradient, also one that needs no correction."""
 
     def __call__(
         self, gradient: torch.Tensor, newest: torch.Tensor, base: torch.Tensor, flat: int, start: int, stop: int

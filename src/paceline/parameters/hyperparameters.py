@@ -1,8 +1,8 @@
 """Learning rates and their like, kept equal over the team.
 
-Every worker runs its own copy of the user's schedulers, but a worker that sat out a step (the last batch had no sample
-for it) or whose scheduler looked at a local metric would drift apart from the others. So all shards are updated with
-the values of one worker: the lowest rank that took part in the step.
+Every worker runs its own copy of the user's schedulers. A worker that took no part in a step, or whose scheduler uses a
+local metric, would get other values than the rest. So all shards are updated with the values of one worker: the lowest
+rank that took part in the step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Hyperparameters:
         return self.version
 
     def forget(self, rank: int) -> None:
-        """Another worker has this rank now, and counts its states anew."""
+        """Reset the state of a rank that another worker has now."""
         self._versions[rank] = 0
 
     def read(self, rank: int, version: int) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ class Hyperparameters:
 
 
 def plain(group: dict[str, Any]) -> dict[str, Any]:
-    """What of a group can travel: numbers, flags, and tuples of them, but not the parameters or their names."""
+    """The values of a group that can be sent: numbers, flags and tuples of them; not the parameters or their names."""
     plain = {}
     for key, value in group.items():
         item = float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -81,7 +81,7 @@ def plain(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def multiplied(groups: list[dict[str, Any]], factor: float) -> list[dict[str, Any]]:
-    """The same with their learning rates multiplied; the very same by 1."""
+    """The groups with their learning rates multiplied; the same object for a factor of 1."""
     if factor == 1.0:
         return groups
     return [{**group, "lr": group["lr"] * factor} if "lr" in group else group for group in groups]
@@ -111,7 +111,7 @@ class RateScaling:
         return dataclasses.replace(self, workers=workers)
 
     def scaled(self, groups: list[dict[str, Any]], update: int) -> list[dict[str, Any]]:
-        """These groups with their learning rates scaled; the very same where there is nothing to scale."""
+        """The groups with their learning rates scaled; the same object if the factor is 1."""
         return multiplied(groups, self.factor(update))
 
     def factor(self, update: int) -> float:

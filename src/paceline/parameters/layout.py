@@ -1,4 +1,4 @@
-"""Where each parameter lies in the flat buffers, each of one dtype, and which worker owns which part of them."""
+"""The place of each parameter in flat buffers, each of one dtype, and the shard of them that each worker owns."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Layout:
 
 
 def _stripes(members: _Members) -> list[_Members]:
-    """Neighbours together, until there is enough to divide."""
+    """Groups of neighbours, each large enough to be divided."""
     parts: list[_Members] = [[]]
     size = 0
     for member in members:
@@ -126,7 +126,7 @@ def borders(count: int, dtype: torch.dtype, workers: int) -> list[int]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill a stretch of memory without gaps or overlaps, in whatever order of dimensions."""
+    """True if its elements fill consecutive memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length != 1 and stride != expected:

@@ -1,4 +1,4 @@
-"""What a model has besides the parameters that are trained: buffers such as batch norm's statistics, frozen parts."""
+"""The buffers and frozen parameters of a model, such as batch norm's statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALIGNMENT = 64
 
 
 class ModelBuffers:
-    """A place in shared memory where one worker leaves these values, for one who joins later."""
+    """Copies these values to and from shared memory, for a worker that joins later."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [tensor for tensor in tensors if tensor.numel()]

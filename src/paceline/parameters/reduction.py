@@ -1,4 +1,4 @@
-"""The mean gradient: each worker sums its own shard from everybody's buffers, then takes the others' shards."""
+"""The mean gradient: each worker sums its shard of all buffers, then copies the other shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout
 
 CHUNK = 512 * 1024
-"""Bytes of a chunk: what is done to it is done while it stays in a core's own cache."""
+"""Bytes of a chunk, which fits into a core's own cache."""
 
 Weights = list[tuple[int, float]]
 """Ranks that contribute, in rising order, each with its weight."""
@@ -26,19 +26,19 @@ def weighted_sum(total: torch.Tensor, parts: tuple[torch.Tensor, ...], weights: 
 
 
 class Reduction(ABC):
-    """Makes the mean gradient in this worker's own buffer, in two steps between which the workers meet."""
+    """Makes the mean gradient in this worker's own buffer, in two steps with a barrier between them."""
 
     @abstractmethod
     def shard(self, weights: Weights, used: list[bytes] | None) -> int:
-        """Sum this worker's part; returns the bytes read from other workers."""
+        """Sum this worker's shard; returns the bytes read from other workers."""
 
     @abstractmethod
     def gather(self) -> int:
-        """Take the other parts, once they are summed; returns the bytes read."""
+        """Copy the other shards, once they are summed; returns the bytes read."""
 
     @abstractmethod
     def adopt(self, rank: int) -> None:
-        """Take what another worker's script has made of the mean, in place of this worker's own."""
+        """Copy another worker's mean gradient, which its script may have changed."""
 
     def norm(self, kind: float, used: bytes | None) -> float:
         """The norm of this worker's shard, raised to `kind` so that shards can be added (the norm itself for inf)."""
@@ -46,7 +46,7 @@ class Reduction(ABC):
 
 
 class SharedReduction(Reduction):
-    """Each worker sums a shard from everybody's buffers, which lie in memory that all share."""
+    """Sums a shard of all workers' buffers in shared memory."""
 
     def __init__(self, layout: Layout, gradients: Gradients, rank: int, target: int | None = None) -> None:
         """rank: of the shard; target: the buffer that the sums are written to, if not that of the same number."""
@@ -73,7 +73,7 @@ class SharedReduction(Reduction):
         return sum(rank != self._rank for rank, _ in weights) * (stop - start) * flat.dtype.itemsize
 
     def clear(self, number: int, start: int, stop: int, weights: Weights, used: list[bytes] | None) -> None:
-        """Let the sum be zero where nobody here has a gradient: somebody elsewhere may."""
+        """Set the sum to zero where no worker of this machine has a gradient; others may have."""
         for slot in self._layout.flats[number].slots:
             first, last = max(start, slot.offset), min(stop, slot.offset + slot.count)
             anybody = any(used is None or used[rank][slot.index] for rank, _ in weights)
@@ -122,7 +122,7 @@ def combine_norms(parts: list[float], kind: float) -> float:
 
 
 class CollectiveReduction(Reduction):
-    """torch.distributed sums the buffers where they lie: on accelerators, whose memory the host does not share."""
+    """Sums the buffers by torch.distributed, on accelerators, whose memory workers cannot share."""
 
     def __init__(self, layout: Layout, gradients: Gradients, rank: int) -> None:
         self._layout, self._gradients, self._rank = layout, gradients, rank
@@ -135,7 +135,7 @@ class CollectiveReduction(Reduction):
         for flat, tensor in zip(self._layout.flats, self._gradients.own, strict=True):
             for slot in flat.slots:
                 if weight == 0.0 or (used is not None and not used[self._rank][slot.index]):
-                    slot.view(tensor).zero_()  # what lies there is of an earlier step
+                    slot.view(tensor).zero_()  # it holds a gradient of an earlier step
             tensor.mul_(weight)
             distributed.all_reduce(tensor)
             read += flat.size

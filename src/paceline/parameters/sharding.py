@@ -98,7 +98,7 @@ class ShardedOptimizer:
         self._state.export(optimizer)
 
     def adopt_state(self) -> None:
-        """Go on with the state as it lies in shared memory, where somebody else has written it."""
+        """Use the state in shared memory, which another process has written."""
         self._runs, self._spans, self._apart = [], [], False
         for piece in self._own:
             mark = self._state.marks[piece.number]
@@ -119,7 +119,7 @@ class ShardedOptimizer:
         self._stateless = sum(not piece.in_memory for piece in self._own)
 
     def import_state(self, optimizer: Optimizer) -> None:
-        """Take this worker's part of the state that lies in `optimizer.state`, and empty that."""
+        """Copy this shard's part of `optimizer.state`, and empty that."""
         self._split_runs()
         self._apart = False
         for piece in self._own:
@@ -167,11 +167,11 @@ class ShardedOptimizer:
     def update(
         self, weights: Weights, used: list[bytes] | None, scale: float = 1.0, move: tuple[int, int] | None = None
     ) -> int:
-        """Sum everybody's gradients by weight and write this worker's shard of the next version.
+        """Sum all workers' gradients by weight, and write this worker's shard of the next version.
 
-        `used` says per worker which parameters have a gradient; None if all have, everywhere. Gradients that were
-        reduced before are passed as this worker's own with weight 1. `move` says from which buffer of versions to
-        which, where the next version does not take the place of the last. Returns the bytes read from other workers.
+        used: per worker, a byte per parameter, 1 if it has a gradient; None if all have. A gradient that is reduced
+        already is passed as this worker's own with weight 1. move: the buffers of the last and of the next version, if
+        they differ. Returns the bytes read from other workers.
         """
         if used is not None:
             self._split_runs()
@@ -198,7 +198,7 @@ class ShardedOptimizer:
             self.mix(chunk.total, chunk.flat, chunk.start, chunk.stop, weights, scale)
 
     def _descend(self, chunk: ShardChunk, weights: Weights, scale: float, rate: float, old: int, new: int) -> None:
-        """Plain gradient descent from one buffer to another: as `_move` and `_step`, crossing memory once."""
+        """Plain gradient descent from one buffer to another: as `_move` and `_step`, reading memory once."""
         source, weight = weights[0]
         gradient = chunk.total
         if len(weights) == 1 and weight * scale == 1.0 and self.mix is None:
@@ -215,7 +215,7 @@ class ShardedOptimizer:
         return values
 
     def _move(self, number: int, chunk: ShardChunk, old: int, new: int) -> None:
-        """Let the optimizer see a chunk in another buffer, with the values that it has in the old one."""
+        """Point the optimizer at a chunk in another buffer, with the values of the old one."""
         values = self._versions.buffers[new][chunk.flat]
         self._in_buffer(chunk, new).copy_(self._in_buffer(chunk, old))
         if self._runs:
@@ -226,7 +226,7 @@ class ShardedOptimizer:
                 piece.parameter.data = values[piece.start : piece.stop]
 
     def _update_used(self, chunk: ShardChunk, weights: Weights, used: list[bytes], scale: float) -> None:
-        """As `update`, parameter by parameter: those that nobody used stay exactly as they are."""
+        """As `update`, parameter by parameter: those without a gradient stay exactly as they are."""
         for piece in chunk.pieces:
             contributing = [(rank, weight) for rank, weight in weights if used[rank][piece.slot.index]]
             if not contributing:
@@ -241,7 +241,7 @@ class ShardedOptimizer:
             self._step({piece.group: [piece.parameter]}, [piece])
 
     def _join_runs(self) -> None:
-        """Let neighbouring pieces be updated as one from now on: many small parameters cost as much as one large."""
+        """Update neighbouring pieces as one from now on: then many small parameters cost as much as a large one."""
         for chunk in self._chunks:
             heads: dict[int, list[Piece]] = {}
             for piece in chunk.pieces:
@@ -259,7 +259,7 @@ class ShardedOptimizer:
             self._spans.append(spans)
 
     def _run(self, chunk: ShardChunk, pieces: list[Piece]) -> torch.nn.Parameter:
-        """Pieces that lie side by side, with what padding is between them, as one; its scalars are the first one's."""
+        """Adjacent pieces and the padding between them as one parameter, with the scalars of the first."""
         start, stop = pieces[0].start, pieces[-1].stop
         run = torch.nn.Parameter(self._versions.flats[chunk.flat][start:stop], requires_grad=False)
         run.grad = chunk.total[start - chunk.start : stop - chunk.start]
@@ -274,7 +274,7 @@ class ShardedOptimizer:
         return run
 
     def _alike(self, pieces: list[Piece]) -> bool:
-        """Whether all have had the same number of steps, and state of the same kinds in shared memory."""
+        """True if all have had the same number of steps, and have the same state in shared memory."""
         first, *others = (self._inner.state[piece.parameter] for piece in pieces)
         if not all(name in self._state.names for name in first):
             return False
@@ -313,7 +313,7 @@ class ShardedOptimizer:
                     self._place_state(piece)
 
     def _place_state(self, piece: Piece) -> None:
-        """Move a piece's state, which the optimizer has just made, to where it lives from now on."""
+        """Move a piece's state, which the optimizer has just made, to shared memory."""
         state = self._inner.state[piece.parameter]
         for name, value in state.items():
             place = self._state.of(piece, name) if isinstance(value, torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""Saves and restores what a step changes besides gradients."""
+"""Saves and restores the state that a step changes besides gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class StepSnapshot:
-    """What a step changes besides gradients: the model's buffers, and the random numbers that were drawn."""
+    """The state that a step changes besides gradients: the model's buffers and random number generators."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = [module for module in model.modules() if module._buffers]

@@ -32,12 +32,12 @@ class Mirrored:
         self.value = self._combined(self.value, "lead")
 
     def assign(self, value: Any) -> torch.Tensor:
-        """Set it to what the workers' values come to together; all must call it."""
+        """Set it to the workers' combined values; all must call it."""
         self.value = self._combined(self._like(value), self._aggregation)
         return self.value
 
     def assign_add(self, value: Any) -> torch.Tensor:
-        """Add what the workers' values come to together; all must call it."""
+        """Add the workers' combined values; all must call it."""
         self.value = self.value + self._combined(self._like(value), self._aggregation)
         return self.value
 
@@ -91,7 +91,7 @@ class PerReplica:
 
 
 def gather_tensors(value: torch.Tensor, gather: Gather, same: bool = True) -> list[torch.Tensor | None]:
-    """Everybody's tensor, by rank; `same` shapes and dtypes, unless they may differ. None for a lost worker's."""
+    """All workers' tensors, by rank; None for a lost worker. same: shapes and dtypes must be equal."""
     head = msgspec.msgpack.encode((str(value.dtype).removeprefix("torch."), list(value.shape)))
     flat = value.detach().cpu().contiguous().view(-1)
     body = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,8 +1,8 @@
 """The buffers that hold versions of the parameters, shared by all workers of a machine.
 
-A buffer is free when no worker computes on the version that it holds. Under all-reduce that is so for the only version
-there is as soon as all workers have met for an update, so the next version takes its place: one buffer is enough, a
-pull costs nothing, and `parameter.data` stays where it is. (A second buffer to swap with was measured: it costs a copy
+A buffer is free when no worker computes on the version that it holds. Under all-reduce the only version is free as soon
+as all workers have reached the barrier of an update, so the next version takes its place: one buffer is enough, a pull
+costs nothing, and `parameter.data` stays where it is. (A second buffer to swap with was measured: it costs a copy
 of all parameters per update and as much memory again.) A parameter server whose workers compute on versions of
 different age needs one buffer for each of them, one for the newest version and one for the next.
 """
@@ -16,7 +16,7 @@ from paceline.transport import Memory
 
 
 class Versions:
-    """Shared memory in which versions of the parameters lie, with the model's parameters as views of one of them."""
+    """Buffers of versions in shared memory, with the model's parameters as views of one of them."""
 
     def __init__(self, layout: Layout, memory: Memory, buffers: int = 1) -> None:
         self.layout = layout

@@ -63,7 +63,7 @@ class WholeOptimizer:
         return same_kind(type(self._user), groups, self._user.defaults)
 
     def _try(self) -> dict[int, _Spec]:
-        """What the optimizer keeps for each parameter of the model, found by trying."""
+        """The state that the optimizer keeps for each parameter, found by a step on probes."""
         probes = {
             slot.index: torch.nn.Parameter(torch.zeros(slot.shape, dtype=self._layout.flats[flat].dtype))
             for slot in self._layout.slots
@@ -175,7 +175,7 @@ class WholeOptimizer:
         return 0
 
     def _settle(self, slot: Slot) -> None:
-        """Move a parameter's state to where it lives from now on."""
+        """Move a parameter's state to shared memory."""
         state = self._inner.state.get(self._parameters[slot.index])
         if not state:
             return

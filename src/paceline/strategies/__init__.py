@@ -1,4 +1,4 @@
-"""How a team trains one model. Each strategy is one file and one line here.
+"""Trainers of one model by a team. Each strategy is one file and one line here.
 
 A worker imports the one that it trains with: all of them take longer to import than a small run to start.
 """
@@ -22,19 +22,19 @@ _TRAINERS: dict[type[Strategy], tuple[str, str]] = {
     Policy: ("parameter_server", "ParameterServerTrainer"),
 }
 _ELASTIC: dict[type[Strategy], tuple[str, str]] = {AllReduce: ("elastic", "ElasticAllReduceTrainer")}
-"""Where it takes another trainer to go on without a worker."""
+"""Strategies with another trainer in an elastic run."""
 SINGLE = ("single", "SingleTrainer")
 PROFILING = ("profiling", "ProfilingTrainer")
 
 
 def trainer_of(strategy: type[Strategy], *, elastic: bool = False) -> Make:
-    """What trains under this strategy."""
+    """The factory of the trainer of a strategy."""
     known = {**_TRAINERS, **_ELASTIC} if elastic else _TRAINERS
     return load(next(known[kind] for kind in strategy.__mro__ if kind in known))
 
 
 def load(trainer: tuple[str, str]) -> Make:
-    """Import a trainer."""
+    """Imports a trainer."""
     module, name = trainer
     make: Make = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return make

@@ -32,7 +32,7 @@ class Options:
     """The options of `team.setup`."""
 
     gradients: str = "local"
-    """What `.grad` holds between backward and step: "local", this worker's own gradient; "visible", the team's mean."""
+    """The content of `.grad` between backward and step: "local", this worker's gradient; "visible", the team's mean."""
     scale_lr: str | None = None
     warmup: int = 0
     """In updates."""

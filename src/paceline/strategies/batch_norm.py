@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Exchange = Callable[[torch.Tensor], list[torch.Tensor]]
-"""Everybody's vector, of those who have one."""
+"""Returns the vectors of all workers that have one."""
 
 
 class TeamBatchNorm(_BatchNorm):
@@ -18,7 +18,7 @@ class TeamBatchNorm(_BatchNorm):
 
     exchange: Exchange | None = None
     by_channel = True
-    """What it does to one channel has nothing to do with the others."""
+    """True: it treats each channel by itself."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -100,7 +100,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def synchronise(model: nn.Module, exchange: Exchange, done: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """Replace every batch norm layer; parameters and buffers stay the same objects, and one used twice stays one."""
+    """Replaces every batch norm layer; parameters and buffers stay the same objects, a shared layer stays shared."""
     done = {} if done is None else done
     if model in done:
         return done[model]

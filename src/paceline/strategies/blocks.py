@@ -1,4 +1,4 @@
-"""Where a model's parameters are gathered apart from the rest, so that they are not all whole at once."""
+"""The blocks of a model that are gathered apart from each other, so that not all parameters are whole at once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 from paceline.errors import UsageError
 
 _SMALL = 100
-"""What has less than this part of the parameters is not worth a message of its own."""
+"""A block with less than one hundredth of the parameters is not worth a message of its own."""
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The members of lists and sequences of layers, inner ones before those that they are in.
 
-    One that has most of the model is looked into for more. What is left belongs to the model itself, and so does what
-    shares parameters with something outside.
+    A member with most of the model is searched for more. Other modules belong to the model itself, and so do those
+    that share parameters with modules outside.
     """
     total = _count(model)
     everywhere = _uses(model)
@@ -31,7 +31,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
                 continue
             seen.add(child)
             size = _count(child)
-            # A list is not called itself, so nothing would say when it is needed.
+            # A list is not called itself, so nothing would trigger its gathering.
             fits = listing and not isinstance(child, nn.ModuleList | nn.ModuleDict)
             fits = fits and size * _SMALL >= total and size > 0 and _alone(child, everywhere)
             if not fits or 2 * size > total:
@@ -48,7 +48,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """How often each parameter is in a module."""
+    """The number of places of each parameter in a module, by id."""
     return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
@@ -57,7 +57,7 @@ def _alone(module: nn.Module, everywhere: Counter[int]) -> bool:
 
 
 def check_shardable(model: nn.Module, strategy: str) -> None:
-    """Refuse what cannot be sharded, before anything is changed."""
+    """Refuses a model that cannot be sharded, before anything is changed."""
     dtypes: set[torch.dtype] = set()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:

@@ -1,4 +1,4 @@
-"""Leaving a step in its middle, as if it had not begun."""
+"""Cancelling a step in its middle, as if it had not begun."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 class StepCancelledError(BaseException):
-    """Leaves the user's code up to `with team.step():`, past whatever would catch an ordinary exception."""
+    """Unwinds the user's code up to `with team.step():`, past handlers of ordinary exceptions."""
 
 
 class CancelHooks:
-    """Looks, wherever a module begins in forward and wherever a gradient is made in backward, whether to go on."""
+    """Calls a check before each module's forward pass and after each gradient of the backward pass."""
 
     def __init__(self, model: torch.nn.Module, look: Callable[[], None]) -> None:
         def before(_module: torch.nn.Module, _arguments: Any) -> None:
@@ -36,7 +36,7 @@ class CancelHooks:
 
 
 def release_scaler(error: BaseException, optimizer: torch.optim.Optimizer) -> None:
-    """If a `GradScaler` was in the middle of a step that is left, let it begin the next one as ever."""
+    """Resets a `GradScaler` that was in the middle of a cancelled step."""
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
     for frame, _ in traceback.walk_tb(error.__traceback__):

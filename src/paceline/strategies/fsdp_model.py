@@ -25,7 +25,7 @@ from paceline.strategies.blocks import blocks
 
 
 class _Memory:
-    """Where what is exchanged lies: in memory of its own, each time."""
+    """Allocates the buffers of exchanges, each time anew."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -54,7 +54,7 @@ class _Scatter(_Memory, ReduceScatter):
         if weight:
             input_tensor.mul_(weight)
         else:
-            input_tensor.zero_()  # whatever it is, also if it is not finite
+            input_tensor.zero_()  # also if it is not finite
         self._everybody.reduce_scatter(output_tensor, input_tensor)
 
 
@@ -69,12 +69,12 @@ class FsdpModel:
         weight: Callable[[], float],
         gathering: Callable[[], object],
     ) -> None:
-        """weight: of this worker's samples in the team's.
-        gathering: called before state is gathered, which all must do at the same time.
+        """weight: returns this worker's share of the global batch.
+        gathering: called before state is gathered, which all workers do at the same time.
         """
         self._model, self._optimizer, self._everybody, self._gathering = model, optimizer, everybody, gathering
         self.keep = True
-        """Whether what is gathered is wanted here; others may need this worker's part of it all the same."""
+        """True if gathered values are kept on this worker; it takes part in gathering either way."""
         before = dict(model.named_parameters(remove_duplicate=False))
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
@@ -89,16 +89,16 @@ class FsdpModel:
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-        """By name, also by several."""
+        """By name; a shared parameter has several."""
         self._whole_of = {self.parameters[name]: whole for name, whole in before.items()}
-        """What the script's own parameters were."""
+        """The script's own parameter of each sharded one."""
         self._plain: dict[nn.Parameter, nn.Parameter] = {}
-        """This worker's rows of each, as tensors like any other."""
+        """This worker's rows of each, as plain parameters."""
         self._take_over_optimizer()
         for whole in self._whole_of.values():
             whole.data, whole.grad = whole.data.new_empty(0), None
         self._hooks = [
-            model.register_state_dict_post_hook(functools.partial(self._give_whole)),  # torch leaves a mark on it
+            model.register_state_dict_post_hook(functools.partial(self._give_whole)),  # torch sets an attribute on it
             model.register_load_state_dict_pre_hook(self._take_part),
         ]
 
@@ -115,9 +115,9 @@ class FsdpModel:
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """Let the optimizer see plain tensors, this worker's rows: it treats every element by itself.
+        """Gives the optimizer this worker's rows as plain tensors until the context exits.
 
-        As distributed tensors they would be the same, but each operation would first think about where its result is.
+        Distributed tensors would give the same values, but each operation would first compute its result's placement.
         """
         optimizer, state = self._optimizer, self._optimizer.state
         given = [group["params"] for group in optimizer.param_groups]
@@ -154,19 +154,19 @@ class FsdpModel:
         return [parameter.grad._local_tensor for parameter in held if parameter.grad is not None]
 
     def reshard(self) -> None:
-        """Let go of what was gathered and not let go of, as after a forward pass that no backward pass followed."""
+        """Free gathered parameters that are still held, as after a forward pass without a backward pass."""
         for module in self._modules:
             module.reshard()
 
     # -- state as plain torch knows it -------------------------------------------------------------------------------
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This worker's part of a whole tensor: of as many rows each, and what is left for the last."""
+        """This worker's rows of a whole tensor: equally many for each worker, fewer for the last."""
         each = -(-tensor.shape[0] // self._everybody.size)
         return tensor[each * self._everybody.rank :][:each]
 
     def _whole(self, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """The whole tensor of everybody's parts; nothing where it is not wanted."""
+        """The whole tensor of all workers' rows; empty where it is not kept."""
         if not shape.numel():
             return rows.new_empty(shape)
         each = -(-shape[0] // self._everybody.size)
@@ -221,7 +221,7 @@ class FsdpModel:
         return value
 
     def cut_state(self) -> None:
-        """Of the optimizer's state, which is whole, keep this worker's part."""
+        """Keep this worker's rows of the optimizer's state, which is whole."""
         for parameter, entry in self._optimizer.state.items():
             for name, value in entry.items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
@@ -230,7 +230,7 @@ class FsdpModel:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def undo(self) -> None:
-        """The model and the optimizer are plain and whole again; all workers do it."""
+        """Make the model and the optimizer plain and whole again; all workers call it."""
         for hook in self._hooks:
             hook.remove()
         self.reshard()
@@ -253,7 +253,7 @@ def _local_of(parameter: Any) -> torch.Tensor:
 
 
 def _unshard(module: Any, whole_of: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Take from a module what `fully_shard` has put there, for which torch has no function."""
+    """Removes everything that `fully_shard` has added to a module; torch has no function for it."""
     state = module._get_fsdp_state()
     hooks = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
     for group in state._fsdp_param_groups:

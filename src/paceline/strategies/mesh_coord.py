@@ -1,4 +1,4 @@
-"""Which workers are one replica of the model, and how they get the same samples and the same random numbers."""
+"""The coordinates of workers in a mesh, and random numbers that are equal within a replica."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.transport import BarrierKind
 
 
 class MeshShape(NamedTuple):
-    """How many replicas, and how each is split."""
+    """The number of replicas, of stages in each, and of workers per stage."""
 
     data: int
     pipeline: int
@@ -41,7 +41,7 @@ class MeshShape(NamedTuple):
 
 
 class MeshCoord(NamedTuple):
-    """Where a worker is: workers of one replica have ranks next to each other, and so have those of one stage."""
+    """A worker's place in the mesh; the workers of a replica have consecutive ranks, and so have those of a stage."""
 
     shape: MeshShape
     rank: int
@@ -77,12 +77,12 @@ class MeshCoord(NamedTuple):
         return list(range(first, first + self.shape.tensor))
 
     def peer_ranks(self) -> list[int]:
-        """Those who have the same part in other replicas, and itself."""
+        """The workers with the same part in all replicas."""
         return [replica * self.shape.replica + self.place for replica in range(self.shape.data)]
 
 
 def join_replica(members: Members, ranks: list[int], say: Callable[[str], None]) -> Communicator:
-    """A group of some of the workers; all workers make theirs at the same time."""
+    """A communicator of some of the workers; all workers call it at the same time."""
 
     def exchange(payload: bytes) -> list[bytes]:
         everybody = members.gather(payload, BarrierKind.ALLOCATE)
@@ -101,7 +101,7 @@ class _Random(msgspec.Struct, array_like=True):
 
 
 def random_state() -> bytes:
-    """Of all random numbers that a script may draw."""
+    """The state of all random number generators that a script may use."""
     kind, words, gauss = random.getstate()
     numbers = None
     if "numpy" in sys.modules:

@@ -1,4 +1,4 @@
-"""Which trainer a mesh has, by what is between its replicas and where they are."""
+"""The trainer of a mesh, by the policy between its replicas and the machines that they are on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.errors import UsageError
 from paceline.strategies.base import Options, Trainer, TrainerContext
 
 _SHARDS = (2, 13)
-"""The first torch whose FSDP2 can be taken off a model again in the way that is known here."""
+"""The first version of torch whose FSDP2 can be removed from a model again."""
 
 
 def is_whole(strategy: Strategy) -> bool:
-    """Whether its replicas are whole, with all-reduce between them: what can be sharded over machines."""
+    """True if its replicas are whole, with all-reduce between them, so that it can be sharded over machines."""
     if not isinstance(strategy, Mesh) or strategy.pipeline * strategy.tensor > 1:
         return False
     return isinstance(parse_strategy(strategy.sync), AllReduce)

@@ -21,7 +21,7 @@ from paceline.tensor_parallel.sharded_model import ShardedModel
 
 
 class PartitionedParameters:
-    """What there is to train."""
+    """The trained parameters, each part of a cut one by itself."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class PartitionedParameters:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.named: list[tuple[str, torch.nn.Parameter]] = []
         self.own: list[bool] = []
-        """Of each part, whether this worker's gradient of it counts, if it has one."""
+        """For each part, True if this worker writes its gradient."""
         self.of: dict[int, list[int]] = {}
         """Numbers of a parameter's parts, by its id."""
         pieces = coord.shape.tensor
@@ -102,7 +102,7 @@ class PartitionedParameters:
         }
 
     def import_state(self, take: Callable[[Optimizer], None]) -> None:
-        """Hand what the user's optimizer has, in parts, to `take`, and empty it."""
+        """Pass the state of the user's optimizer, cut into parts, to `take`, and empty it."""
         self.shadow.state.clear()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""What the workers of one replica do at the server together: the first of them speaks, and all hear the answer.
+"""The session of a replica with the server: its first worker calls the server, and passes the answer on to the others.
 
 To the server a replica is one worker. Its workers all run the same script, so they come here for the same things in the
 same order; what the first says counts. A push is said once all of them have written their parts.
@@ -22,7 +22,7 @@ from paceline.transport import Barrier, BarrierKind, Memory
 
 
 class ReplicaBarrier:
-    """Where the workers of a replica meet."""
+    """The barrier of the workers of a replica."""
 
     def __init__(self, members: Members, coord: MeshCoord, say: Callable[[str], None]) -> None:
         ranks = coord.replica_ranks()
@@ -40,7 +40,7 @@ class ReplicaBarrier:
         """The workers of the replica, by their places in it."""
 
     def gather(self, payload: bytes, intent: BarrierKind = BarrierKind.GATHER) -> list[bytes]:
-        """Everybody's payload; each at most a note long."""
+        """All workers' payloads, each at most as long as a note."""
         barrier = self._barrier
         if len(payload) > barrier.CAPACITY:
             raise TeamError(
@@ -55,7 +55,7 @@ class ReplicaBarrier:
 
 
 class _ReplicaMessage(msgspec.Struct, array_like=True):
-    """What the first worker passes on."""
+    """An answer or an error of the server, passed on by the first worker."""
 
     answer: ToWorker | None = None
     kind: str = ""
@@ -71,7 +71,7 @@ class ReplicaClient:
         self.client, self._barrier = client, barrier
 
     def call(self, message: msgspec.Struct) -> Any:
-        """Say something, and wait for the answer."""
+        """Sends a request, and waits for its reply."""
         return self._pass_on(lambda client: client.call(message))
 
     def call_in_parts(self, data: bytes) -> Any:
@@ -105,7 +105,7 @@ class ReplicaClient:
         return word.answer
 
     def cancelled(self, _version: int) -> bool:
-        """A replica leaves a step at its end only: its workers are in the middle of each other's work."""
+        """False: a replica's step is not cancelled in its middle, where its workers depend on each other."""
         return False
 
     def sleep(self, seconds: float, _version: int | None) -> bool:

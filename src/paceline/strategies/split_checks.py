@@ -1,4 +1,4 @@
-"""Checks what a split model can be trained with."""
+"""Checks of the options and the optimizer of a split model."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _NOTE = struct.Struct("=ddqqqdq")  # weight, factor, skip, number of the hyperpa
 
 
 class StepAgreement(NamedTuple):
-    """What an update is made of; equal on all workers."""
+    """The content of an update; equal on all workers."""
 
     weights: list[tuple[int, float]]
     """Ranks that contribute a gradient, each with its weight in the mean."""

@@ -94,7 +94,7 @@ class SynchronousTrainer(Trainer):
     # -- what all workers do together; a passive one takes part without a gradient -----------------------------------
 
     def _take_part(self, kind: BarrierKind) -> bool:
-        """As a passive worker, in what the others do after a barrier; returns False if they left the epoch."""
+        """Take part, as a passive worker, in the others' work after a barrier; returns False if they left the epoch."""
         if kind is BarrierKind.UPDATE:
             self._run_update()
         elif kind is BarrierKind.CLIP:

@@ -18,7 +18,7 @@ from paceline.transport import BarrierKind
 
 
 class LoaderTeam:
-    """Shares loaders out among the workers, and passes what they do on to the trainer."""
+    """Shares loaders out among the workers, and passes their events on to the trainer."""
 
     def __init__(self, rank: int, size: int, members: Members, recorder: Recorder, stopwatch: Stopwatch) -> None:
         self.rank, self.size = rank, size

@@ -268,7 +268,7 @@ class Team:
         return self._accumulating_step if accumulate else self._step
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the norm of the team's gradient, between backward and step; returns what it was."""
+        """Clip the norm of the team's gradient, between backward and step; returns the norm before."""
         if not max_norm > 0:
             raise UsageError(f"max_norm is {max_norm}; it must be above 0")
         return self._training().clip(float(max_norm), float(norm_type))
