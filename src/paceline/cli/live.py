@@ -42,11 +42,11 @@ def live(
     Example: `paceline live runs/first --port 8700`
     """
     # Imported here: `paceline run` only starts the page in another process.
-    from paceline.report.live import LIMIT, needs_token, serve
+    from paceline.report.live import LIMIT, is_loopback, serve
     from paceline.report.source import RunSource
 
     token = token or os.environ.get("PACELINE_TOKEN") or None
-    if needs_token(host) and token is None:
+    if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(18)
     source = RunSource(run, LIMIT)
     if descriptor is None:

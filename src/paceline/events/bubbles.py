@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 
+import msgspec
+
 from paceline.config import Mesh, Pipeline, parse_strategy
 from paceline.errors import UsageError
 from paceline.events.schema import Pass
@@ -11,6 +13,14 @@ from paceline.schedules import EVEN, PassTimes, bubble
 
 _MOST = 10_000
 """The first steps, which alone are measured, so that memory does not grow with the run."""
+
+
+class Bubble(msgspec.Struct, kw_only=True):
+    """The idle share of all devices' time in a pipeline, from the first pass of a step to its last."""
+
+    measured: float
+    formula: float | None
+    """For stages of equal length and messages that take no time; None if there is no formula."""
 
 
 class Bubbles:
@@ -38,6 +48,11 @@ class Bubbles:
         self._ranks.add(event.rank)
         self._stages = max(self._stages, event.stage + 1)
         self._microbatches = max(self._microbatches, event.microbatch + 1)
+
+    def result(self, spec: str | None) -> Bubble | None:
+        """The bubble of a run under this strategy; None without a pipeline."""
+        measured = self.measured()
+        return None if measured is None else Bubble(measured=measured, formula=self.formula(spec))
 
     def measured(self) -> float | None:
         """The median idle share of a step, without the first step if there are more: it includes start-up costs.

@@ -10,31 +10,7 @@ from typing import IO, Any
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.events.schema import (
-    Cancel,
-    Compute,
-    Event,
-    Join,
-    Load,
-    Metric,
-    Pass,
-    Pull,
-    Push,
-    Reduce,
-    Update,
-    Wait,
-)
-
-_NAMES: dict[type, str] = {
-    Compute: "computing",
-    Pass: "computing",
-    Load: "loading",
-    Reduce: "communicating",
-    Pull: "communicating",
-    Update: "updating",
-    Wait: "waiting",
-    Cancel: "cancelled",
-}
+from paceline.events.schema import ACTIVITIES, Compute, Event, Join, Metric, Push
 
 
 def write_trace(path: Path, events: Iterable[Event]) -> None:
@@ -60,7 +36,7 @@ def _trace(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
             )
             yield {"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": name}}
             yield {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": track, "args": {"sort_index": track}}
-        kind = _NAMES.get(type(event))
+        kind = ACTIVITIES.get(type(event))
         if kind is not None:
             values = msgspec.structs.asdict(event)
             seconds = values.pop("seconds")
@@ -128,22 +104,17 @@ def write_tensorboard(folder: Path, events: Iterable[Event]) -> None:
     wall = 0.0
     with writer:
         for event in events:
+            version, scalars = 0, dict[str, float | None]()
             match event:
                 case Join():
                     wall = event.wall - event.start
                 case Metric() if event.rank == 0:
-                    for name, value in event.values.items():
-                        writer.add_scalar(
-                            name, float("nan") if value is None else value, event.version, wall + event.start
-                        )
+                    version, scalars = event.version, event.values
                 case Compute():
-                    writer.add_scalar(
-                        f"seconds_per_minibatch/worker_{event.rank}",
-                        event.seconds / max(1, event.minibatches),
-                        event.version,
-                        wall + event.start,
-                    )
+                    pace = event.seconds / max(1, event.minibatches)
+                    version, scalars = event.version, {f"seconds_per_minibatch/worker_{event.rank}": pace}
                 case Push():
-                    writer.add_scalar(
-                        f"staleness/worker_{event.rank}", event.staleness, event.version, wall + event.start
-                    )
+                    version, scalars = event.version, {f"staleness/worker_{event.rank}": event.staleness}
+            for name, value in scalars.items():
+                shown = float("nan") if value is None else value
+                writer.add_scalar(name, shown, version, wall + event.start)

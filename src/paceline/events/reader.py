@@ -76,7 +76,7 @@ class Reader:
         self.close()
         self.finished = True
         if self._rest:
-            self._refuse(self.lines + 1)
+            self._refuse()
             self._rest = b""
 
     def close(self) -> None:
@@ -115,16 +115,16 @@ class Reader:
             try:
                 events.append(self._decoder.decode(data[first - begin : last - begin]))
             except (msgspec.DecodeError, UnicodeDecodeError):
-                self._refuse(self.lines + 1)
+                self._refuse()
             else:
                 self.places.append((first, last))
                 self.lines += 1
         return events
 
-    def _refuse(self, number: int) -> None:
+    def _refuse(self) -> None:
         self.lines += 1
         self.unreadable += 1
-        self.first_unreadable = self.first_unreadable or number
+        self.first_unreadable = self.first_unreadable or self.lines
 
 
 def read_run(path: Path) -> Iterator[list[Event]]:

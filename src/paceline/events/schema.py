@@ -296,6 +296,18 @@ Event = (
     | Metric
 )
 
+ACTIVITIES: dict[type, str] = {
+    Compute: "computing",
+    Pass: "computing",
+    Load: "loading",
+    Reduce: "communicating",
+    Pull: "communicating",
+    Update: "updating",
+    Wait: "waiting",
+    Cancel: "cancelled",
+}
+"""Events that last some time, each with the name of the activity in timelines and exports."""
+
 _DECODER = msgspec.json.Decoder(Event)
 
 

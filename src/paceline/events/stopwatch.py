@@ -166,7 +166,7 @@ class Stopwatch:
         )
         if self._exchanged:
             self._recorder.add(Reduce(self._rank, end, self._exchanged, self._read))
-        self._reset()
+        self.drop()
         self._free = None
         return end - start, samples
 
@@ -175,17 +175,14 @@ class Stopwatch:
         start = self._last if self._started is None else self._started
         now = time.perf_counter()
         self._recorder.add(Cancel(self._rank, start, now - start, version, leases))
-        self._reset()
+        self.drop()
         self._free = since  # it may begin anew from there; the notice and the request of a batch are parts of that
 
-    def _reset(self) -> None:
+    def drop(self) -> None:
+        """Discards the current measurement; the passes of a pipeline are measured instead."""
         self._started = self._drawn = self._backward = self._asked = self._core = None
         self._samples = self._minibatches = self._read = 0
         self._forward = self._exchanged = 0.0
-
-    def drop(self) -> None:
-        """Discard the current measurement; the passes of a pipeline are measured instead."""
-        self._reset()
 
     def slow_pass(self, seconds: float) -> None:
         """A stage has computed for so long: let it take longer, if the worker is slow."""

@@ -6,13 +6,13 @@ import contextlib
 import mmap
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from paceline.events.bubbles import Bubbles
+from paceline.events.bubbles import Bubble, Bubbles
 from paceline.events.reader import Reader
 from paceline.events.schema import (
     Cancel,
@@ -39,6 +39,12 @@ class Staleness(msgspec.Struct, kw_only=True):
     histogram: dict[int, int] = {}
     """Gradients by staleness."""
 
+    @classmethod
+    def of(cls, ages: Mapping[int, int]) -> Staleness:
+        """The staleness of gradients that are counted by age."""
+        mean = sum(age * times for age, times in ages.items()) / (sum(ages.values()) or 1)
+        return cls(mean=mean, max=max(ages, default=0), histogram=dict(sorted(ages.items())))
+
 
 class WorkerSummary(msgspec.Struct, kw_only=True):
     """One worker's time by activity, in seconds, and its counts."""
@@ -49,14 +55,6 @@ class WorkerSummary(msgspec.Struct, kw_only=True):
     waiting: float = 0.0
     minibatches: int = 0
     samples: int = 0
-
-
-class Bubble(msgspec.Struct, kw_only=True):
-    """The idle share of all devices' time in a pipeline, from the first pass of a step to its last."""
-
-    measured: float
-    formula: float | None
-    """For stages of equal length and messages that take no time; None if there is no formula."""
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -93,19 +91,6 @@ _server = WorkerSummary()
 """Takes the counts of servers, which are not summarised."""
 
 
-def _staleness(ages: Counter[int]) -> Staleness:
-    count = sum(ages.values())
-    mean = sum(age * times for age, times in ages.items()) / count if count else 0.0
-    return Staleness(mean=mean, max=max(ages, default=0), histogram=dict(sorted(ages.items())))
-
-
-def _remember(last: dict[str, tuple[int, float | None]], event: Metric) -> None:
-    """Keeps the last value of each metric; the lead's replace those of others."""
-    for name, value in event.values.items():
-        if name not in last or event.rank <= last[name][0]:
-            last[name] = (event.rank, value)
-
-
 class Summariser:
     """Summarises events, in any order."""
 
@@ -120,6 +105,7 @@ class Summariser:
         self._ages: Counter[int] = Counter()
         self._refused: Counter[str] = Counter()
         self._last: dict[str, tuple[int, float | None]] = {}
+        """Rank and last value of each metric; the lead's values replace those of others."""
         self._strategy: str | None = None
         self._minibatches = self._cancelled = self._dropped = self._bytes = self._saved = 0
         self._first, self._final = float("inf"), float("-inf")
@@ -137,11 +123,9 @@ class Summariser:
                 worker.loading += event.seconds
             case Wait():
                 worker.waiting += event.seconds
-            case Reduce() | Pull():
+            case Reduce() | Pull() | Update():
                 worker.communicating += event.seconds
-            case Update():
-                worker.communicating += event.seconds
-                if not event.skipped:
+                if isinstance(event, Update) and not event.skipped:
                     self._updates[event.version] = max(self._updates.get(event.version, 0.0), end)
             case Push():
                 self._count_push(event)
@@ -150,7 +134,9 @@ class Summariser:
             case Refused():
                 self._refused[event.why] += event.count
             case Metric():
-                _remember(self._last, event)
+                for name, value in event.values.items():
+                    if name not in self._last or event.rank <= self._last[name][0]:
+                        self._last[name] = (event.rank, value)
             case Join():
                 self._strategy = event.strategy
 
@@ -180,7 +166,6 @@ class Summariser:
         times = sorted(self._updates.values())
         span = times[-1] - times[0] if len(times) > 1 else 0.0
         gradients = len(self._gradients[0])
-        bubble = self._bubbles.measured()
         ages = self._ages or Counter({0: gradients} if gradients else {})
         inside = 0
         for end, samples in zip(*(self._pushes if self._ages else self._gradients), strict=True):
@@ -198,9 +183,9 @@ class Summariser:
             dropped=self._dropped,
             pushed_bytes=self._bytes,
             saved_bytes=self._saved,
-            staleness=_staleness(ages),
+            staleness=Staleness.of(ages),
             refused=dict(self._refused),
-            bubble=None if bubble is None else Bubble(measured=bubble, formula=self._bubbles.formula(self._strategy)),
+            bubble=self._bubbles.result(self._strategy),
             last={name: value for name, (_, value) in self._last.items()},
             workers=self._workers,
         )

@@ -16,9 +16,11 @@ from paceline.report.attribution import WaitAttribution
 from paceline.report.buckets import Buckets
 from paceline.report.detail import Detail
 from paceline.report.rows import (
+    CANCELLED,
     COMMUNICATING,
     COMPUTING,
     KINDS,
+    LOADING,
     PUSH,
     ROW,
     UPDATING,
@@ -65,6 +67,11 @@ class Tally:
     version: int = 0
     stale: float = 0.0
     """Staleness of its last push."""
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds of a worker's own steps, without waiting and cancelled work."""
+        return float(self.seconds[[COMPUTING, LOADING, COMMUNICATING, UPDATING]].sum())
 
     def quantile(self, share: float) -> float:
         """A quantile of the step lengths, in seconds."""
@@ -231,7 +238,7 @@ class RunAggregate:
             self.buckets.add_intervals((rank, kind), mine["start"], mine["seconds"])
             if kind == COMPUTING and len(mine):
                 self._count_steps(tally, mine)
-        tally.cancelled += int((rows["kind"] == KINDS.index("cancelled")).sum())
+        tally.cancelled += int((rows["kind"] == CANCELLED).sum())
         tally.updates += int((rows["kind"] == UPDATING).sum())
         tally.read += int(rows["bytes"].sum())
         tally.version = max(tally.version, int(rows["version"].max()))
@@ -317,8 +324,3 @@ class RunAggregate:
                 curve = self.curves[name] = Curve(metric.rank)
             if metric.rank == curve.rank:
                 curve.add(metric.start, metric.version, math.nan if value is None else value)
-
-
-def own_seconds(tally: Tally) -> float:
-    """Seconds of a worker's own steps, without waiting and cancelled work."""
-    return float(tally.seconds[[COMPUTING, KINDS.index("loading"), COMMUNICATING, UPDATING]].sum())

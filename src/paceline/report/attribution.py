@@ -100,13 +100,13 @@ class WorkerTime:
         link = rows[np.isin(rows["kind"], (COMMUNICATING, UPDATING))]
         waiting = rows[rows["kind"] == WAITING]
         self._busy: dict[str, Callable[[Numbers], Numbers]] = {
-            "loading": _busy(loading["start"], loading["seconds"]),
-            "forward": _busy(start, forward),
-            "backward": _busy(start + forward, np.maximum(0.0, computing["seconds"] - forward - slowed)),
-            "slowed": _busy(ends(computing) - slowed, slowed),
-            "link": _busy(link["start"], link["seconds"]),
+            "loading": busy_until(loading["start"], loading["seconds"]),
+            "forward": busy_until(start, forward),
+            "backward": busy_until(start + forward, np.maximum(0.0, computing["seconds"] - forward - slowed)),
+            "slowed": busy_until(ends(computing) - slowed, slowed),
+            "link": busy_until(link["start"], link["seconds"]),
         }
-        self._idle = _busy(waiting["start"], waiting["seconds"])
+        self._idle = busy_until(waiting["start"], waiting["seconds"])
         updates = rows[rows["kind"] == UPDATING]
         pulls = rows[(rows["kind"] == COMMUNICATING) & (rows["bytes"] == 0)]  # an all-reduce has bytes
         self._barriers = np.sort(np.concatenate([ends(waiting), updates["start"], ends(pulls)]))
@@ -127,7 +127,3 @@ class WorkerTime:
         idle = self._idle(finishes) - self._idle(begins)
         seconds["elsewhere"] = np.maximum(0.0, finishes - begins - idle - sum(seconds.values()))
         return seconds
-
-
-def _busy(starts: Numbers, seconds: Numbers) -> Callable[[Numbers], Numbers]:
-    return busy_until(starts, seconds) if len(starts) else lambda moments: np.zeros(len(moments))

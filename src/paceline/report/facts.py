@@ -5,13 +5,16 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from paceline.report.aggregate import RunAggregate, Tally, own_seconds
+from paceline.events.bubbles import Bubble
+from paceline.events.summary import Staleness
+from paceline.report.aggregate import RunAggregate
 from paceline.report.attribution import CAUSES
 from paceline.report.buckets import MOST
 from paceline.report.detail import DetailPiece, covers
-from paceline.report.rows import COMMUNICATING, KINDS, ROW, UPDATING, WAITING, Rows, ends
+from paceline.report.rows import COMMUNICATING, KINDS, UPDATING, WAITING, Rows, ends, median_span
 
 _TYPICAL = 10
 """Updates in the timeline's first view."""
@@ -47,8 +50,7 @@ def facts(
     total = sum(sum(worker["seconds"].values()) for worker in workers) or 1.0
     waiting = sum(worker["seconds"]["waiting"] for worker in workers)
     first, last = run.update_span
-    ages = sorted(run.staleness.items())
-    count = sum(run.staleness.values())
+    bubble = run.bubbles.result(run.strategy)
     known: dict[str, Any] = {
         "name": name,
         "strategy": run.strategy or config.get("strategy"),
@@ -64,17 +66,17 @@ def facts(
         "efficiency": _efficiency(run, workers),
         "bubbles": waiting / total,
         "waiting": waiting,
-        "bubble": _bubble(run),
-        "verdict": _verdict(workers, waiting / total) + _pipelined(run),
+        "bubble": msgspec.to_builtins(bubble),
+        "verdict": _verdict(workers, waiting / total, bubble),
         "slow": [worker["rank"] for worker in workers if worker["slow"]],
         "workers": workers,
-        "servers": [_server(run.tallies[rank], rank) for rank in sorted(run.tallies, reverse=True) if rank < 0],
+        "servers": [
+            {"rank": rank, "updates": tally.updates, "seconds": float(tally.seconds[UPDATING]), "read": tally.read}
+            for rank, tally in sorted(run.tallies.items(), reverse=True)
+            if rank < 0
+        ],
         "causes": CAUSES,
-        "staleness": {
-            "mean": sum(age * times for age, times in ages) / count if count else 0.0,
-            "max": ages[-1][0] if ages else 0,
-            "histogram": dict(ages),
-        },
+        "staleness": msgspec.structs.asdict(Staleness.of(run.staleness)),
         "bytes": {
             "pushed": sum(worker["bytes"]["pushed"] for worker in workers),
             "saved": sum(worker["bytes"]["saved"] for worker in workers),
@@ -105,7 +107,7 @@ def _worker(run: RunAggregate, rank: int, span: float) -> dict[str, Any]:
         "minibatches": tally.minibatches,
         "samples": tally.samples,
         "cancelled": tally.cancelled,
-        "pace": own_seconds(tally) / steps if tally.minibatches else None,
+        "pace": tally.own_seconds / steps if tally.minibatches else None,
         "parts": {
             "loading": seconds["loading"] / steps,
             "forward": tally.forward / steps,
@@ -124,10 +126,6 @@ def _worker(run: RunAggregate, rank: int, span: float) -> dict[str, Any]:
         "version": tally.version,
         "staleness": tally.stale,
     }
-
-
-def _server(tally: Tally, rank: int) -> dict[str, Any]:
-    return {"rank": rank, "updates": tally.updates, "seconds": float(tally.seconds[UPDATING]), "read": tally.read}
 
 
 def _compare(workers: list[dict[str, Any]]) -> None:
@@ -157,8 +155,8 @@ def _mostly_cancelled(worker: dict[str, Any]) -> bool:
     return bool(worker["cancelled"] > worker["minibatches"])
 
 
-def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
-    """Sentences that name the slow workers and the share of waiting."""
+def _verdict(workers: list[dict[str, Any]], bubbles: float, bubble: Bubble | None) -> list[str]:
+    """Sentences that name the slow workers, the share of waiting, and a pipeline's bubble."""
     words = []
     whole = sum(worker["seconds"]["waiting"] for worker in workers) or 1.0
     for worker in sorted(workers, key=lambda worker: -worker["blame"]):
@@ -184,23 +182,10 @@ def _verdict(workers: list[dict[str, Any]], bubbles: float) -> list[str]:
     if len(workers) > 1:
         much = "Waiting takes" if bubbles > _NOTABLE else "Waiting takes only"
         words.append(f"{much} {bubbles:.1%} of the workers' time." if bubbles > _WORTH else "No worker waited.")
+    if bubble is not None:
+        equal = f"; with stages of equal length it would be {bubble.formula:.1%}" if bubble.formula is not None else ""
+        words.append(f"The pipeline's bubble is {bubble.measured:.1%} of a step{equal}.")
     return words
-
-
-def _bubble(run: RunAggregate) -> dict[str, float | None] | None:
-    """A pipeline's bubble, measured and by the formula; None without a pipeline."""
-    measured = run.bubbles.measured()
-    return None if measured is None else {"measured": measured, "formula": run.bubbles.formula(run.strategy)}
-
-
-def _pipelined(run: RunAggregate) -> list[str]:
-    bubble = _bubble(run)
-    if bubble is None:
-        return []
-    words = f"The pipeline's bubble is {bubble['measured']:.1%} of a step"
-    if bubble["formula"] is not None:
-        words += f"; with stages of equal length it would be {bubble['formula']:.1%}"
-    return [words + "."]
 
 
 def _ms(seconds: float) -> str:
@@ -282,10 +267,7 @@ def _timeline(run: RunAggregate, ranks: list[int], columns: int) -> dict[str, An
         "kinds": KINDS,
         "width": width,
         "lanes": [
-            {
-                "rank": rank,
-                "buckets": [_shares(run, (rank, kind), count, together) for kind in range(len(KINDS))],
-            }
+            {"rank": rank, "buckets": [_shares(run, (rank, kind), count, together) for kind in range(len(KINDS))]}
             for rank in lanes
         ],
         "pieces": [_piece(piece, run) for piece in pieces],
@@ -360,12 +342,11 @@ def _typical(pieces: list[DetailPiece], run: RunAggregate) -> list[float]:
     """Start and end of a typical view: the run of `_TYPICAL` updates of median length, from the middle of the run."""
     if not pieces:
         return [0.0, 1.0]
-    rows: Rows = np.concatenate([np.zeros(0, ROW), *(piece.rows for piece in pieces[len(pieces) // 2 :][:1])])
-    moments = np.sort(_updates(rows, run.served))
-    if len(moments) < 2:
-        begin, end = covers(pieces[len(pieces) // 2])
-        return [round(begin - run.first, 6), round(max(end, begin + 1e-6) - run.first, 6)]
-    count = min(_TYPICAL, len(moments) - 1)
-    spans = sorted((moments[i + count] - moments[i], moments[i]) for i in range(len(moments) - count))
-    seconds, begin = spans[len(spans) // 2]
-    return [round(float(begin - run.first), 6), round(float(begin + seconds - run.first), 6)]
+    middle = pieces[len(pieces) // 2]
+    moments = sorted(_updates(middle.rows, run.served).tolist())
+    if len(moments) > 1:
+        begin, end = median_span(moments, _TYPICAL)
+    else:
+        begin, end = covers(middle)
+        end = max(end, begin + 1e-6)
+    return [round(begin - run.first, 6), round(end - run.first, 6)]

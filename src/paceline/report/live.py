@@ -179,7 +179,7 @@ async def _stream(current: CurrentFacts) -> AsyncIterator[bytes]:
 def allowed_hosts(host: str) -> set[str]:
     """The host names under which the page may be requested."""
     hosts = {host.lower()}
-    if _is_loopback(host):
+    if is_loopback(host):
         return hosts | {"127.0.0.1", "localhost", "::1"}
     own = socket.gethostname()
     hosts |= {own.lower(), socket.getfqdn().lower(), "127.0.0.1", "localhost"}
@@ -188,17 +188,11 @@ def allowed_hosts(host: str) -> set[str]:
     return hosts
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False
-
-
-def needs_token(host: str) -> bool:
-    return not _is_loopback(host)
+        return host == "localhost"
 
 
 def serve(source: RunSource, listener: socket.socket, host: str, token: str | None, *, until_over: bool) -> None:

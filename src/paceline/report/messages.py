@@ -8,10 +8,11 @@ from html import escape
 from typing import NamedTuple
 
 from paceline.events import Message
+from paceline.report.svg import LEFT, WIDTH, document
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers: one per sender.
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7a7a7a"]
-_WIDTH, _ROW, _LEFT, _TOP = 960, 62, 76, 62
+_ROW, _TOP = 62, 62
 
 
 class Arrow(NamedTuple):
@@ -52,13 +53,13 @@ def draw_messages(messages: Iterable[Message], title: str) -> str:
     known = arrows(seen)
     ranks = sorted({rank for arrow in known for rank in (arrow.sender, arrow.receiver)})
     if not known:
-        return _frame(title, 1, ["<text x='76' y='80'>no message was sent</text>"])
+        return document(title, _TOP + 44, ["<text x='76' y='80'>no message was sent</text>"])
     begin, end = min(arrow.left for arrow in known), max(arrow.arrived for arrow in known)
-    scale = (_WIDTH - _LEFT - 24) / max(end - begin, 1e-9)
+    scale = (WIDTH - LEFT - 24) / max(end - begin, 1e-9)
     rows = {rank: _TOP + number * _ROW for number, rank in enumerate(ranks)}
     shapes = [_row(rank, y) for rank, y in rows.items()]
     for arrow in sorted(known, key=lambda arrow: arrow.left):
-        first, last = (_LEFT + (moment - begin) * scale for moment in (arrow.left, arrow.arrived))
+        first, last = (LEFT + (moment - begin) * scale for moment in (arrow.left, arrow.arrived))
         colour = _COLOURS[arrow.sender % len(_COLOURS)]
         words = (
             f"{arrow.bytes:,} bytes from worker {arrow.sender} to worker {arrow.receiver}, "
@@ -70,30 +71,18 @@ def draw_messages(messages: Iterable[Message], title: str) -> str:
             f"stroke-width='1.6' opacity='.85'/><circle cx='{last:.1f}' cy='{rows[arrow.receiver]}' r='3.2'/></g>"
         )
     bottom = max(rows.values()) + 30
-    shapes.append(f"<text x='{_LEFT}' y='{bottom}' class='small'>0</text>")
+    shapes.append(f"<text x='{LEFT}' y='{bottom}' class='small'>0</text>")
     unit = f"{(end - begin) * 1e6:,.0f} µs"
-    shapes.append(f"<text x='{_WIDTH - 24}' y='{bottom}' class='small' text-anchor='end'>{unit}</text>")
+    shapes.append(f"<text x='{WIDTH - 24}' y='{bottom}' class='small' text-anchor='end'>{unit}</text>")
     noun = "messages" if any(message.direction == "send" for message in seen) else "reads and writes"
     total = f"{len(known)} {noun}, {sum(arrow.bytes for arrow in known) / 1e6:,.1f} MB in all; a dot is an arrival"
-    shapes.append(f"<text x='{_WIDTH / 2}' y='{bottom}' class='small' text-anchor='middle'>{total}</text>")
-    return _frame(title, len(ranks), shapes)
+    shapes.append(f"<text x='{WIDTH / 2}' y='{bottom}' class='small' text-anchor='middle'>{total}</text>")
+    return document(title, bottom + 14, shapes)
 
 
 def _row(rank: int, y: int) -> str:
     colour = _COLOURS[rank % len(_COLOURS)]
     return (
-        f"<text x='{_LEFT - 12}' y='{y + 4}' text-anchor='end'>worker {rank}</text>"
-        f"<line x1='{_LEFT}' y1='{y}' x2='{_WIDTH - 24}' y2='{y}' stroke='{colour}' stroke-width='5' opacity='.22'/>"
-    )
-
-
-def _frame(title: str, rows: int, shapes: list[str]) -> str:
-    height = _TOP + (rows - 1) * _ROW + 44
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' height='{height}'>"
-        "<style>text{font:13px system-ui,sans-serif;fill:#222}.small{font-size:11px;fill:#555}</style>"
-        f"<rect width='{_WIDTH}' height='{height}' fill='#ffffff'/>"
-        f"<text x='{_LEFT}' y='26' style='font-weight:600;font-size:15px'>{escape(title)}</text>"
-        + "".join(shapes)
-        + "</svg>"
+        f"<text x='{LEFT - 12}' y='{y + 4}' text-anchor='end'>worker {rank}</text>"
+        f"<line x1='{LEFT}' y1='{y}' x2='{WIDTH - 24}' y2='{y}' stroke='{colour}' stroke-width='5' opacity='.22'/>"
     )

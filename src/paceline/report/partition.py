@@ -7,24 +7,21 @@ from html import escape
 
 from paceline.graph.model_profile import ModelProfile
 from paceline.graph.partition import Partition
+from paceline.report.svg import COLOURS, LEFT, PASSES, WIDTH, document
 from paceline.schedules.timing import ScheduleTiming
 
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-_KINDS = {"F": "#0072B2", "B": "#009E73", "W": "#56B4E9"}
-_WIDTH, _LEFT, _RIGHT, _ROW = 960, 76, 16, 30
-_TOP, _BAR = 130, 46
+_RIGHT, _ROW, _TOP, _BAR = 16, 30, 130, 46
 
 
 def partition_figure(profile: ModelProfile, cut: Partition, schedule: ScheduleTiming, title: str) -> str:
     """An SVG of a partition and one step of its schedule."""
-    inner = _WIDTH - _LEFT - _RIGHT
+    inner = WIDTH - LEFT - _RIGHT
     total = sum(cost.seconds for cost in profile.costs) or 1.0
     edges = [0.0]
     for cost in profile.costs:
         edges.append(edges[-1] + cost.seconds / total)
-    place = [_LEFT + inner * edge for edge in edges]
-    shapes = [f"<text x='{_LEFT}' y='26' style='font-weight:600;font-size:15px'>{escape(title)}</text>"]
-    shapes += _arcs(profile, cut, place)
+    place = [LEFT + inner * edge for edge in edges]
+    shapes = _arcs(profile, cut, place)
     for number, stage in enumerate(cut.stages):
         shapes += _stage(profile, place, number, stage.first, stage.last)
         x = (place[stage.first] + place[stage.last]) / 2
@@ -44,12 +41,7 @@ def partition_figure(profile: ModelProfile, cut: Partition, schedule: ScheduleTi
     bottom = _TOP + _BAR + 60
     workers = schedule.busy.shape[1]
     shapes += _schedule(schedule, workers, bottom)
-    height = bottom + 40 + _ROW * workers
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' height='{height}'>"
-        "<style>text{font:13px system-ui,sans-serif;fill:#222}.small{font-size:11px;fill:#555}</style>"
-        f"<rect width='{_WIDTH}' height='{height}' fill='#ffffff'/>{''.join(shapes)}</svg>\n"
-    )
+    return document(title, bottom + 40 + _ROW * workers, shapes) + "\n"
 
 
 def _size(count: int) -> str:
@@ -57,7 +49,7 @@ def _size(count: int) -> str:
 
 
 def _stage(profile: ModelProfile, place: Sequence[float], number: int, first: int, last: int) -> list[str]:
-    colour = _COLOURS[number % len(_COLOURS)]
+    colour = COLOURS[number % len(COLOURS)]
     shapes = []
     for one in range(first, last):
         cost = profile.costs[one]
@@ -102,25 +94,25 @@ def _arcs(profile: ModelProfile, cut: Partition, place: Sequence[float]) -> list
 
 
 def _schedule(schedule: ScheduleTiming, workers: int, top: float) -> list[str]:
-    inner = _WIDTH - _LEFT - _RIGHT
+    inner = WIDTH - LEFT - _RIGHT
     whole = max(timed.end for timed in schedule.operations)
     shapes = [
-        f"<text x='{_LEFT}' y='{top}' class='small'>one step as predicted: {whole * 1e3:.3g} ms, bubble "
+        f"<text x='{LEFT}' y='{top}' class='small'>one step as predicted: {whole * 1e3:.3g} ms, bubble "
         f"{schedule.bubble:.1%}</text>"
     ]
     for worker in range(workers):
         y = top + 10 + worker * _ROW
         shapes.append(
-            f"<text x='{_LEFT - 8}' y='{y + 16}' text-anchor='end' class='small'>worker {worker}</text>"
-            f"<rect x='{_LEFT}' y='{y}' width='{inner}' height='{_ROW - 6}' fill='#f0f0f0' stroke='#ddd'/>"
+            f"<text x='{LEFT - 8}' y='{y + 16}' text-anchor='end' class='small'>worker {worker}</text>"
+            f"<rect x='{LEFT}' y='{y}' width='{inner}' height='{_ROW - 6}' fill='#f0f0f0' stroke='#ddd'/>"
         )
     for timed in schedule.operations:
-        x = _LEFT + inner * timed.start / whole
+        x = LEFT + inner * timed.start / whole
         width = inner * (timed.end - timed.start) / whole
         y = top + 10 + timed.device * _ROW
         kind = timed.operation
         shapes.append(
-            f"<rect x='{x:.2f}' y='{y}' width='{max(0.3, width):.2f}' height='{_ROW - 6}' fill='{_KINDS[kind.kind]}' "
+            f"<rect x='{x:.2f}' y='{y}' width='{max(0.3, width):.2f}' height='{_ROW - 6}' fill='{PASSES[kind.kind]}' "
             f"stroke='#fff' stroke-width='.6'><title>{kind.kind}{kind.microbatch}</title></rect>"
         )
         if width > 12:

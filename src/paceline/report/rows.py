@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.events import Cancel, Compute, Event, Load, Pass, Pull, Push, Reduce, Update, Wait
+from paceline.events import Event, Push
+from paceline.events.schema import ACTIVITIES
 
 Rows = NDArray[np.void]
 Numbers = NDArray[np.float64]
@@ -47,26 +48,6 @@ PUSH = np.dtype(
 )
 _AGE = 1e10
 """Seconds above which a time of the monotonic clock must be damaged."""
-_KIND: dict[type, int] = {
-    Compute: COMPUTING,
-    Pass: COMPUTING,
-    Load: LOADING,
-    Reduce: COMMUNICATING,
-    Pull: COMMUNICATING,
-    Update: UPDATING,
-    Wait: WAITING,
-    Cancel: CANCELLED,
-}
-_FIELDS: dict[type, tuple[str, ...]] = {
-    Compute: ("version", "forward", "slowed", "samples", "minibatches"),
-    Pass: ("version", "forward", "samples", "minibatches"),
-    Load: (),
-    Reduce: ("bytes",),
-    Pull: ("version",),
-    Update: ("version", "bytes", "skipped"),
-    Wait: ("on",),
-    Cancel: ("version",),
-}
 
 
 def by_kind(events: Iterable[Event]) -> dict[type, list[Any]]:
@@ -79,17 +60,11 @@ def by_kind(events: Iterable[Event]) -> dict[type, list[Any]]:
 
 def rows_of(groups: dict[type, list[Any]]) -> Rows:
     """The activities among these events, in the order of their starts."""
-    count = sum(len(groups[kind]) for kind in _KIND if kind in groups)
-    rows = np.zeros(count, ROW)
-    begin = 0
-    for kind, number in _KIND.items():
-        group = groups.get(kind)
-        if not group:
-            continue
-        part = rows[begin : begin + len(group)]
-        _fill(part, group, ("rank", "start", "seconds", *_FIELDS[kind]))
-        part["kind"] = number
-        begin += len(group)
+    parts = [np.zeros(0, ROW)]
+    for event, activity in ACTIVITIES.items():
+        parts.append(_filled(groups.get(event, []), ROW))
+        parts[-1]["kind"] = KINDS.index(activity)
+    rows = np.concatenate(parts)
     rows = rows[_sane(rows["start"], rows["seconds"])]
     return rows[np.argsort(rows["start"], kind="stable")]
 
@@ -102,21 +77,25 @@ def _sane(starts: Numbers, seconds: Numbers) -> NDArray[np.bool_]:
 def pushes_of(groups: dict[type, list[Any]]) -> Rows:
     """The pushes among these events, in the order of their starts."""
     group = groups.get(Push, [])
-    pushes = np.zeros(len(group), PUSH)
-    _fill(pushes, group, ("rank", "start", "version", "staleness", "samples", "bytes", "saved"))
+    pushes = _filled(group, PUSH)
     pushes["used"] = [event.outcome in ("used", "held") for event in group]
     pushes = pushes[_sane(pushes["start"], np.zeros(len(pushes)))]
     return pushes[np.argsort(pushes["start"], kind="stable")]
 
 
-def _fill(target: Rows, group: Sequence[Any], fields: Iterable[str]) -> None:
-    for name in fields:
+def _filled(group: Sequence[Any], dtype: np.dtype[np.void]) -> Rows:
+    """A row per event, with the columns that these events have, too; `kind` is another thing in a `Pass`."""
+    rows = np.zeros(len(group), dtype)
+    for name in dtype.names or ():
+        if name == "kind" or not group or not hasattr(group[0], name):
+            continue
         values = [getattr(event, name) for event in group]
         try:
-            target[name] = np.array(values, target.dtype[name])
+            rows[name] = np.array(values, dtype[name])
         except OverflowError:  # no run has such numbers, but a damaged file can
-            limits = np.iinfo(target.dtype[name])
-            target[name] = [max(limits.min, min(limits.max, value)) for value in values]
+            limits = np.iinfo(dtype[name])
+            rows[name] = [max(limits.min, min(limits.max, value)) for value in values]
+    return rows
 
 
 def ends(rows: Rows) -> Numbers:
@@ -125,8 +104,18 @@ def ends(rows: Rows) -> Numbers:
     return moments
 
 
+def median_span(moments: Sequence[float], updates: int) -> tuple[float, float]:
+    """Start and end of the series of so many updates, or of all, that has the median length."""
+    count = min(updates, len(moments) - 1)
+    spans = sorted((moments[i + count] - moments[i], moments[i]) for i in range(len(moments) - count))
+    seconds, begin = spans[len(spans) // 2]
+    return begin, begin + seconds
+
+
 def busy_until(starts: Numbers, seconds: Numbers) -> Callable[[Numbers], Numbers]:
     """A function from moments to the seconds of these successive intervals before each of them."""
+    if not len(starts):
+        return lambda moments: np.zeros(len(moments))
     order = np.argsort(starts, kind="stable")
     starts, seconds = starts[order], seconds[order]
     before = np.concatenate([[0.0], np.cumsum(seconds)])

@@ -26,7 +26,6 @@ class RunSource:
 
     def __init__(self, path: Path, limit: int = 100_000) -> None:
         """limit: single intervals to keep for the zoomed timeline."""
-        self._limit = limit
         self.folder = path if path.is_dir() else path.parent
         self.name = self.folder.resolve().name if path.is_dir() else path.name
         self._only = None if path.is_dir() else path
@@ -102,10 +101,6 @@ class RunSource:
         """A sentence per file that could not be read completely."""
         return [reader.damage for reader in self._readers.values() if reader.damage]
 
-    @property
-    def empty(self) -> bool:
-        return not self.run.tallies
-
     def config(self) -> dict[str, Any]:
         try:
             known = msgspec.json.decode((self.folder / "config.json").read_bytes())
@@ -123,6 +118,6 @@ def open_run(path: Path, limit: int = 100_000) -> RunSource:
     """A run with all its events read; an error if there are none."""
     source = RunSource(path, limit)
     source.read()
-    if source.empty:
+    if not source.run.tallies:
         raise UsageError(source.notes[0] if source.notes else f"{path} has no events: nothing was recorded")
     return source

@@ -59,8 +59,7 @@ def _line(rows: Rows, edges: Any) -> Text:
     shares = np.zeros((len(KINDS), len(edges) - 1))
     for kind in range(len(KINDS)):
         mine = rows[rows["kind"] == kind]
-        if len(mine):
-            shares[kind] = np.diff(busy_until(mine["start"], mine["seconds"])(edges))
+        shares[kind] = np.diff(busy_until(mine["start"], mine["seconds"])(edges))
     middles = (edges[:-1] + edges[1:]) / 2
     index = np.searchsorted(rows["start"], middles, "right") - 1
     line = Text()

@@ -12,6 +12,8 @@ from html import escape
 from typing import NamedTuple
 
 from paceline.events import Cancel, Compute, Event, Load, Pass, Pull, Push, Reduce, Update, Wait
+from paceline.report.rows import median_span
+from paceline.report.svg import COLOURS, LEFT, PASSES, WIDTH, document
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 _COLOURS = {
@@ -21,16 +23,10 @@ _COLOURS = {
     "updating": "#E69F00",
     "waiting": "#ffffff",
 }
-_PASSES = {
-    "F": ("forward", "#0072B2"),
-    "B": ("backward", "#009E73"),
-    "W": ("gradients of weights", "#56B4E9"),
-}
-_VERSIONS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+_PASSES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 _OTHER = "#f0f0f0"
 _EXCHANGE = "#555555"
-_WIDTH, _ROW, _LEFT, _TOP = 960, 34, 76, 46
-_RIGHT = 16
+_ROW, _TOP, _RIGHT = 34, 46, 16
 
 
 class _Bar(NamedTuple):
@@ -53,7 +49,7 @@ class _Scale(NamedTuple):
     """The y coordinate of each rank's row."""
 
     def x(self, moment: float) -> float:
-        return _LEFT + (moment - self.begin) * (_WIDTH - _LEFT - _RIGHT) / (self.end - self.begin)
+        return LEFT + (moment - self.begin) * (WIDTH - LEFT - _RIGHT) / (self.end - self.begin)
 
     def shows(self, *moments: float) -> bool:
         return all(self.begin <= moment <= self.end for moment in moments)
@@ -73,7 +69,7 @@ def timeline(
     legend = _legend(events, served)
     if not moments:
         return _frame(title, 1, ["<text x='20' y='70'>there was no update in this run</text>"], legend)
-    begin, end = (moments[0], moments[-1]) if whole else _window(moments, updates)
+    begin, end = (moments[0], moments[-1]) if whole else median_span(moments, updates)
     if end <= begin:
         begin, end = min(e.start for e in events), max(e.start + getattr(e, "seconds", 0.0) for e in events)
     ranks = sorted({event.rank for event in events if event.rank >= 0})
@@ -105,14 +101,6 @@ def _moments(events: list[Event], served: bool) -> list[float]:
     return sorted(first.values())
 
 
-def _window(moments: list[float], updates: int) -> tuple[float, float]:
-    """Start and end of the series of `updates` updates of median length."""
-    count = min(updates, len(moments) - 1)
-    spans = sorted((moments[i + count] - moments[i], moments[i]) for i in range(len(moments) - count))
-    seconds, begin = spans[len(spans) // 2]
-    return begin, begin + seconds
-
-
 def _bars(event: Event, served: bool) -> list[_Bar]:
     """The bars of an event."""
     match event:
@@ -136,8 +124,8 @@ def _bars(event: Event, served: bool) -> list[_Bar]:
 def _computed(event: Compute | Pass, served: bool) -> list[_Bar]:
     if isinstance(event, Pass):
         words = f"{event.kind}{event.microbatch} of stage {event.stage} in {event.seconds * 1e3:.2f} ms"
-        kind, colour = _PASSES.get(event.kind, _PASSES["F"])
-        return [_Bar(kind, event.start, event.seconds, words, colour, label=str(event.microbatch))]
+        kind = event.kind if event.kind in _PASSES else "F"
+        return [_Bar(_PASSES[kind], event.start, event.seconds, words, PASSES[kind], label=str(event.microbatch))]
     words = f"{event.samples} samples on version {event.version} in {event.seconds * 1e3:.2f} ms"
     if served:
         return [_Bar("computing", event.start, event.seconds, words, _colour(event.version))]
@@ -150,7 +138,7 @@ def _computed(event: Compute | Pass, served: bool) -> list[_Bar]:
 
 
 def _colour(version: int) -> str:
-    return _VERSIONS[version % len(_VERSIONS)]
+    return COLOURS[version % len(COLOURS)]
 
 
 # -- shapes ----------------------------------------------------------------------------------------------------------
@@ -158,10 +146,10 @@ def _colour(version: int) -> str:
 
 def _lane(rank: int, y: int) -> str:
     name = f"worker {rank}" if rank >= 0 else "server"
-    width = _WIDTH - _LEFT - _RIGHT
+    width = WIDTH - LEFT - _RIGHT
     return (
-        f"<text x='{_LEFT - 10}' y='{y + 19}' text-anchor='end'>{name}</text>"
-        f"<rect x='{_LEFT}' y='{y}' width='{width}' height='{_ROW - 8}' fill='{_OTHER}' stroke='#ddd'/>"
+        f"<text x='{LEFT - 10}' y='{y + 19}' text-anchor='end'>{name}</text>"
+        f"<rect x='{LEFT}' y='{y}' width='{width}' height='{_ROW - 8}' fill='{_OTHER}' stroke='#ddd'/>"
     )
 
 
@@ -232,9 +220,9 @@ def _arrow(x1: float, y1: float, x2: float, y2: float, colour: str, words: str, 
 
 
 def _axis(seconds: float, y: int) -> str:
-    right = _WIDTH - _RIGHT
+    right = WIDTH - _RIGHT
     return (
-        f"<text x='{_LEFT}' y='{y}' class='small'>0</text>"
+        f"<text x='{LEFT}' y='{y}' class='small'>0</text>"
         f"<text x='{right}' y='{y}' class='small' text-anchor='end'>{seconds * 1e3:.1f} ms</text>"
     )
 
@@ -247,12 +235,12 @@ def _legend(events: list[Event], served: bool) -> list[tuple[str, list[str], str
         left_out = {"slowed on purpose": not slowed, "loading": not loads}
         passes = {event.kind for event in events if isinstance(event, Pass)}
         left_out["computing"] = bool(passes)
-        known = [(words, [colour], "") for kind, (words, colour) in _PASSES.items() if kind in passes]
+        known = [(words, [PASSES[kind]], "") for kind, words in _PASSES.items() if kind in passes]
         known += [(kind, [colour], "") for kind, colour in _COLOURS.items() if not left_out.get(kind, False)]
     else:
         known = [
-            ("computing, a colour per version", list(_VERSIONS), ""),
-            ("cancelled", [_VERSIONS[0]], " fill-opacity='.25'"),
+            ("computing, a colour per version", list(COLOURS), ""),
+            ("cancelled", [COLOURS[0]], " fill-opacity='.25'"),
             ("pushing, updating, pulling", [_EXCHANGE], ""),
             ("waiting", ["#ffffff"], ""),
         ]
@@ -261,7 +249,7 @@ def _legend(events: list[Event], served: bool) -> list[tuple[str, list[str], str
 
 def _frame(title: str, rows: int, shapes: list[str], legend: list[tuple[str, list[str], str]]) -> str:
     height = _TOP + rows * _ROW + 44
-    words, x = [], _LEFT
+    words, x = [], LEFT
     for kind, colours, style in legend:
         for colour in colours:
             words.append(
@@ -270,13 +258,4 @@ def _frame(title: str, rows: int, shapes: list[str], legend: list[tuple[str, lis
             x += 12
         words.append(f"<text x='{x + 6}' y='{height - 9}' class='small'>{kind}</text>")
         x += 22 + 7 * len(kind)
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' height='{height}'>"
-        "<style>text{font:13px system-ui,sans-serif;fill:#222}.small{font-size:11px;fill:#555}"
-        ".inside{font-size:11px;fill:#fff}</style>"
-        f"<rect width='{_WIDTH}' height='{height}' fill='#ffffff'/>"
-        f"<text x='{_LEFT}' y='26' style='font-weight:600;font-size:15px'>{escape(title)}</text>"
-        + "".join(shapes)
-        + "".join(words)
-        + "</svg>"
-    )
+    return document(title, height, [*shapes, *words], ".inside{font-size:11px;fill:#fff}")

@@ -92,7 +92,6 @@ def result(
     updates, seconds = len(moments), float(moments[-1]) if len(moments) else 0.0
     mean = float(moments[-1] - moments[0]) / (updates - 1) if updates > 1 else seconds if updates else math.nan
     error = _standard_error(moments)
-    count = sum(ages.values())
     rate = used / seconds if seconds else 0.0
     total = total or 1.0
     return Result(
@@ -105,11 +104,7 @@ def result(
         standard_error=error,
         minibatches_per_second=rate,
         samples_per_second=rate * cluster.batch,
-        staleness=Staleness(
-            mean=sum(age * times for age, times in ages.items()) / count if count else 0.0,
-            max=max(ages, default=0),
-            histogram=dict(sorted(ages.items())),
-        ),
+        staleness=Staleness.of(ages),
         cancelled=cancelled,
         dropped=dropped,
         failures=failures,
