@@ -79,15 +79,12 @@ def train(
         "steps_per_second": {"paceline": 1 / min(ours), against: 1 / min(theirs)},
         "rounds": result.seconds,
     }
-    if json:
-        _print_json(facts)
-        return
     table = Table("", "best round", "median round", title=f"{model}, {workers} workers, batch {task.batch} each")
     for name in ("paceline", against):
         times = result.seconds[name]
         table.add_row(name, f"{min(times) * 1e3:.3g} ms/step", f"{statistics.median(times) * 1e3:.3g} ms/step")
-    Console().print(table)
-    print(f"{chosen} makes {facts['ratio']:.2f} times as many steps per second as {against}")
+    closing = f"{chosen} makes {facts['ratio']:.2f} times as many steps per second as {against}"
+    _print(facts, json, table, closing)
 
 
 @app.command()
@@ -137,9 +134,6 @@ def scaling(
     facts = {"model": model, "strategy": chosen, "optimizer": optimizer, "points": points}
     if plot is not None:
         draw_scaling(facts, plot)
-    if json:
-        _print_json(facts)
-        return
     heads = ("", "batch", "workers", "at once", "single", "same alloc.", "speedup", "samples/s")
     table = Table(*heads, title=f"Scaling efficiency of {model} under {chosen}")
     for point in points:
@@ -151,9 +145,7 @@ def scaling(
             f"{point['speedup']:.2f}",
             f"{point['throughput']:,.0f}",
         )
-    Console().print(table)
-    if plot is not None:
-        print(f"the curves are in {plot}")
+    _print(facts, json, table, f"the curves are in {plot}" if plot else None)
 
 
 @app.command()
@@ -184,16 +176,13 @@ def memory(
         "ratio_everything": ours.everything / theirs.everything,
         "bytes": {name: msgspec.to_builtins(result) for name, result in taken.items()},
     }
-    if json:
-        _print_json(facts)
-        return
     table = Table(
         "", "parameters and optimizer state", "gradients and buffers too", title=f"{model}, {workers} workers"
     )
     for name, result in taken.items():
         table.add_row(name, f"{result.parameters_and_state / 1e6:,.0f} MB", f"{result.everything / 1e6:,.0f} MB")
-    Console().print(table)
-    print(f"{facts['ratio']:.2f} times DDP's parameters and state, {facts['ratio_everything']:.2f} times its whole")
+    closing = f"{facts['ratio']:.2f} times DDP's parameters and state, {facts['ratio_everything']:.2f} times its whole"
+    _print(facts, json, table, closing)
 
 
 @app.command("collectives")
@@ -244,9 +233,6 @@ def collectives_(
     facts = _collective_facts(task, workers, against, times)
     if plot is not None:
         draw_collectives(facts, plot)
-    if json:
-        _print_json(facts)
-        return
     title = f"{operation} on {workers} workers"
     table = Table("bytes", "", "time", "algorithm", "bus", "memory", f"times {against}", title=title)
     for point in facts["points"]:
@@ -262,9 +248,7 @@ def collectives_(
                 ratio,
             )
         table.add_section()
-    Console().print(table)
-    if plot is not None:
-        print(f"the curves are in {plot}")
+    _print(facts, json, table, f"the curves are in {plot}" if plot else None)
 
 
 def _collective_facts(task: CollectiveTask, workers: int, against: str, times: CollectiveTimes) -> dict[str, Any]:
@@ -347,8 +331,13 @@ def _train_task(
     )
 
 
-def _print_json(facts: dict[str, Any]) -> None:
-    sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
+def _print(facts: dict[str, Any], json: bool, table: Table, closing: str | None) -> None:
+    if json:
+        sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
+        return
+    Console().print(table)
+    if closing is not None:
+        print(closing)
 
 
 def _usual(model: str) -> int:

@@ -56,7 +56,8 @@ def doctor(
     if diagnosis is None:  # the lead prints it
         raise typer.Exit(0)
     if json:
-        print(msgspec.json.format(msgspec.json.encode({"verdict": diagnosis.verdict, **_plain(diagnosis)})).decode())
+        told = {"verdict": diagnosis.verdict, **msgspec.to_builtins(diagnosis)}
+        print(msgspec.json.format(msgspec.json.encode(told)).decode())
     else:
         _show(diagnosis)
     raise typer.Exit(1 if diagnosis.verdict == "cannot" else 0)
@@ -88,10 +89,6 @@ def _reason(failed: list[ExitStatus]) -> str:
         if status.exit_report is not None:
             return f"rank {status.rank}: {status.exit_report.message}"
     return failed[0].description if failed else "rank 0 printed nothing"
-
-
-def _plain(diagnosis: Diagnosis) -> dict[str, object]:
-    return dict(msgspec.to_builtins(diagnosis))
 
 
 # -- for people ------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def _parameters() -> list[inspect.Parameter]:
                 inspect.Parameter(
                     option.name,
                     inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                    default=option.initial,
+                    default=[] if option.repeatable else option.default,
                     annotation=Annotated[kind, typer.Option(metavar=option.metavar, help=option.help)],
                 ),
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import msgspec
@@ -33,19 +32,18 @@ class Progress:
         self._live: Live | None = None
         self._logs: dict[int, IO[bytes]] = {}
         self._shown: set[bytes] = set()
-        self._next = time.monotonic() + _REFRESH
-        self._plain_next = time.monotonic() + _PLAIN_INTERVAL
+        self._next = time.monotonic() + _PLAIN_INTERVAL
+        """When the progress line is due."""
 
     def __enter__(self) -> Progress:
         self._logs = {rank: self.output_of(rank).open("wb", buffering=0) for rank in range(self._workers)}
         if not self._quiet and self._console.is_terminal:
             self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
             self._live.start()
+            self._next = time.monotonic() + _REFRESH
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -77,9 +75,8 @@ class Progress:
         self._write(sys.stderr, f"paceline: {sentence}".encode())
 
     def _write(self, stream: IO[str], line: bytes) -> None:
-        live = self._live
-        if live is not None:
-            live.update(Text(""), refresh=True)
+        if self._live is not None:
+            self._live.update(Text(""), refresh=True)
         stream.flush()
         stream.buffer.write(line + b"\n")  # type: ignore[attr-defined]
         stream.flush()
@@ -95,16 +92,12 @@ class Progress:
         now = time.monotonic()
         if self._quiet or now < self._next:
             return
-        self._next = now + _REFRESH
-        if self._live is not None:
-            line = self.line()
-            if line:
-                self._live.update(Text(line, no_wrap=True, overflow="ellipsis", style="dim"), refresh=True)
-        elif now >= self._plain_next:
-            self._plain_next = now + _PLAIN_INTERVAL
-            line = self.line()
-            if line:
-                self.note(line)
+        self._next = now + (_REFRESH if self._live is not None else _PLAIN_INTERVAL)
+        line = self.line()
+        if line and self._live is not None:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis", style="dim"), refresh=True)
+        elif line:
+            self.note(line)
 
     def line(self) -> str:
         """`update 120 · loss 0.312 · 5,120 samples/s · pace 0: 1,280/s 1: 320/s` from the newest events of the streams.
@@ -112,19 +105,18 @@ class Progress:
         Where a worker has a part of the model, and not samples of its own, the end is `busy 0: 71% 1: 64%`.
         """
         update, metrics, workers = 0, "", []
-        for event in _tail(self.folder / "streams" / "-1.jsonl"):
-            if isinstance(event, Update):
-                update = max(update, event.version)
-        for rank in self._ranks():
+        for rank in (-1, *self._ranks()):
             events = _tail(self.folder / "streams" / f"{rank}.jsonl")
             if events and isinstance(events[-1], Leave):
                 continue
-            computed = [event for event in events if isinstance(event, Compute | Pass)]
             for event in events:
                 if isinstance(event, Update):
                     update = max(update, event.version)
                 elif isinstance(event, Metric) and rank == 0:
                     metrics = " · ".join(f"{name} {shown(value)}" for name, value in event.values.items())
+            if rank < 0:  # the server's
+                continue
+            computed = [event for event in events if isinstance(event, Compute | Pass)]
             busy = sum(event.seconds for event in computed)
             done = sum(event.samples for event in computed)
             span = computed[-1].start + computed[-1].seconds - computed[0].start if computed else 0.0

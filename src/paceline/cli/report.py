@@ -67,11 +67,11 @@ def report(
     else:
         page = output or _place(sources)
         write_report(page, title or (titles[0] if len(titles) == 1 else "Paceline: runs compared"), facts)
-        _say(f"report: {_near(page)}")
+        print(f"report: {os.path.relpath(page)}", flush=True)
         if png:
             with Console(stderr=True).status("drawing"):
                 pictures = take_pictures(page, page.with_suffix(""))
-            _say(f"pictures: {_near(page.with_suffix(''))}/ ({len(pictures)} PNG files)")
+            print(f"pictures: {os.path.relpath(page.with_suffix(''))}/ ({len(pictures)} PNG files)", flush=True)
     for source in sources:
         _export(source, trace=trace, csv=csv, tensorboard=tensorboard)
 
@@ -103,26 +103,18 @@ def _export(source: RunSource, *, trace: bool, csv: bool, tensorboard: bool) -> 
     if trace:
         path = source.folder / "trace.json"
         write_trace(path, _events(source))
-        _say(f"trace: {_near(path)} (open it in Perfetto or chrome://tracing)")
+        print(f"trace: {os.path.relpath(path)} (open it in Perfetto or chrome://tracing)", flush=True)
     if csv:
         path = source.folder / "csv"
         files = write_csv(path, _events(source))
-        _say(f"tables: {_near(path)}/ ({len(files)} files)")
+        print(f"tables: {os.path.relpath(path)}/ ({len(files)} files)", flush=True)
     if tensorboard:
         path = source.folder / "tensorboard"
         write_tensorboard(path, _events(source))
-        _say(f"scalars: {_near(path)}/ (tensorboard --logdir {_near(path)})")
+        print(f"scalars: {os.path.relpath(path)}/ (tensorboard --logdir {os.path.relpath(path)})", flush=True)
 
 
 def _events(source: RunSource) -> Iterator[Event]:
     for path in source.files:
         for block in Reader(path).all():
             yield from block
-
-
-def _near(path: Path) -> str:
-    return os.path.relpath(path)
-
-
-def _say(words: str) -> None:
-    print(words, flush=True)
