@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -43,16 +44,11 @@ def ask(folder: Path, workers: int) -> str:
     if not path.exists():
         raise UsageError(f"{folder} is not a run that goes on; only one that `paceline run` started here can be scaled")
     try:
-        connection = connect(path.read_text(encoding="ascii"), ScaleReply, 0.0)
-    except JoinError:
+        with contextlib.closing(connect(path.read_text(encoding="ascii"), ScaleReply, 0.0)) as connection:
+            connection.send(ScaleRequest(workers))
+            answer = connection.receive_within(_PATIENCE)
+    except (JoinError, Closed):
         raise TeamError(f"the launcher of {folder} has ended") from None
-    try:
-        connection.send(ScaleRequest(workers))
-        answer = connection.receive_within(_PATIENCE)
-    except Closed:
-        raise TeamError(f"the launcher of {folder} has ended") from None
-    finally:
-        connection.close()
     if answer is None:
         raise TeamError(f"the launcher of {folder} did not answer in {_PATIENCE:g} s")
     if answer.refused:

@@ -49,17 +49,12 @@ class LivenessMonitor:
         """How this member was lost, as a verb of a message; None while it lives."""
         if not self.close.alive:
             return None
-        if rank in self._gone:
-            return "died"
-        descriptor = self._descriptors.get(rank)
-        if descriptor is None:
-            return None
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        if poll.poll(0):
-            self._gone.add(rank)
-            return "died"
-        return None
+        if rank in self._descriptors:
+            poll = select.poll()
+            poll.register(self._descriptors[rank], select.POLLIN)
+            if poll.poll(0):
+                self._gone.add(rank)
+        return "died" if rank in self._gone else None
 
 
 def _close(descriptors: list[int]) -> None:

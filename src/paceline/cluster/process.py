@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,7 +87,8 @@ def proportional_memory(*addresses: int) -> int:
     if not addresses:
         return _pss(Path("/proc/self/smaps_rollup").read_text())
     total = 0
-    for entry in _mappings(Path("/proc/self/smaps").read_text()):
+    # Each entry begins with its address range.
+    for entry in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]:
         start, _, stop = entry.split(maxsplit=1)[0].partition("-")
         if any(int(start, 16) <= address < int(stop, 16) for address in addresses):
             total += _pss(entry)
@@ -106,17 +108,6 @@ def _tune(map_from: int, trim_from: int) -> None:
         if not tune(_M_MMAP_THRESHOLD, map_from):  # older C libraries take no more than this
             tune(_M_MMAP_THRESHOLD, 32 << 20)
         tune(_M_TRIM_THRESHOLD, trim_from)
-
-
-def _mappings(text: str) -> list[str]:
-    """The entries of a smaps file, each beginning with its address range."""
-    entries: list[list[str]] = []
-    for line in text.splitlines():
-        first = line.split(maxsplit=1)[0]
-        if "-" in first and not first.endswith(":"):
-            entries.append([])
-        entries[-1].append(line)
-    return ["\n".join(entry) for entry in entries]
 
 
 def _pss(entry: str) -> int:

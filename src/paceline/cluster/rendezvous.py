@@ -151,7 +151,6 @@ def _master(place: Place) -> tuple[str, int]:
 
 def addresses(host: str, port: int) -> tuple[str, str]:
     """The address of this machine towards the store, and the address of the store."""
-    last = ("127.0.0.1", "127.0.0.1")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         try:
             with socket.socket(family, kind, protocol) as probe:
@@ -159,7 +158,7 @@ def addresses(host: str, port: int) -> tuple[str, str]:
                 return str(probe.getsockname()[0]), str(address[0])
         except OSError:
             continue
-    return last
+    return "127.0.0.1", "127.0.0.1"
 
 
 def exchange_ports(store: Store, timeouts: Timeouts) -> tuple[Callable[[int, int], None], Callable[[int], int]]:

@@ -8,7 +8,6 @@ before a byte is measured.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import secrets
 import socket
@@ -17,10 +16,10 @@ import time
 from collections.abc import Iterator
 
 import msgspec
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from paceline.cluster.rendezvous import addresses, machine
-from paceline.config import Place
+from paceline.cluster.rendezvous import addresses, machine, open_store
+from paceline.config import Place, Timeouts
 from paceline.doctor.findings import Finding, LinkFindings, Machine, limits, ok
 from paceline.errors import JoinError, UsageError
 from paceline.transport.handshake import Handshake
@@ -64,21 +63,11 @@ class NetworkProbe:
             raise UsageError(
                 "WORLD_SIZE is set, but not MASTER_ADDR and MASTER_PORT; use torchrun or --workers"
             ) from None
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        patience = datetime.timedelta(seconds=120.0)
         try:
-            store: Store = TCPStore(
-                self._host,
-                self._port,
-                place.world_size,
-                is_master=place.rank == 0 and not hosted,
-                timeout=patience,
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            store = open_store(place, Timeouts(join=120.0))
         except RuntimeError as error:
             raise JoinError(f"rank {place.rank} did not find rank 0 at {self._host}:{self._port}: {error}") from None
-        self._store = PrefixStore(f"paceline/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self._store = PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def measure(self, findings: Machine | None) -> tuple[list[Machine], LinkFindings] | None:
         """Measure together with the others; returns all results on rank 0, None elsewhere."""

@@ -27,7 +27,7 @@ def system() -> Finding:
 
 def cores() -> Finding:
     usable = len(os.sched_getaffinity(0))
-    quota = _quota()
+    quota = _allowed("cpu")
     found = f"{usable} usable of {os.cpu_count()}"
     if quota is not None and quota < usable:
         return limits(
@@ -39,7 +39,7 @@ def cores() -> Finding:
 def memory() -> Finding:
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(facts[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
-    bound = _bound()
+    bound = _allowed("memory")
     found = f"{_size(total)}, {_size(free)} of it available"
     if bound is not None and bound < total:
         found += f"; this container may use {_size(bound)}"
@@ -120,21 +120,12 @@ def folder() -> Finding:
     return ok("folder", f"{_size(free)} free")
 
 
-def _quota() -> float | None:
-    """Cores that the control group may use."""
+def _allowed(what: str) -> float | None:
+    """How much the control group may use: cores of `cpu`, bytes of `memory`."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
-
-
-def _bound() -> int | None:
-    """Bytes that the control group may use."""
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        return None if text == "max" else int(text)
-    except (OSError, ValueError):
+        amount, *period = Path(f"/sys/fs/cgroup/{what}.max").read_text().split()
+        return int(amount) / int(period[0] if period else 1)
+    except (OSError, ValueError):  # there is no file, or the amount is "max"
         return None
 
 

@@ -36,11 +36,6 @@ class EngineOption:
     repeatable: bool = False
     """True if the option's value is a list of all that were given."""
 
-    @property
-    def initial(self) -> str | list[str] | None:
-        """The value of an option that is not given."""
-        return [] if self.repeatable else self.default
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:

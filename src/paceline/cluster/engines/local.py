@@ -132,14 +132,11 @@ class LocalRun(SupervisedRun):
         connection = control.accept(ScaleRequest, 0)
         if connection is None:
             return
-        try:
+        # Suppressed: the sender has gone, or is another program.
+        with contextlib.suppress(Closed, msgspec.DecodeError), contextlib.closing(connection):
             request = connection.receive_within(1.0)
             if request is not None:
                 connection.send(self._scale(request.workers))
-        except (Closed, msgspec.DecodeError):
-            pass  # the sender has gone, or is another program
-        finally:
-            connection.close()
 
     def _scale(self, wanted: int) -> ScaleReply:
         """Start or dismiss workers until there are as many as wanted."""
