@@ -55,7 +55,7 @@ def contestant(name: str, task: CollectiveTask, size: int, gloo: Any) -> Step:
     count = -(-count // workers) * workers
     whole, part = make(count).zero_(), make(count // workers).zero_()  # sums stay finite
     if name == "collectives":
-        return _direct(task, whole, part, workers)
+        return _direct(task, whole, part)
     group = gloo if name == "gloo" else None
     steps: dict[str, Step] = {
         "all_reduce": lambda: distributed.all_reduce(whole, group=group),
@@ -67,7 +67,7 @@ def contestant(name: str, task: CollectiveTask, size: int, gloo: Any) -> Step:
     return steps[task.operation]
 
 
-def _direct(task: CollectiveTask, whole: torch.Tensor, part: torch.Tensor, workers: int) -> Step:
+def _direct(task: CollectiveTask, whole: torch.Tensor, part: torch.Tensor) -> Step:
     """The same through `paceline.collectives`, in the topology asked for."""
     topology = task.topology
     steps: dict[str, Step] = {

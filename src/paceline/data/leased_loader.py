@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from paceline.data.keys import pack, restored
 from paceline.data.ledger import Lease
-from paceline.data.loader import announced, global_batch_of, with_batches_from
+from paceline.data.loader import UserLoader, announced, global_batch_of, with_batches_from
 from paceline.data.split import even
 from paceline.errors import TeamError
 
@@ -73,13 +73,14 @@ class _Leases:
             yield restored(lease.keys)
 
 
-class LeasedLoader:
+class LeasedLoader(UserLoader):
     """The minibatches of a DataLoader that are leased to this worker; iterated like the DataLoader itself."""
 
     def __init__(
         self, loader: DataLoader[Any], lender: Lender, number: int, *, global_batch: int | None = None
     ) -> None:
-        self._loader, self._lender, self._number = loader, lender, number
+        super().__init__(loader)
+        self._lender, self._number = lender, number
         self.global_batch = global_batch_of(loader, lender.size, global_batch)
         """Samples in one minibatch of every worker together."""
         self._sizes = even(self.global_batch, lender.size)
@@ -135,9 +136,3 @@ class LeasedLoader:
         sampler: Any = self._loader.batch_sampler if self._custom else self._loader.sampler
         order = pack(sampler, batches=self._custom)
         return LeasedEpoch(order, [] if self._custom else self._sizes, bool(self._loader.drop_last))
-
-    def __getattr__(self, name: str) -> Any:
-        """Other attributes are those of the user's loader: dataset, collate_fn, batch_size, …"""
-        if name.startswith("__") or "_loader" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._loader, name)

@@ -112,10 +112,7 @@ class _Shares:
                 order += left if self._custom else [key for part in left for key in part]
             if start >= len(order):
                 return
-            if self._custom:
-                parts, start = self._batches(order, start, ranks)
-            else:
-                parts, start = self._cut(order, start, number, ranks)
+            parts, start = self._cut(order, start, number, ranks)
             if not parts:
                 return
             yield orphans.note(number, parts)
@@ -127,22 +124,23 @@ class _Shares:
             return len(ranks)
         return self._total if len(ranks) == self._team.replicas or self._each is None else self._each * len(ranks)
 
-    def _batches(self, order: list[Any], start: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
-        """The next round: one whole batch for each of these ranks, and the next start."""
-        parts: list[list[Any]] = [[] for _ in range(self._team.replicas)]
-        for rank, batch in zip(ranks, order[start : start + len(ranks)], strict=False):
-            parts[rank] = batch
-        return parts, min(start + len(ranks), len(order))
-
     def _cut(self, order: list[Any], start: int, number: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
-        """The next round: a part of a batch for each of these ranks, and the next start; empty if dropped."""
-        size = self._team.replicas
+        """The next round: a batch, or a part of one, for each of these ranks, and the next start; empty if dropped."""
+        parts: list[list[Any]] = [[] for _ in range(self._team.replicas)]
         total = self._whole(ranks)
-        batch = order[start : start + total]
-        if len(batch) < total and self._loader.drop_last:
+        drawn = order[start : start + total]
+        end = start + len(drawn)
+        if self._custom:
+            for rank, batch in zip(ranks, drawn, strict=False):
+                parts[rank] = batch
+            return parts, end
+        if len(drawn) < total and self._loader.drop_last:
             return [], start
-        shares = self._balancer.shares(number) if len(ranks) == size else even(total, len(ranks))
-        return _placed(batch, scaled(shares, len(batch)), ranks, size), start + len(batch)
+        shares = self._balancer.shares(number) if len(ranks) == len(parts) else even(total, len(ranks))
+        for rank, share in zip(ranks, scaled(shares, len(drawn)), strict=True):
+            parts[rank] = order[start : start + share]
+            start += share
+        return parts, end
 
     def _order(self, sampler: Any) -> list[Any]:
         """The order drawn by the lead's sampler, on every worker."""
@@ -165,16 +163,6 @@ class _Shares:
             return pack(sampler, batches=self._custom)
         except UsageError as error:  # raised on all workers
             return msgspec.msgpack.encode({"error": str(error)})
-
-
-def _placed(batch: list[Any], shares: Sequence[int], ranks: list[int], size: int) -> list[list[Any]]:
-    """A batch cut into shares, one for each of these ranks; empty for the others."""
-    parts: list[list[Any]] = [[] for _ in range(size)]
-    begin = 0
-    for rank, share in zip(ranks, shares, strict=True):
-        parts[rank] = batch[begin : begin + share]
-        begin += share
-    return parts
 
 
 class Batches(Protocol):
@@ -224,7 +212,20 @@ def with_batches_from(loader: DataLoader[Any], batches: Batches, *, workers: int
     )
 
 
-class TeamLoader:
+class UserLoader:
+    """Base of loaders that take the place of the user's own."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        """Other attributes are those of the user's loader: dataset, collate_fn, batch_size, …"""
+        if name.startswith("__") or "_loader" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class TeamLoader(UserLoader):
     """This worker's share of a DataLoader; iterated like the DataLoader itself."""
 
     def __init__(
@@ -236,7 +237,8 @@ class TeamLoader:
         balance: bool = False,
         changed: Callable[[int, list[int]], None] = lambda _start, _shares: None,
     ) -> None:
-        self._loader, self._team = loader, team
+        super().__init__(loader)
+        self._team = team
         self.global_batch = global_batch_of(loader, team.replicas, global_batch)
         """Samples in a round, all workers together."""
         self._balancer = Balancer(team.replicas, self.global_batch, on=balance, changed=changed)
@@ -274,12 +276,6 @@ class TeamLoader:
     def measure(self, paces: Sequence[tuple[float, int]], round_number: int) -> None:
         """Adds each worker's seconds and samples of a round, by which a balanced loader splits later ones."""
         self._balancer.measure(paces, round_number, self._ahead)
-
-    def __getattr__(self, name: str) -> Any:
-        """Other attributes are those of the user's loader: dataset, collate_fn, batch_size, …"""
-        if name.startswith("__") or "_loader" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
 
 def announced(batches: Iterable[Any], announce: Callable[[], None]) -> Iterator[Any]:
