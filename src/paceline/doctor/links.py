@@ -78,7 +78,9 @@ class NetworkProbe:
         secret = Secret.of(None, key + word.encode())  # plain TCP is measured
         silent = not one and not key
         address, self._master = ("127.0.0.1", "127.0.0.1") if one or silent else addresses(self._host, self._port)
-        with _listen(address, everywhere=not (one or silent)) as listener:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        where = address if one or silent else ""  # else all addresses of the same family
+        with socket.create_server((where, 0), family=family) as listener:
             listener.settimeout(_PATIENCE)
             card = _Card(socket.gethostname(), address, listener.getsockname()[1], findings)
             cards = [msgspec.json.decode(text, type=_Card) for text in self._exchange("card", _json(card))]
@@ -232,12 +234,6 @@ def judge(latency: list[list[float | None]], bandwidth: list[list[float | None]]
     named += [f"{a} and {b} are {times[a, b] * 1e6:,.0f} µs apart" for a, b in late]
     more = f", and {len(named) - 6} more" if len(named) > 6 else ""
     return [limits("links", f"{found}; {'; '.join(named[:6])}{more}", change)]
-
-
-def _listen(address: str, everywhere: bool) -> socket.socket:
-    """Listen on all addresses of the same family, or on this one alone."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server(("" if everywhere else address, 0), family=family)
 
 
 def _json(value: object) -> str:

@@ -73,19 +73,19 @@ class RayEngine(Engine):
             each=parse_each(job.options.get("each") or ""),
             servers=job.servers,
         )
-        self._environment = {**job.environment, **parse_environment(job.options.get("env", []))}
+        self.environment = {**job.environment, **parse_environment(job.options.get("env", []))}
         script = job.script.resolve()
         folder = None
         if script.is_relative_to(_PACKAGE):  # every node has it
-            self._script = f"paceline:{script.relative_to(_PACKAGE)}"
+            self.script = f"paceline:{script.relative_to(_PACKAGE)}"
         else:
             here = Path.cwd().resolve()
             folder = here if script.is_relative_to(here) else script.parent
-            self._script = str(script.relative_to(folder))
-        self._cluster = RayCluster(None if job.on in ("", "ray") else job.on, folder, room)
+            self.script = str(script.relative_to(folder))
+        self.cluster = RayCluster(None if job.on in ("", "ray") else job.on, folder, room)
 
     def run(self, launch: Launch, callbacks: EngineCallbacks) -> list[ExitStatus]:
-        return RayRun(self._cluster, self._script, self._environment, self.job, launch, callbacks).run()
+        return RayRun(self, launch, callbacks).run()
 
 
 class RayMember:
@@ -105,17 +105,9 @@ class RayRun(SupervisedRun):
 
     restarts_team = True
 
-    def __init__(
-        self,
-        cluster: RayCluster,
-        script: str,
-        environment: Mapping[str, str],
-        job: Job,
-        launch: Launch,
-        callbacks: EngineCallbacks,
-    ) -> None:
-        super().__init__(job, launch, callbacks)
-        self._cluster, self._script, self._environment = cluster, script, environment
+    def __init__(self, engine: RayEngine, launch: Launch, callbacks: EngineCallbacks) -> None:
+        super().__init__(engine.job, launch, callbacks)
+        self._cluster, self._script, self._environment = engine.cluster, engine.script, engine.environment
         self._relay_addresses: dict[str, str] = {}
         """By machine, the address at which workers can join; empty while there is none."""
         self._run, self._key = secrets.token_hex(6), secrets.token_hex(32)
