@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from helpers.summaries import summarise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.events import Cancel, Compute, Event, Join, Leave, Load, Lost, Message, Metric, Pull, Push, Update, Wait
-from paceline.events.summary import summarise
 from paceline.report.aggregate import Curve, RunAggregate, Tally
 from paceline.report.buckets import MOST, Buckets
 from paceline.report.detail import SLOWEST, Detail, covers

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.summaries import summarise
 
 from paceline.events import (
     Balance,
@@ -37,7 +38,7 @@ from paceline.events import (
     recorder,
 )
 from paceline.events.schema import read
-from paceline.events.summary import merge, summarise
+from paceline.events.summary import merge
 
 EVERY_KIND: list[Event] = [
     Join(0, 1.25, 4711, "höst", "cpu", "all-reduce", 1.7e9),

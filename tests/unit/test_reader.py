@@ -6,12 +6,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from helpers.summaries import summarise
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.events import Compute, Event, Join, Leave, Load, Metric, Push, Update, Wait, decode, reader
 from paceline.events.reader import Reader
-from paceline.events.summary import merge, summarise
+from paceline.events.summary import merge
 
 GARBAGE = {
     "words": b"this is not JSON",

@@ -211,7 +211,8 @@ def run(
     progress = Progress(folder, workers, all_output=all_output, quiet=quiet or json, apart=json)
     code, summary = _carry_out(engine, launch, progress, LivePage(folder) if live else None, config)
     if json:
-        _print_json(folder, summary, code)
+        told = {"folder": os.path.relpath(folder), "code": code, **msgspec.to_builtins(summary, str_keys=True)}
+        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
     elif not quiet and code != 2:
         _close(folder, summary, code)
     raise typer.Exit(code)
@@ -310,11 +311,6 @@ def _report_failures(statuses: list[ExitStatus], progress: Progress) -> int:
 
 def _error(report: ExitReport) -> tuple[str, str]:
     return report.kind, report.message
-
-
-def _print_json(folder: Path, summary: Summary, code: int) -> None:
-    told = {"folder": os.path.relpath(folder), "code": code, **msgspec.to_builtins(summary, str_keys=True)}
-    print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
 
 
 def _close(folder: Path, summary: Summary, code: int) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -189,14 +189,6 @@ class Summariser:
             last={name: value for name, (_, value) in self._last.items()},
             workers=self._workers,
         )
-
-
-def summarise(events: Iterable[Event], world_size: int) -> Summary:
-    """The summary of these events."""
-    summary = Summariser(world_size)
-    for event in events:
-        summary.add(event)
-    return summary.result()
 
 
 def merge(folder: Path, world_size: int) -> Summary:

@@ -87,7 +87,9 @@ def timeline(
             shapes.append(f"<line {line} stroke='#333' opacity='.35'/>")
     if served and not whole:
         shapes += _arrows(events, scale, moments, staleness)
-    shapes.append(_axis(end - begin, bottom + 12))
+    axis = f"y='{bottom + 12}' class='small'"
+    shapes.append(f"<text x='{LEFT}' {axis}>0</text>")
+    shapes.append(f"<text x='{WIDTH - _RIGHT}' {axis} text-anchor='end'>{(end - begin) * 1e3:.1f} ms</text>")
     return _frame(title, len(lanes), shapes, legend)
 
 
@@ -110,15 +112,14 @@ def _bars(event: Event, served: bool) -> list[_Bar]:
             words = f"after {event.seconds * 1e3:.2f} ms on version {event.version}"
             return [_Bar("cancelled", event.start, event.seconds, words, _colour(event.version), light=True)]
         case Load() if not served:
-            words = f"{event.seconds * 1e3:.2f} ms"
-            return [_Bar("loading", event.start, event.seconds, words, _COLOURS["loading"])]
+            kind, colour, cause = "loading", _COLOURS["loading"], ""
         case Update() | Reduce() | Pull():
-            words = f"{event.seconds * 1e3:.2f} ms"
-            return [_Bar("updating", event.start, event.seconds, words, _EXCHANGE if served else _COLOURS["updating"])]
+            kind, colour, cause = "updating", _EXCHANGE if served else _COLOURS["updating"], ""
         case Wait():
-            words = f"{event.seconds * 1e3:.2f} ms for worker {event.on}"
-            return [_Bar("waiting", event.start, event.seconds, words, _COLOURS["waiting"])]
-    return []
+            kind, colour, cause = "waiting", _COLOURS["waiting"], f" for worker {event.on}"
+        case _:
+            return []
+    return [_Bar(kind, event.start, event.seconds, f"{event.seconds * 1e3:.2f} ms{cause}", colour)]
 
 
 def _computed(event: Compute | Pass, served: bool) -> list[_Bar]:
@@ -216,14 +217,6 @@ def _arrow(x1: float, y1: float, x2: float, y2: float, colour: str, words: str, 
     return (
         f"<g stroke='{colour}' fill='{colour}' opacity='.8'><title>{escape(words)}</title>"
         f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}'{dash}/><polygon points='{head}'/></g>"
-    )
-
-
-def _axis(seconds: float, y: int) -> str:
-    right = WIDTH - _RIGHT
-    return (
-        f"<text x='{LEFT}' y='{y}' class='small'>0</text>"
-        f"<text x='{right}' y='{y}' class='small' text-anchor='end'>{seconds * 1e3:.1f} ms</text>"
     )
 
 
