@@ -203,29 +203,10 @@ def _print(known: list[Calibration], answers: list[dict[str, Any]], theory: bool
         console.print(known[0].description, highlight=False)
     table = Table(box=None)
     table.add_column("strategy", no_wrap=True)
-    heads = ["s per update", "±", *(["by formula"] if theory else []), "samples/s", "staleness"]
-    heads += ["by formula"] if theory else []
-    heads += ["waiting", "cancelled"]
-    goals = any("goal" in answer for answer in answers)
-    for head in (*heads, *(["s to goal", "95 % within"] if goals else [])):
+    for head, _ in _cells(answers[0], theory):
         table.add_column(head, justify="right", no_wrap=True)
     for answer in answers:
-        formula = answer.get("theory") or {}
-        waiting = answer["waiting"]
-        row = [
-            answer["strategy"],
-            f"{answer['seconds_per_update']:.4g}",
-            f"{1.96 * (answer['standard_error'] or 0):.2g}",
-        ]
-        row += [_number(formula.get("seconds_per_update"))] if theory else []
-        row += [f"{answer['samples_per_second']:.4g}", f"{answer['staleness']['mean']:.3f}"]
-        row += [_number(formula.get("staleness"))] if theory else []
-        share = max(0.0, sum(waiting) / len(waiting)) if waiting else 0.0
-        row += [f"{share:.1%}", f"{answer['cancelled']:,}"]
-        if goals:
-            reached = answer["goal"]
-            row += [_number(reached["seconds"]), f"{_number(reached['low'])} – {_number(reached['high'])}"]
-        table.add_row(*row)
+        table.add_row(answer["strategy"], *(cell for _, cell in _cells(answer, theory)))
     console.print(table)
     for answer in answers:
         if answer["verdict"]:
@@ -233,6 +214,23 @@ def _print(known: list[Calibration], answers: list[dict[str, Any]], theory: bool
         if answer["starved"]:
             who = ", ".join(map(str, answer["starved"][:8])) + ("…" if len(answer["starved"]) > 8 else "")
             console.print(f"{answer['strategy']}: no gradient of worker {who} is ever used")
+
+
+def _cells(answer: dict[str, Any], theory: bool) -> list[tuple[str, str]]:
+    """The cells of a strategy's row, each with the head of its column."""
+    formula, waiting, goal = answer.get("theory") or {}, answer["waiting"], answer.get("goal")
+    cells = [("s per update", f"{answer['seconds_per_update']:.4g}")]
+    cells += [("±", f"{1.96 * (answer['standard_error'] or 0):.2g}")]
+    cells += [("by formula", _number(formula.get("seconds_per_update")))] if theory else []
+    cells += [("samples/s", f"{answer['samples_per_second']:.4g}")]
+    cells += [("staleness", f"{answer['staleness']['mean']:.3f}")]
+    cells += [("by formula", _number(formula.get("staleness")))] if theory else []
+    cells += [("waiting", f"{max(0.0, sum(waiting) / len(waiting)) if waiting else 0.0:.1%}")]
+    cells += [("cancelled", f"{answer['cancelled']:,}")]
+    if goal is not None:
+        cells += [("s to goal", _number(goal["seconds"]))]
+        cells += [("95 % within", f"{_number(goal['low'])} – {_number(goal['high'])}")]
+    return cells
 
 
 def _number(value: float | None) -> str:

@@ -73,13 +73,9 @@ class Bubbles:
             strategy = parse_strategy(spec or "")
         except UsageError:
             return None
-        if not isinstance(strategy, Pipeline | Mesh) or not self._microbatches:
-            return None
-        if isinstance(strategy, Pipeline) and strategy.shared:
-            return None
-        stages = strategy.stages if isinstance(strategy, Pipeline) else strategy.pipeline
-        return bubble(strategy.schedule, stages, self._microbatches, max(1, self._stages // stages), self._means())
-
-    def _means(self) -> PassTimes:
-        means = PassTimes(*(total / count if count else 0.0 for total, count in self._seconds.values()))
-        return means if means.whole else EVEN
+        match strategy:
+            case Pipeline(shared=False, stages=stages) | Mesh(pipeline=stages) if self._microbatches:
+                means = PassTimes(*(total / count if count else 0.0 for total, count in self._seconds.values()))
+                times = means if means.whole else EVEN
+                return bubble(strategy.schedule, stages, self._microbatches, max(1, self._stages // stages), times)
+        return None

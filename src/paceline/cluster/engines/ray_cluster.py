@@ -187,12 +187,10 @@ class RayCluster:
     def _check_room(self) -> None:
         have = self._ray.cluster_resources()
         if any(have.get(name, 0.0) < amount for name, amount in self.room.total.items()):
-            servers = f" and {self.room.servers} for servers" if self.room.servers else ""
-            needed = _listed(self.room.total)
-            sentence = f"{self.room.workers} workers need {needed}{servers and ', servers among them'}"
-            there = self._resources()
+            servers = ", servers among them" if self.room.servers else ""
+            sentence = f"{self.room.workers} workers need {_listed(self.room.total)}{servers}; {self._resources()}"
             self._ray.shutdown()
-            raise UsageError(f"{sentence}; {there}. Start fewer, or give each less with --each cpu=0.5")
+            raise UsageError(f"{sentence}. Start fewer, or give each less with --each cpu=0.5")
 
     def _resources(self) -> str:
         ray = self._ray
