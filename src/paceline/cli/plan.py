@@ -183,7 +183,18 @@ def plan(
         raise UsageError(f"no strategy reaches a loss of {target:g}, by the convergence of the runs; give a higher one")
     line = _line(best, script, arguments or [], cluster.workers)
     if json:
-        _print_json(known[0], choices, best, line, target, cuts)
+        told = {
+            "goal": "throughput" if target is None else "loss",
+            "loss": target,
+            "strategy": best.strategy,
+            "servers": best.servers,
+            "balance": best.balance,
+            "run": line,
+            "learned": msgspec.to_builtins(calibration_summary(known[0]), str_keys=True),
+            "cuts": msgspec.to_builtins(cuts, str_keys=True),
+            "choices": msgspec.to_builtins(choices),
+        }
+        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
         return
     _print(known[0], convergence, choices, best, line, target)
 
@@ -288,28 +299,6 @@ def _line(best: Choice, script: Path | None, arguments: list[str], workers: int)
     if arguments:
         words += ["--", *arguments]
     return shlex.join(words) + ("   # with team.setup(…, balance=True)" if best.balance else "")
-
-
-def _print_json(
-    known: Calibration,
-    choices: list[Choice],
-    best: Choice,
-    line: str,
-    target: float | None,
-    cuts: Mapping[int, SplitKnowledge],
-) -> None:
-    told = {
-        "goal": "throughput" if target is None else "loss",
-        "loss": target,
-        "strategy": best.strategy,
-        "servers": best.servers,
-        "balance": best.balance,
-        "run": line,
-        "learned": msgspec.to_builtins(calibration_summary(known), str_keys=True),
-        "cuts": msgspec.to_builtins(cuts, str_keys=True),
-        "choices": msgspec.to_builtins(choices),
-    }
-    print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
 
 
 def _print(

@@ -237,4 +237,4 @@ def judge(latency: list[list[float | None]], bandwidth: list[list[float | None]]
 
 
 def _json(value: object) -> str:
-    return "" if value is None else msgspec.json.encode(value).decode()
+    return msgspec.json.encode(value).decode()

@@ -225,9 +225,8 @@ def _legend(events: list[Event], served: bool) -> list[tuple[str, list[str], str
     if not served:
         slowed = any(isinstance(event, Compute) and event.slowed > 0 for event in events)
         loads = any(isinstance(event, Load) for event in events)
-        left_out = {"slowed on purpose": not slowed, "loading": not loads}
         passes = {event.kind for event in events if isinstance(event, Pass)}
-        left_out["computing"] = bool(passes)
+        left_out = {"slowed on purpose": not slowed, "loading": not loads, "computing": bool(passes)}
         known = [(words, [PASSES[kind]], "") for kind, words in _PASSES.items() if kind in passes]
         known += [(kind, [colour], "") for kind, colour in _COLOURS.items() if not left_out.get(kind, False)]
     else:
