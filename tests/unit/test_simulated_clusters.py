@@ -182,9 +182,9 @@ class Greedy(Policy):
 
     def arrive(self, push: Arrival) -> Decision:
         if self.version >= 3:
-            return self._hold(push, Order.WAIT, "not yet")
+            return self.hold(push, Order.WAIT, "not yet")
         self.held.append(push)
-        return self._update("", {push.worker: Order.RENEW})
+        return self.update("", {push.worker: Order.RENEW})
 
 
 class Picky(Policy):
@@ -192,9 +192,9 @@ class Picky(Policy):
 
     def arrive(self, push: Arrival) -> Decision:
         if self.version >= 3:
-            return self._drop(push, "no")
+            return self.drop(push, "no")
         self.held.append(push)
-        return self._update("", {push.worker: Order.RENEW})
+        return self.update("", {push.worker: Order.RENEW})
 
 
 def test_a_deadlock_is_said_to_be_one() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from paceline.errors import UsageError
-from paceline.policies.base import Policy
 from paceline.policies.synchronous import WorkersOfThisVersion
 
 
@@ -22,7 +19,3 @@ class Backup(WorkersOfThisVersion):
                 f"b is {self.b!r}, with {workers} workers; it must be a whole number from 0 to {workers - 1}"
             )
         self.k = workers - self.b
-
-    @classmethod
-    def candidates(cls, workers: int) -> Iterable[Policy]:
-        return [cls(b=1)] if workers > 1 else []
