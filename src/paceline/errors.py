@@ -55,3 +55,21 @@ def names(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     listed = [str(rank) for rank in ranks]
     return f"ranks {', '.join(listed[:-1])} and {listed[-1]}"
+
+
+def error_from(kind: str, message: str, ranks: Sequence[int]) -> TeamError:
+    """The error of another process; `kind` is the name of its class."""
+    known = globals().get(kind)
+    if isinstance(known, type) and issubclass(known, TeamError):
+        return known(message, ranks)
+    return TeamError(message, ranks)
+
+
+def waited_too_long(who: str, waited: float, others: str, where: str, limit: float) -> str:
+    """The message of a `TeamTimeout`; times in seconds."""
+    return f"{who} waited {waited:.1f} s for {others} at {where}; the timeout is {limit:g} s"
+
+
+def still_waits(who: str, waited: float, others: str, where: str, limit: float) -> str:
+    """The notice about a wait that may become a `TeamTimeout`; times in seconds."""
+    return f"{who} waits for {others} at {where}: {waited:.0f} s so far, the timeout is {limit:g} s"

@@ -6,16 +6,18 @@ Notes lie in two alternating sets of slots, as no member can be at barrier n+1 b
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from paceline.config import Timeouts
 from paceline.errors import Mismatch, WorkerLost
+from paceline.transport.barrier_frames import SLOT, unpack_error
 from paceline.transport.memory import Memory
 from paceline.transport.step_counter import StepCounter, Topic
 
-_HEADER = struct.Struct("=qq")  # intent, length of the note
+TROUBLE = -1
+"""The intent of a member that has an error for all."""
+_PAGE = 4096
 
 
 class BarrierKind(IntEnum):
@@ -51,38 +53,122 @@ _SPOKEN = {
 }
 
 
-class Barrier(StepCounter):
-    """One member's part in all barriers of a team."""
+class BarrierNotes:
+    """The notes of all members in shared memory, and one member's knowledge of the others."""
 
     CAPACITY = 1 << 20
     """The largest note in bytes. Pages of a slot that were never written cost nothing."""
 
-    def __init__(self, memory: Memory, rank: int, size: int, timeouts: Timeouts, say: Callable[[str], None]) -> None:
-        super().__init__(memory, rank, size, timeouts, say)
-        start = self.fixed_size(size)
-        slot = self.CAPACITY + 4096
+    rank: int
+    ranks: Sequence[int]
+    spare: bool
+    """True if the others can go on when one is lost."""
+    _count: int
+
+    def _place_notes(self, memory: Memory, start: int, size: int) -> None:
+        slot = self.CAPACITY + _PAGE
         self._slots = [
             [memory.bytes(start + slot * (parity * size + peer), slot) for peer in range(size)] for parity in (0, 1)
         ]
-        self._payloads = [[slot[_HEADER.size :] for slot in slots] for slots in self._slots]
+        self._payloads = [[slot[SLOT.size :] for slot in slots] for slots in self._slots]
         self._carried: BarrierKind | None = None
         self.departed: set[int] = set()
         """Members that have left, and that this one no longer needs."""
-        self.spare = False
-        """True if the others can go on when one is lost."""
         self.notes = self._payloads[0]
         """Everybody's note of the last barrier."""
-        self.passive: list[bool] = [False] * size
+        self.passive = [False] * size
         """By rank, True if it was passive at the last barrier."""
 
     @classmethod
-    def memory_size(cls, size: int) -> int:
-        return cls.fixed_size(size) + 2 * size * (cls.CAPACITY + 4096)
+    def _notes_size(cls, size: int) -> int:
+        return 2 * size * (cls.CAPACITY + _PAGE)
+
+    def where(self, rank: int) -> str:
+        """`rank 3`, or `rank 3 on 10.0.0.2`."""
+        raise NotImplementedError
 
     @property
     def note(self) -> memoryview:
         """Where to write this member's note for the next barrier."""
         return self._payloads[(self._count + 1) & 1][self.rank]
+
+    def length(self, rank: int) -> int:
+        """The length of `rank`'s note at the last barrier; 0 if it did not take part."""
+        if rank in self.departed:
+            return 0
+        return int(SLOT.unpack_from(self._slots[self._count & 1][rank])[1])
+
+    def carry(self, intent: BarrierKind) -> None:
+        """The last barrier, attended passively, counts as this member's own next one."""
+        self._carried = intent
+
+    def _was_carried(self, intent: BarrierKind) -> bool:
+        """True if the last barrier counts as this one."""
+        if self._carried is None:
+            return False
+        carried, self._carried = self._carried, None
+        if carried is not intent:
+            raise Mismatch(
+                f"{self._own_name} is at {intent.spoken} while the others are at {carried.spoken}: "
+                "all workers must do the same"
+            )
+        return True
+
+    @property
+    def _own_name(self) -> str:
+        return self.where(self.rank)
+
+    def _refuse_departed(self, intent: BarrierKind) -> None:
+        if self.departed and intent is not BarrierKind.PASSIVE and not self.spare:
+            gone = min(self.departed)
+            raise WorkerLost(
+                f"{self.where(gone)} has left the team: its script has ended; "
+                f"rank {self.ranks[self.rank]} needs it at {intent.spoken}",
+                [self.ranks[gone]],
+            )
+
+    def _agree(self, intent: BarrierKind, slots: list[memoryview]) -> BarrierKind:
+        """The kind of barrier that all members are at; raises an error that one of them has for all."""
+        topic = intent
+        troubles = []
+        for rank, slot in enumerate(slots):
+            other, length, departed = SLOT.unpack_from(slot)
+            if departed or rank in self.departed:
+                self.departed.add(rank)
+                other = 0
+            self.passive[rank] = other == 0
+            if other in (topic, 0):
+                continue
+            if other == TROUBLE:
+                troubles.append(unpack_error(slot[SLOT.size : SLOT.size + length]))
+            elif topic == 0:
+                topic = BarrierKind(other)
+            else:
+                raise Mismatch(
+                    f"{self.where(rank)} is at {BarrierKind(other).spoken} while {self.where(self.rank)} is at "
+                    f"{topic.spoken}: all workers must do the same",
+                    [self.ranks[rank]],
+                )
+        if troubles:
+            # A member that lost a connection knows more than one that only waited.
+            raise min(troubles, key=lambda error: not isinstance(error, WorkerLost))
+        return topic
+
+
+class Barrier(BarrierNotes, StepCounter):
+    """One member's part in all barriers of a team."""
+
+    def __init__(self, memory: Memory, rank: int, size: int, timeouts: Timeouts, say: Callable[[str], None]) -> None:
+        super().__init__(memory, rank, size, timeouts, say)
+        self._place_notes(memory, self.fixed_size(size), size)
+        self.spare = False
+
+    @classmethod
+    def memory_size(cls, size: int) -> int:
+        return cls.fixed_size(size) + cls._notes_size(size)
+
+    def where(self, rank: int) -> str:
+        return self.called([rank])
 
     def wait(self, intent: BarrierKind, length: int = 0) -> BarrierKind:
         """Waits for all members at the next barrier; returns its kind.
@@ -90,23 +176,11 @@ class Barrier(StepCounter):
         A passive member may find that the others are at a barrier which its own script will reach, too: it calls
         `carry`, and its next barrier of that kind is the one just held.
         """
-        if self._carried is not None:
-            carried, self._carried = self._carried, None
-            if carried is not intent:
-                raise Mismatch(
-                    f"{self.called([self.rank])} is at {intent.spoken} while the others are at {carried.spoken}: "
-                    "all workers must do the same"
-                )
+        if self._was_carried(intent):
             return intent
-        if self.departed and intent is not BarrierKind.PASSIVE and not self.spare:
-            gone = min(self.departed)
-            raise WorkerLost(
-                f"{self.called([gone])} has left the team: its script has ended; "
-                f"rank {self.ranks[self.rank]} needs it at {intent.spoken}",
-                [self.ranks[gone]],
-            )
+        self._refuse_departed(intent)
         slots = self._slots[(self._count + 1) & 1]
-        _HEADER.pack_into(slots[self.rank], 0, intent, length)
+        SLOT.pack_into(slots[self.rank], 0, intent, length, 0)
         self.come(intent)
         self.notes = self._payloads[self._count & 1]
         return self._agree(intent, slots)
@@ -117,30 +191,3 @@ class Barrier(StepCounter):
         if excused:
             self.departed.add(peer)
         return excused
-
-    def carry(self, intent: BarrierKind) -> None:
-        """The last barrier, attended passively, counts as this member's own next one."""
-        self._carried = intent
-
-    def length(self, rank: int) -> int:
-        """The length of `rank`'s note at the last barrier; 0 if it did not take part."""
-        if rank in self.departed:
-            return 0
-        return int(_HEADER.unpack_from(self._slots[self._count & 1][rank])[1])
-
-    def _agree(self, intent: BarrierKind, slots: list[memoryview]) -> BarrierKind:
-        topic = intent
-        for rank, slot in enumerate(slots):
-            other = 0 if rank in self.departed else _HEADER.unpack_from(slot)[0]
-            self.passive[rank] = other == 0
-            if other in (topic, 0):
-                continue
-            if topic == 0:
-                topic = BarrierKind(other)
-                continue
-            raise Mismatch(
-                f"{self.called([rank])} is at {BarrierKind(other).spoken} while {self.called([self.rank])} is at "
-                f"{topic.spoken}: all workers must do the same",
-                [self.ranks[rank]],
-            )
-        return topic

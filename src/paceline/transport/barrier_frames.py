@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from paceline import errors
-from paceline.errors import TeamError
+from paceline.errors import TeamError, error_from
 
 SLOT = struct.Struct("=qqq")  # intent, length of the note, whether and how its writer has departed
 _FRAME = struct.Struct("!qqq")  # number of the barrier, the rank that came last, how many ranks
@@ -63,18 +62,17 @@ def unpack_notes(payload: memoryview, capacity: int) -> tuple[int, int, list[Not
     return number, last, notes
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """An error on its way to the other members."""
-
+class _Failure(msgspec.Struct, frozen=True):
     kind: str
     message: str
     ranks: list[int]
 
-    @classmethod
-    def of(cls, error: TeamError) -> Failure:
-        return cls(type(error).__name__, str(error)[:2000], list(error.ranks))
 
-    def error(self) -> TeamError:
-        kind = getattr(errors, self.kind, TeamError)
-        proper = isinstance(kind, type) and issubclass(kind, TeamError)
-        return (kind if proper else TeamError)(self.message, self.ranks)
+def pack_error(error: TeamError) -> bytes:
+    """An error, for the other members."""
+    return msgspec.msgpack.encode(_Failure(type(error).__name__, str(error)[:2000], list(error.ranks)))
+
+
+def unpack_error(text: bytes | memoryview) -> TeamError:
+    failure = msgspec.msgpack.decode(text, type=_Failure)
+    return error_from(failure.kind, failure.message, failure.ranks)

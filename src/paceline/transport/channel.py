@@ -8,7 +8,6 @@ links of a given latency and bandwidth.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
@@ -133,12 +132,6 @@ def run_in_memory(size: int, work: Callable[[InMemoryChannel], T], link: Link | 
         [queue.SimpleQueue() for _ in range(size)] for _ in range(size)
     ]
     members = [InMemoryChannel(rank, boxes, link or Link()) for rank in range(size)]
-    start = threading.Barrier(size)
-
-    def play(member: InMemoryChannel) -> T:
-        start.wait()
-        return work(member)
-
     with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(play, members))
+        results = list(pool.map(work, members))
     return results, max(member.clock for member in members)

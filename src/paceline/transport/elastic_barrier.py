@@ -14,11 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
-from paceline.errors import TeamError, TeamTimeout, WorkerLost
+from paceline.errors import TeamError, TeamTimeout, WorkerLost, still_waits, waited_too_long
 from paceline.transport.barrier import Barrier, BarrierKind
-from paceline.transport.barrier_frames import SLOT, Failure, Note, pack_notes, unpack_notes
+from paceline.transport.barrier_frames import SLOT, pack_error, pack_notes, unpack_error
 from paceline.transport.machines_barrier import MachinesBarrier
 from paceline.transport.memory import Memory
 from paceline.transport.peer_connections import FrameKind, PeerConnection, PeerConnections
@@ -91,7 +89,7 @@ class ElasticBarrier(MachinesBarrier):
         return self._agree(intent, slots)
 
     def _send_failure(self, error: TeamError) -> None:
-        self._star.send_all(FrameKind.FAILURE, msgspec.msgpack.encode(Failure.of(error)))
+        self._star.send_all(FrameKind.FAILURE, pack_error(error))
         self._star.settle(1.0)
 
     # -- other members' part -----------------------------------------------------------------------------------------
@@ -103,12 +101,12 @@ class ElasticBarrier(MachinesBarrier):
         connection.send(FrameKind.NOTES, *pack_notes(self._count, self.rank, [self.rank], slots, {}))
         start = time.monotonic()
         # Rank 0 waits as long for the others, and then goes on without those that are late, or names them.
-        limit = self._timeouts.barrier + 2 * self._grace
+        limit = self.timeouts.barrier + 2 * self._grace
         while True:
             while connection.frames:
                 kind, payload = connection.frames.popleft()
                 if kind is FrameKind.FAILURE:
-                    raise msgspec.msgpack.decode(payload, type=Failure).error()
+                    raise unpack_error(payload)
                 if kind is FrameKind.TABLE and self._read_table(payload):
                     return True
             if connection.left and topic is BarrierKind.PASSIVE:
@@ -125,17 +123,14 @@ class ElasticBarrier(MachinesBarrier):
                     [0],
                 )
             waited = time.monotonic() - start
-            if waited >= limit or self._local.closing:
-                raise TeamTimeout(
-                    f"rank {self.rank} waited {waited:.1f} s for {self.where(0)} at {topic.spoken}; the timeout is "
-                    f"{self._timeouts.barrier:g} s",
-                    [0],
-                )
+            if waited >= limit:
+                wait = (f"rank {self.rank}", waited, self.where(0), topic.spoken, self.timeouts.barrier)
+                raise TeamTimeout(waited_too_long(*wait), [0])
             self._star.move(_SLICE)
 
     def _read_table(self, payload: memoryview) -> bool:
         """Writes the notes of all into their slots; False if they are of another barrier."""
-        number, last, notes = self._unpacked(0, payload)
+        number, last, notes = self._notes_of(self.where(0), range(self.size), payload, [0])
         if number != self._count:
             return False
         self.last = last
@@ -147,21 +142,12 @@ class ElasticBarrier(MachinesBarrier):
             note.write(self._slots[self._count & 1][note.rank])
         return True
 
-    def _unpacked(self, sender: int, payload: memoryview) -> tuple[int, int, list[Note]]:
-        try:
-            number, last, notes = unpack_notes(payload, self.CAPACITY)
-        except ValueError:
-            notes = []
-        if not notes or any(not 0 <= note.rank < self.size for note in notes):
-            raise TeamError(f"what came from {self.where(sender)} is not a frame of this team", [sender])
-        return number, last, notes
-
     # -- rank 0's part -----------------------------------------------------------------------------------------------
 
     def _collect_notes(self, topic: BarrierKind) -> None:
         """Waits for the note or the end of every member, and sends all notes to all."""
         waiting = {rank: connection for rank, connection in self._star.connections.items() if rank not in self.departed}
-        start, notice = time.monotonic(), self._timeouts.notice
+        start, notice = time.monotonic(), self.timeouts.notice
         self.last = 0
         waited = 0.0
         self._star.move()
@@ -172,14 +158,12 @@ class ElasticBarrier(MachinesBarrier):
                     self.last = rank if waited else self.last
             if not waiting:
                 break
-            if waited >= self._timeouts.barrier:
+            if waited >= self.timeouts.barrier:
                 self._give_up(list(waiting), waited, topic)
                 break
             if waited >= notice:
-                self._say(
-                    f"rank 0 waits for {self._called(list(waiting))} at {topic.spoken}: {waited:.0f} s so far, "
-                    f"the timeout is {self._timeouts.barrier:g} s"
-                )
+                late = self._called(list(waiting))
+                self._say(still_waits("rank 0", waited, late, topic.spoken, self.timeouts.barrier))
                 notice *= 2
             self._star.move(_SLICE)
             waited = time.monotonic() - start
@@ -189,15 +173,15 @@ class ElasticBarrier(MachinesBarrier):
         for rank, connection in self._star.connections.items():
             if rank not in self.departed:
                 connection.send(FrameKind.TABLE, table)
-        self._star.settle(self._timeouts.barrier)
+        self._star.settle(self.timeouts.barrier)
 
     def _came(self, rank: int, connection: PeerConnection, topic: BarrierKind) -> bool:
         """True if a member's note is here, or none will come."""
         while connection.frames:
             kind, payload = connection.frames.popleft()
             if kind is FrameKind.FAILURE:
-                if not self._spare:
-                    raise msgspec.msgpack.decode(payload, type=Failure).error()
+                if not self.spare:
+                    raise unpack_error(payload)
                 self._depart(rank, _DIED)
                 return True
             if kind is FrameKind.NOTES:
@@ -205,15 +189,13 @@ class ElasticBarrier(MachinesBarrier):
                 return True
         if connection.open and not connection.left:
             return False
-        if not self._spare and not (connection.left and topic is BarrierKind.PASSIVE):
+        if not self.spare and not (connection.left and topic is BarrierKind.PASSIVE):
             raise WorkerLost(f"{self.where(rank)} {self.gone(rank)}; rank 0 needs it at {topic.spoken}", [rank])
         self._depart(rank, _LEFT if connection.left else _DIED)
         return True
 
     def _take_note(self, rank: int, payload: memoryview) -> None:
-        number, _, (note, *_) = self._unpacked(rank, payload)
-        if note.rank != rank:
-            raise TeamError(f"what came from {self.where(rank)} is not a frame of this team", [rank])
+        number, _, (note, *_) = self._notes_of(self.where(rank), [rank], payload, [rank])
         if number != self._count:
             raise TeamError(f"{self.where(rank)} is at barrier {number}, rank 0 at {self._count}", [rank])
         note.write(self._slots[self._count & 1][rank])
@@ -221,13 +203,9 @@ class ElasticBarrier(MachinesBarrier):
     def _give_up(self, late: list[int], waited: float, topic: BarrierKind) -> None:
         """Gives up members that have not come in time: their machines may be cut off."""
         who = self._called(late)
-        if not self._spare:
-            raise TeamTimeout(
-                f"rank 0 waited {waited:.1f} s for {who} at {topic.spoken}; the timeout is "
-                f"{self._timeouts.barrier:g} s",
-                late,
-            )
-        self._say(f"{who} did not come to {topic.spoken} within {self._timeouts.barrier:g} s and are given up")
+        if not self.spare:
+            raise TeamTimeout(waited_too_long("rank 0", waited, who, topic.spoken, self.timeouts.barrier), late)
+        self._say(f"{who} did not come to {topic.spoken} within {self.timeouts.barrier:g} s and are given up")
         for rank in late:
             self._depart(rank, _DIED)
             self._star.connections[rank].close()

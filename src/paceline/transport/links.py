@@ -121,13 +121,10 @@ class LinkSender:
         self._poller.unwatch(handshake.socket.fileno())
         self._handshake, self._greeted, self.refused = None, False, False
         self._connection = TcpConnection(
-            self._poller, handshake.socket, self._address[0], _SILENCE, _ACK, self._take, self._closed
+            self._poller, handshake.socket, self._address[0], _SILENCE, _ACK, self._take, lambda _: self._disconnect()
         )
 
-    def _closed(self, _: TeamError | None) -> None:
-        self._disconnect(None)
-
-    def _disconnect(self, error: OSError | None) -> None:
+    def _disconnect(self, error: OSError | None = None) -> None:
         if error is not None and error.errno is not None:
             self.refused = error.errno == errno.ECONNREFUSED
         if self._handshake is not None:
@@ -144,9 +141,9 @@ class LinkSender:
             self._progress = now
         elif now - self._progress > stalled:  # damage may have left the other end waiting for the rest of a frame
             self._progress = now
-            self._disconnect(None)
+            self._disconnect()
         if self._handshake is not None and now > self._handshake.until:
-            self._disconnect(None)
+            self._disconnect()
         if self._handshake is None and self._connection is None and now >= self._retry:
             self._call()
 
@@ -198,7 +195,7 @@ class LinkSender:
         self._flush()
 
     def close(self) -> None:
-        self._disconnect(None)
+        self._disconnect()
 
 
 class LinkReceiver:
@@ -227,9 +224,8 @@ class LinkReceiver:
     def open(self, run: str, machines: list[int]) -> None:
         """Takes frames of these machines from now on, in this run."""
         self._run = run
-        now = time.monotonic()
         self._taken = dict.fromkeys(machines, 0)
-        self.heard = dict.fromkeys(machines, now)
+        self.heard = dict.fromkeys(machines, time.monotonic())
 
     def _connected(self, name: str, connection: socket.socket) -> None:
         machine = next((number for number in self._taken if name == f"{number} {self._link}"), None)

@@ -20,24 +20,19 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from paceline.config import Timeouts
-from paceline.errors import Mismatch, TeamError, TeamTimeout, WorkerLost, names
-from paceline.transport.barrier import Barrier, BarrierKind
-from paceline.transport.barrier_frames import SLOT, Failure, pack_notes, unpack_notes
+from paceline.errors import TeamError, TeamTimeout, WorkerLost, names, still_waits, waited_too_long
+from paceline.transport.barrier import TROUBLE, Barrier, BarrierKind, BarrierNotes
+from paceline.transport.barrier_frames import SLOT, Note, pack_error, pack_notes, unpack_error, unpack_notes
 from paceline.transport.memory import Memory
 from paceline.transport.peer_connections import FrameKind, PeerConnections
-from paceline.transport.step_counter import Watch
 
 _STATE = struct.Struct("=qqq")  # bytes of a failure, who came last, number of the barrier
-_TROUBLE = -1
-"""The intent of a member that has an error for all."""
 _PAGE = 4096
 _SLICE = 0.1
 
 
-class MachinesBarrier:
+class MachinesBarrier(BarrierNotes):
     """One member's part in the barriers of a team on several machines; has the interface of `Barrier`."""
-
-    CAPACITY = Barrier.CAPACITY
 
     def __init__(
         self,
@@ -56,22 +51,9 @@ class MachinesBarrier:
         self._machines, self._hosts = machines, hosts
         self._machine_of = {member: number for number, ranks in enumerate(machines) for member in ranks}
         self._here = list(machines[self._machine_of[rank]])
-        self._timeouts = local.timeouts
         self._state = memory.bytes(0, _PAGE)
-        slot = self.CAPACITY + _PAGE
-        self._slots = [
-            [memory.bytes(_PAGE + slot * (turn * self.size + peer), slot) for peer in range(self.size)]
-            for turn in (0, 1)
-        ]
-        self._payloads = [[slot[SLOT.size :] for slot in slots] for slots in self._slots]
+        self._place_notes(memory, _PAGE, self.size)
         self._count = 0
-        self._carried: BarrierKind | None = None
-        self.departed: set[int] = set()
-        self._spare = False
-        self.notes = self._payloads[0]
-        """Everybody's note of the last barrier."""
-        self.passive = [False] * self.size
-        """By rank, True if it was passive at the last barrier."""
         self.last = rank
         """The rank that came last to the last barrier, as far as is known."""
         self.idle: Callable[[], None] | None = None
@@ -79,57 +61,25 @@ class MachinesBarrier:
 
     @classmethod
     def memory_size(cls, size: int) -> int:
-        return _PAGE + 2 * size * (cls.CAPACITY + _PAGE)
+        return _PAGE + cls._notes_size(size)
 
     # -- as Barrier has it -------------------------------------------------------------------------------------------
 
     @property
     def timeouts(self) -> Timeouts:
-        return self._timeouts
+        return self._local.timeouts
 
     @timeouts.setter
     def timeouts(self, timeouts: Timeouts) -> None:
-        self._timeouts = self._local.timeouts = timeouts
-
-    @property
-    def watch(self) -> Watch | None:
-        return self._local.watch
-
-    @watch.setter
-    def watch(self, watch: Watch | None) -> None:
-        self._local.watch = watch
+        self._local.timeouts = timeouts
 
     @property
     def spare(self) -> bool:
-        """True if the others can go on when one is lost."""
-        return self._spare
+        return self._local.spare
 
     @spare.setter
     def spare(self, spare: bool) -> None:
-        self._spare = self._local.spare = spare
-
-    @property
-    def closing(self) -> bool:
-        return self._local.closing
-
-    @closing.setter
-    def closing(self, closing: bool) -> None:
-        self._local.closing = closing
-
-    @property
-    def note(self) -> memoryview:
-        """Where to write this member's note for the next barrier."""
-        return self._payloads[(self._count + 1) & 1][self.rank]
-
-    def length(self, rank: int) -> int:
-        """The length of `rank`'s note at the last barrier; 0 if it did not take part."""
-        if rank in self.departed:
-            return 0
-        return int(SLOT.unpack_from(self._slots[self._count & 1][rank])[1])
-
-    def carry(self, intent: BarrierKind) -> None:
-        """The last barrier, attended passively, counts as this member's own next one."""
-        self._carried = intent
+        self._local.spare = spare
 
     def sign_in(self) -> None:
         self._local.sign_in()
@@ -170,8 +120,11 @@ class MachinesBarrier:
         return None
 
     def where(self, rank: int) -> str:
-        """`rank 3 on 10.0.0.2`."""
         return f"rank {rank} on {self._hosts[self._machine_of[rank]]}"
+
+    @property
+    def _own_name(self) -> str:
+        return f"rank {self.rank}"
 
     # -- barrier -----------------------------------------------------------------------------------------------------
 
@@ -197,47 +150,30 @@ class MachinesBarrier:
         self._wait_for_lead(intent)
         size, last, number = _STATE.unpack_from(self._state)
         if size:
-            raise msgspec.msgpack.decode(bytes(self._state[_STATE.size : _STATE.size + size]), type=Failure).error()
+            raise unpack_error(self._state[_STATE.size : _STATE.size + size])
         assert number == self._count
         if last >= 0:
             self.last = last
         self.notes = self._payloads[self._count & 1]
         return self._agree(intent, slots)
 
-    def _was_carried(self, intent: BarrierKind) -> bool:
-        """True if the last barrier counts as this one."""
-        if self._carried is None:
-            return False
-        carried, self._carried = self._carried, None
-        if carried is not intent:
-            raise Mismatch(
-                f"rank {self.rank} is at {intent.spoken} while the others are at {carried.spoken}: "
-                "all workers must do the same"
-            )
-        return True
-
     def _bring(self, intent: BarrierKind, length: int, trouble: TeamError | None) -> list[memoryview]:
         """Begins the next barrier with this member's note; returns the slots of all members."""
         self._count += 1
         slots = self._slots[self._count & 1]
         if trouble is not None:
-            text = msgspec.msgpack.encode(Failure.of(trouble))
+            text = pack_error(trouble)
             slots[self.rank][SLOT.size : SLOT.size + len(text)] = text
             length = len(text)
-        SLOT.pack_into(slots[self.rank], 0, int(intent) if trouble is None else _TROUBLE, length, 0)
+        SLOT.pack_into(slots[self.rank], 0, int(intent) if trouble is None else TROUBLE, length, 0)
         return slots
 
     def _refuse_departed(self, intent: BarrierKind) -> None:
-        if self.departed and intent is not BarrierKind.PASSIVE and not self._spare:
-            gone = min(self.departed)
-            raise self._told(
-                WorkerLost(
-                    f"{self.where(gone)} has left the team: its script has ended; "
-                    f"rank {self.rank} needs it at {intent.spoken}",
-                    [gone],
-                ),
-                None,
-            )
+        try:
+            super()._refuse_departed(intent)
+        except WorkerLost as error:
+            self._tell(error)
+            raise
 
     def _told(self, error: TeamError, trouble: TeamError | None) -> TeamError:
         """The error to raise here; the other machines are told of it."""
@@ -246,24 +182,24 @@ class MachinesBarrier:
 
     def _tell(self, error: TeamError) -> None:
         if self._connections is not None:
-            self._connections.send_all(FrameKind.FAILURE, msgspec.msgpack.encode(Failure.of(error)))
+            self._connections.send_all(FrameKind.FAILURE, pack_error(error))
             self._connections.settle(1.0)
 
     def _wait_for_lead(self, intent: BarrierKind) -> None:
         """The second step on this machine; longer than the timeout, as the lead waits for others and reports them."""
-        timeouts = self._timeouts
-        self._local.timeouts = msgspec.structs.replace(timeouts, barrier=timeouts.barrier + 2 * self._grace, notice=1e9)
+        timeouts = self.timeouts
+        self.timeouts = msgspec.structs.replace(timeouts, barrier=timeouts.barrier + 2 * self._grace, notice=1e9)
         try:
             self._local.come(intent)
         except TeamError as error:
             raise self._told(error, None) from None
         finally:
-            self._local.timeouts = timeouts
+            self.timeouts = timeouts
 
     @property
     def _grace(self) -> float:
         """Extra seconds, so that the member closest to a missing one reports it first."""
-        return 0.5 + 0.1 * min(self._timeouts.barrier, 15.0)
+        return 0.5 + 0.1 * min(self.timeouts.barrier, 15.0)
 
     def _without_lead(self, intent: BarrierKind) -> BarrierKind:
         """The barrier after the lead's script has ended: nothing is left to do at the end of this epoch."""
@@ -277,31 +213,7 @@ class MachinesBarrier:
         return BarrierKind(max([intent for intent in found if intent > 0], default=0))
 
     def _agree(self, intent: BarrierKind, slots: list[memoryview]) -> BarrierKind:
-        topic = intent
-        troubles = []
-        for rank, slot in enumerate(slots):
-            other, length, departed = SLOT.unpack_from(slot)
-            if departed or rank in self.departed:
-                self.departed.add(rank)
-                other = 0
-            self.passive[rank] = other == 0
-            if other == _TROUBLE:
-                text = bytes(slot[SLOT.size : SLOT.size + length])
-                troubles.append(msgspec.msgpack.decode(text, type=Failure).error())
-                continue
-            if other in (topic, 0):
-                continue
-            if topic == 0:
-                topic = BarrierKind(other)
-                continue
-            raise Mismatch(
-                f"{self.where(rank)} is at {BarrierKind(other).spoken} while {self.where(self.rank)} is at "
-                f"{topic.spoken}: all workers must do the same",
-                [rank],
-            )
-        if troubles:
-            # A member that lost a connection knows more than one that only waited.
-            raise min(troubles, key=lambda error: not isinstance(error, WorkerLost))
+        topic = super()._agree(intent, slots)
         if topic is not BarrierKind.PASSIVE:
             self._refuse_departed(topic)
         return topic
@@ -323,7 +235,7 @@ class MachinesBarrier:
             self._tell(error)
         if self.idle is not None:
             self.idle()
-        text = b"" if failure is None else msgspec.msgpack.encode(Failure.of(failure))
+        text = b"" if failure is None else pack_error(failure)
         self._state[_STATE.size : _STATE.size + len(text)] = text
         _STATE.pack_into(self._state, 0, len(text), last, self._count)
 
@@ -333,7 +245,7 @@ class MachinesBarrier:
         waiting = {number for number in self._connections.connections if self._machines[number][0] not in self.departed}
         last, waited_for = -1, False
         start = time.monotonic()
-        notice = self._timeouts.notice
+        notice, limit = self.timeouts.notice, self.timeouts.barrier
         self._connections.move()
         while True:
             for number in sorted(waiting):
@@ -350,19 +262,14 @@ class MachinesBarrier:
             self._connections.move(_SLICE)
             waited = time.monotonic() - start
             late = waiting or behind
-            missing = self._missing(late) if waited > min(notice, self._timeouts.barrier) else ""
-            if waited >= self._timeouts.barrier + self._grace:
+            if waited < min(notice, limit):
+                continue
+            wait = (f"rank {self.rank}", waited, self._missing(late), topic.spoken, limit)
+            if waited >= limit + self._grace:
                 ranks = [rank for number in sorted(late) for rank in self._machines[number]]
-                raise TeamTimeout(
-                    f"rank {self.rank} waited {waited:.1f} s for {missing} at {topic.spoken}; "
-                    f"the timeout is {self._timeouts.barrier:g} s",
-                    ranks,
-                )
+                raise TeamTimeout(waited_too_long(*wait), ranks)
             if waited >= notice:
-                self._say(
-                    f"rank {self.rank} waits for {missing} at {topic.spoken}: {waited:.0f} s so far, "
-                    f"the timeout is {self._timeouts.barrier:g} s"
-                )
+                self._say(still_waits(*wait))
                 notice *= 2
 
     def _missing(self, machines: set[int]) -> str:
@@ -375,12 +282,12 @@ class MachinesBarrier:
         while connection.frames:
             kind, payload = connection.frames.popleft()
             if kind is FrameKind.FAILURE:
-                raise msgspec.msgpack.decode(payload, type=Failure).error()
+                raise unpack_error(payload)
             if kind is FrameKind.NOTES:
                 return self._unpack(number, payload)
         lead = self._machines[number][0]
         if connection.left or not connection.open:
-            if self._spare or (connection.left and topic is BarrierKind.PASSIVE):
+            if self.spare or (connection.left and topic is BarrierKind.PASSIVE):
                 self.departed.update(self._machines[number])
                 for rank in self._machines[number]:
                     SLOT.pack_into(self._slots[self._count & 1][rank], 0, 0, 0, 1)
@@ -393,14 +300,21 @@ class MachinesBarrier:
 
     def _unpack(self, number: int, payload: memoryview) -> int:
         """Writes a machine's notes into their slots; returns the rank that came last there."""
-        try:
-            count, last, notes = unpack_notes(payload, self.CAPACITY)
-        except ValueError:
-            notes = []
-        if not notes or any(note.rank not in self._machines[number] for note in notes):
-            raise TeamError(f"what came from {self._hosts[number]} is not a frame of this team")
+        count, last, notes = self._notes_of(self._hosts[number], self._machines[number], payload)
         if count != self._count:
             raise TeamError(f"{self._hosts[number]} is at barrier {count}, this machine at {self._count}")
         for note in notes:
             note.write(self._slots[self._count & 1][note.rank])
         return last
+
+    def _notes_of(
+        self, sender: str, allowed: Sequence[int], payload: memoryview, ranks: Sequence[int] = ()
+    ) -> tuple[int, int, list[Note]]:
+        """The notes of a frame, if all are of the allowed ranks. ranks: named by the error if they are not."""
+        try:
+            number, last, notes = unpack_notes(payload, self.CAPACITY)
+        except ValueError:
+            notes = []
+        if not notes or any(note.rank not in allowed for note in notes):
+            raise TeamError(f"what came from {sender} is not a frame of this team", ranks)
+        return number, last, notes

@@ -168,7 +168,9 @@ class Mailbox:
                 if waited > _SLICE / 2 and not transfer.done:
                     self._check(transfer, waited, limit)
         except BaseException:
-            self._withdraw(transfer)  # it must not take the next message
+            if isinstance(transfer, ReceiveTransfer):  # it must not take the next message
+                what = f"the wait of rank {self._ranks[self.rank]} for {self._describe(transfer)}"
+                self._abandon(transfer, TeamError(f"{what} was interrupted"))
             raise
         finally:
             with self._lock:
@@ -326,17 +328,12 @@ class Mailbox:
         if peers and all(gone):
             self.look()  # it may have sent, and only then ended
             if not transfer.done:
-                error = WorkerLost(
-                    f"rank {ranks[0]} {gone[0]}; rank {here} was waiting for {self._describe(transfer)}", ranks
-                )
-                self._abandon(transfer, error)
+                lost = f"rank {ranks[0]} {gone[0]}; rank {here} was waiting for {self._describe(transfer)}"
+                self._abandon(transfer, WorkerLost(lost, ranks))
         elif waited >= limit:
-            error_late = TeamTimeout(
-                f"rank {here} waited {waited:.1f} s for {self._describe(transfer)} ({names(ranks)}); the timeout is "
-                f"{limit:g} s",
-                ranks,
-            )
-            self._abandon(transfer, error_late)
+            who = f"{self._describe(transfer)} ({names(ranks)})"
+            late = f"rank {here} waited {waited:.1f} s for {who}; the timeout is {limit:g} s"
+            self._abandon(transfer, TeamTimeout(late, ranks))
 
     @property
     def _ranks(self) -> Sequence[int]:
@@ -355,13 +352,6 @@ class Mailbox:
                 self._finish(transfer, error)
             finished = self._take_finished()
         _tell(finished)
-
-    def _withdraw(self, transfer: Transfer) -> None:
-        if isinstance(transfer, ReceiveTransfer):
-            here = self._ranks[self.rank]
-            self._abandon(
-                transfer, TeamError(f"the wait of rank {here} for {self._describe(transfer)} was interrupted")
-            )
 
     def _run_thread(self) -> None:
         while not self._closed:

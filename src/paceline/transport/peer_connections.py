@@ -175,68 +175,61 @@ def connect(
 
     patience: seconds until all must be connected, and later of a host's silence.
     """
-    return _Joining(index, hosts, secret, patience).run(range(index), range(index + 1, len(hosts)), publish, find)
+    return _join(index, hosts, secret, publish, find, patience, range(index), range(index + 1, len(hosts)))
 
 
 def connect_to_first(
     rank: int, hosts: list[str], secret: Secret, publish: Publish, find: Find, patience: tuple[float, float]
 ) -> PeerConnections:
     """Connects every member to rank 0: `hosts` gives each rank's host. The rest is as of `connect`."""
-    joining = _Joining(rank, hosts, secret, patience)
-    return joining.run(range(min(rank, 1)), range(0) if rank else range(1, len(hosts)), publish, find)
+    expect = range(0) if rank else range(1, len(hosts))
+    return _join(rank, hosts, secret, publish, find, patience, range(min(rank, 1)), expect)
 
 
-class _Joining:
-    """The connecting of one member."""
+def _join(
+    index: int,
+    hosts: list[str],
+    secret: Secret,
+    publish: Publish,
+    find: Find,
+    patience: tuple[float, float],
+    call: range,
+    expect: range,
+) -> PeerConnections:
+    """call: members that this one calls. expect: members that call this one."""
+    until = time.monotonic() + patience[0]
+    poller, missing = Poller(), set(expect)
+    connections: dict[int, PeerConnection] = {}
 
-    def __init__(self, index: int, hosts: list[str], secret: Secret, patience: tuple[float, float]) -> None:
-        self._index, self._hosts, self._secret, self._patience = index, hosts, secret, patience
-        self._until = time.monotonic() + patience[0]
-        self._poller = Poller()
-        self._connections: dict[int, PeerConnection] = {}
-        self._missing: set[int] = set()
+    def add(other: int, connection: socket.socket) -> None:
+        connections[other] = PeerConnection(poller, connection, hosts[other], patience[1], index)
 
-    def run(self, call: range, expect: range, publish: Publish, find: Find) -> PeerConnections:
-        host = self._hosts[self._index]
-        self._missing = set(expect)
-        if not expect:
-            self._call(call, find)
-        else:
-            listener = PortListener(self._poller, host, self._secret, self._called, lambda: None)
-            try:
-                publish(self._index, listener.port)
-                self._call(call, find)
-                self._wait(host, listener)
-            finally:
-                listener.close()
-        return PeerConnections(self._poller, dict(sorted(self._connections.items())))
-
-    def _call(self, call: range, find: Find) -> None:
-        for other in call:
-            host = self._hosts[other]
-            connection = _call(host, find(other), self._secret, str(self._index), self._until)
-            self._add(other, connection)
-
-    def _called(self, name: str, connection: socket.socket) -> None:
-        if name.isdecimal() and int(name) in self._missing:
-            self._missing.discard(int(name))
-            self._add(int(name), connection)
+    def called(name: str, connection: socket.socket) -> None:
+        if name.isdecimal() and int(name) in missing:
+            missing.discard(int(name))
+            add(int(name), connection)
         else:
             connection.close()
 
-    def _add(self, other: int, connection: socket.socket) -> None:
-        host, silence = self._hosts[other], self._patience[1]
-        self._connections[other] = PeerConnection(self._poller, connection, host, silence, self._index)
-
-    def _wait(self, host: str, listener: PortListener) -> None:
-        while self._missing:
-            if time.monotonic() > self._until:
-                names = ", ".join(dict.fromkeys(self._hosts[other] for other in sorted(self._missing)))
+    listener = PortListener(poller, hosts[index], secret, called, lambda: None) if expect else None
+    try:
+        if listener is not None:
+            publish(index, listener.port)
+        for other in call:
+            add(other, _call(hosts[other], find(other), secret, str(index), until))
+        while listener is not None and missing:
+            if time.monotonic() > until:
+                names = ", ".join(dict.fromkeys(hosts[other] for other in sorted(missing)))
                 raise JoinError(
-                    f"{names} did not call {host} in {self._patience[0]:g} s; are all ports open between the machines?"
+                    f"{names} did not call {hosts[index]} in {patience[0]:g} s; are all ports open between the "
+                    "machines?"
                 )
-            self._poller.wait(min(_SLICE, self._until - time.monotonic()))
+            poller.wait(min(_SLICE, until - time.monotonic()))
             listener.expire()
+    finally:
+        if listener is not None:
+            listener.close()
+    return PeerConnections(poller, dict(sorted(connections.items())))
 
 
 def _call(host: str, port: int, secret: Secret, name: str, until: float) -> socket.socket:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from typing import Protocol
 
 import torch
 
@@ -24,19 +23,6 @@ class _Span(ctypes.Structure):
 _library = ctypes.CDLL(None, use_errno=True)  # gives the interpreter lock away while it copies
 
 
-class View(Protocol):
-    """The bytes of a tensor that another process has exposed."""
-
-    def read(self, offset: int, into: torch.Tensor) -> torch.Tensor:
-        """Reads as many bytes as `into` has: returns `into`, or a view of them where they lie, if they are mapped."""
-
-    def copy(self, offset: int, into: torch.Tensor) -> None:
-        """Copies as many bytes as `into` has into it."""
-
-    def write(self, offset: int, source: torch.Tensor) -> None:
-        """Writes these bytes there."""
-
-
 class PrivateView:
     """Memory that only its owner has mapped."""
 
@@ -44,10 +30,12 @@ class PrivateView:
         self._rank, self._pid, self._address = rank, pid, address
 
     def read(self, offset: int, into: torch.Tensor) -> torch.Tensor:
+        """Reads as many bytes as `into` has: returns `into`, or a view of them where they lie, if they are mapped."""
         self._move(_library.process_vm_readv, offset, into)
         return into
 
     def copy(self, offset: int, into: torch.Tensor) -> None:
+        """Copies as many bytes as `into` has into it."""
         self._move(_library.process_vm_readv, offset, into)
 
     def write(self, offset: int, source: torch.Tensor) -> None:
@@ -61,15 +49,11 @@ class PrivateView:
             there = _Span(self._address + offset + done, size - done)
             moved = call(self._pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
             if moved <= 0:
-                self._explain(ctypes.get_errno())
+                rank, number = self._rank, ctypes.get_errno()
+                if number == errno.ESRCH:
+                    raise WorkerLost(f"rank {rank} died while its tensor was being read", [rank])
+                raise TeamError(f"the memory of rank {rank} cannot be reached any more: {os.strerror(number)}", [rank])
             done += moved
-
-    def _explain(self, number: int) -> None:
-        if number == errno.ESRCH:
-            raise WorkerLost(f"rank {self._rank} died while its tensor was being read", [self._rank])
-        raise TeamError(
-            f"the memory of rank {self._rank} cannot be reached any more: {os.strerror(number)}", [self._rank]
-        )
 
 
 class MappedView:
@@ -81,7 +65,9 @@ class MappedView:
     def read(self, offset: int, into: torch.Tensor) -> torch.Tensor:
         start = self._start + offset
         part = self._content[start : start + into.nbytes]
-        return part.view(into.dtype) if start % into.itemsize == 0 else into.copy_(_as(part, into))
+        if start % into.itemsize == 0:
+            return part.view(into.dtype)
+        return into.copy_(part.clone().view(into.dtype))  # bytes at an odd place have no view as elements
 
     def copy(self, offset: int, into: torch.Tensor) -> None:
         start = self._start + offset
@@ -90,6 +76,10 @@ class MappedView:
     def write(self, offset: int, source: torch.Tensor) -> None:
         start = self._start + offset
         self._content[start : start + source.nbytes].copy_(bytes_of(source))
+
+
+View = PrivateView | MappedView
+"""The bytes of a tensor that another process has exposed."""
 
 
 class PeerMemory:
@@ -161,8 +151,3 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same contiguous memory as a flat tensor of bytes."""
     # One element counts as contiguous whatever its stride, but then has no view as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _as(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Bytes at an odd place, as elements."""
-    return part.clone().view(like.dtype)

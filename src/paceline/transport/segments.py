@@ -97,13 +97,10 @@ class Mapped:
         """The bytes of a segment."""
         known = self._known.get((pid, number))
         if known is None:
-            self._forget()
+            for key in [key for key, (memory, _) in self._known.items() if memory.bytes(0, 1)[0]]:
+                del self._known[key]  # its owner has released it
             memory = Memory.of(pid, descriptor)
             memory.close_descriptor()
             known = memory, memory.tensor(_HEADER, memory.size - _HEADER, torch.uint8)
             self._known[pid, number] = known
         return known[1]
-
-    def _forget(self) -> None:
-        for key in [key for key, (memory, _) in self._known.items() if memory.bytes(0, 1)[0]]:
-            del self._known[key]

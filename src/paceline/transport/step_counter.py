@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.config import Timeouts
-from paceline.errors import TeamError, TeamTimeout, WorkerLost, names
+from paceline.errors import TeamError, TeamTimeout, WorkerLost, names, still_waits, waited_too_long
 from paceline.transport.futex import FutexArray
 from paceline.transport.memory import Memory
 
@@ -74,8 +74,7 @@ class StepCounter:
         """Their host, for messages: ` on 10.0.0.2`; empty if all are on one."""
         self.closing = False
         """True if this process is ending: its waits give up."""
-        self._crowded = size > len(os.sched_getaffinity(0))
-        self._spins = _YIELDS if self._crowded else _SPINS
+        self.crowd(size)
         self.last = rank
         """The member that came last to the last step, as far as this one saw."""
         self._slowest = list(self._peers)
@@ -199,22 +198,14 @@ class StepCounter:
             if self.excused(peer, topic):
                 return
             self._check_alive(topic)
-            if waited >= self.timeouts.barrier:
-                late = self.missing()
-                if late:
-                    raise TeamTimeout(
-                        f"rank {self.ranks[self.rank]} waited {waited:.1f} s for {self.called(late)} at "
-                        f"{topic.spoken}; the timeout is {self.timeouts.barrier:g} s",
-                        [self.ranks[peer] for peer in late],
-                    )
+            limit, late = self.timeouts.barrier, self.missing()
+            wait = (f"rank {self.ranks[self.rank]}", waited, self.called(late), topic.spoken, limit) if late else None
+            if waited >= limit:
+                if wait:
+                    raise TeamTimeout(waited_too_long(*wait), [self.ranks[peer] for peer in late])
             elif waited >= waiting.notice:
-                late = self.missing()
-                if late:
-                    self._say(
-                        f"rank {self.ranks[self.rank]} waits for {self.called(late)} at {topic.spoken}: "
-                        f"{waited:.0f} s so far, "
-                        f"the timeout is {self.timeouts.barrier:g} s"
-                    )
+                if wait:
+                    self._say(still_waits(*wait))
                 waiting.notice *= 2
 
     def _check_alive(self, topic: Topic) -> None:

@@ -38,7 +38,6 @@ class UnixConnection(Generic[In]):
     def __init__(self, connection: socket.socket, kinds: Any) -> None:
         connection.setblocking(True)
         self._socket = connection
-        self._kinds = kinds
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(kinds).decode
         self._poll = select.poll()
@@ -54,7 +53,7 @@ class UnixConnection(Generic[In]):
                 socket.send_fds(self._socket, [data], list(descriptors))
             else:
                 self._socket.send(data)
-        except (BrokenPipeError, ConnectionResetError, OSError) as error:
+        except OSError as error:
             raise Closed(f"the other end is gone: {error}") from None
 
     def receive(self) -> In:
@@ -84,9 +83,7 @@ class UnixConnection(Generic[In]):
 
     def patience(self, seconds: float) -> None:
         """Lets `receive` raise TimeoutError after so many seconds, by the kernel's own clock."""
-        whole = int(seconds)
-        limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
     @property
     def ready(self) -> bool:
@@ -99,9 +96,7 @@ class UnixConnection(Generic[In]):
 
     def patience_to_send(self, seconds: float) -> None:
         """Lets `send` raise Closed after so many seconds if the other end reads nothing."""
-        whole = int(seconds)
-        limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(seconds))
 
     def receive_within(self, seconds: float) -> In | None:
         """The next message, or None if there is none in time."""
@@ -131,6 +126,11 @@ class UnixConnection(Generic[In]):
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.close()
+
+
+def _timeval(seconds: float) -> bytes:
+    whole = int(seconds)
+    return struct.pack("ll", whole, int((seconds - whole) * 1e6))
 
 
 def deserted(kinds: Any) -> UnixConnection[Any]:
