@@ -38,23 +38,25 @@ _CALLS = (PushGradient, StepCancelled, RequestLease, BeginEpoch)
 class Admission:
     """Holds new workers until a present one has copied its model's buffers for them, then admits them."""
 
-    def __init__(self, listener: Listener, spec: RunSpec, text: bytes, memory: RunMemory, sessions: Sessions) -> None:
-        """text: the spec, encoded."""
+    def __init__(
+        self,
+        listener: Listener,
+        spec: RunSpec,
+        text: bytes,
+        memory: RunMemory,
+        sessions: Sessions,
+        epoll: select.epoll,
+        admit: Callable[[Session], None],
+        dismiss: Callable[[int], None],
+    ) -> None:
+        """text: the spec, encoded. admit: adds a new worker to the run. dismiss: asks a worker to leave."""
         self._listener, self._spec, self._text, self._memory = listener, spec, text, memory
-        self._sessions = sessions
+        self._sessions, self._epoll, self._admit, self._dismiss = sessions, epoll, admit, dismiss
         self._unknown: dict[int, UnixConnection[Any]] = {}
         """Connections whose first message has not arrived, by descriptor."""
         self._pending: list[Session] = []
         """Workers that wait for a copy of the model's buffers."""
-        self._epoll: select.epoll | None = None
-        self.admit: Callable[[Session], None] = lambda _session: None
-        """Adds a new worker to the run."""
-        self.dismiss: Callable[[int], None] = lambda _rank: None
-        """Asks a worker to leave."""
-
-    def open(self, epoll: select.epoll) -> None:
-        self._epoll = epoll
-        epoll.register(self._listener.descriptor, select.EPOLLIN)
+        epoll.register(listener.descriptor, select.EPOLLIN)
 
     def close(self) -> None:
         for connection in [*self._unknown.values(), *(session.connection for session in self._pending)]:
@@ -63,7 +65,6 @@ class Admission:
 
     def receive(self, descriptor: int) -> None:
         """Accepts a connection, or takes the first message of one."""
-        assert self._epoll is not None
         if descriptor == self._listener.descriptor:
             connection = self._listener.accept(FromWorker, 0)
             if connection is not None:
@@ -80,7 +81,7 @@ class Admission:
             connection.close()
             return
         if isinstance(message, Dismiss):
-            self.dismiss(message.rank)
+            self._dismiss(message.rank)
             connection.close()
         elif isinstance(message, Hello):
             self._add(Session(message.rank, message.pid, connection, host=message.host, joined=True, fresh=True))
@@ -118,7 +119,7 @@ class Admission:
         if source is not None and self._spec.buffers and not self._copy_buffers(source):
             return
         for session in self._pending:
-            self.admit(session)
+            self._admit(session)
         self._pending.clear()
 
     def _copy_buffers(self, session: Session) -> bool:

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from paceline import errors
 from paceline.config import RunSpec, Timeouts
-from paceline.errors import JoinError, ServerLost, TeamError, TeamTimeout
+from paceline.errors import JoinError, ServerLost, TeamError, TeamTimeout, error_from
 from paceline.server.flags import SharedFlags
 from paceline.server.memory import MEMORIES, RunMemory
 from paceline.server.messages import (
@@ -128,19 +127,13 @@ class ServerClient:
 
     def call(self, message: msgspec.Struct) -> Any:
         """Sends a request, and waits for its reply."""
-        try:
-            self._connection.send(message)
-            return self._receive_reply()
-        except Closed:
-            raise self._lost() from None
+        self.send(message)
+        return self._receive_reply()
 
     def call_in_parts(self, data: bytes) -> Any:
         """Sends a request that may be longer than a message, and waits for its reply."""
-        try:
-            send_parts(self._connection, data)
-            return self._receive_reply()
-        except Closed:
-            raise self._lost() from None
+        send_parts(self, data)
+        return self._receive_reply()
 
     def exchange(self, kind: int, data: bytes) -> dict[int, bytes]:
         """Enters a barrier with a payload; returns all workers' payloads, by rank."""
@@ -157,15 +150,17 @@ class ServerClient:
             self._connection.linger(_LINGER)
             try:
                 answer = self._connection.receive()
+            except Closed:
+                raise self._lost() from None
             except TimeoutError:
                 waited = self._timeouts.barrier + _MARGIN
                 raise TeamTimeout(f"the server did not answer rank {self._rank} in {waited:g} s") from None
             if isinstance(answer, ReduceShare):
                 self.reduce(answer)
-                self._connection.send(ShareReduced())
+                self.send(ShareReduced())
             elif isinstance(answer, CopyBuffers):
                 self.copy()
-                self._connection.send(BuffersCopied())
+                self.send(BuffersCopied())
             elif isinstance(answer, RunFailed):
                 raise _error(answer)
             else:
@@ -211,7 +206,4 @@ class ServerClient:
 
 
 def _error(failed: RunFailed) -> TeamError:
-    kind = getattr(errors, failed.kind, TeamError)
-    if not (isinstance(kind, type) and issubclass(kind, TeamError)):
-        kind = TeamError
-    return kind(failed.message, failed.ranks)
+    return error_from(failed.kind, failed.message, failed.ranks)

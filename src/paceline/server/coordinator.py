@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline import events
 from paceline.config import RunSpec
-from paceline.errors import Mismatch, ServerLost, TeamError, TeamTimeout, WorkerLost
+from paceline.errors import Mismatch, ServerLost, TeamError, TeamTimeout, WorkerLost, still_waits, waited_too_long
 from paceline.events import Recorder, ReplicaRecorder
 from paceline.parameters.hyperparameters import Hyperparameters
 from paceline.parameters.worker_table import WorkerTable
@@ -37,6 +37,7 @@ from paceline.server.messages import (
     MachineLost,
     Proceed,
     PushGradient,
+    ReloadState,
     RequestLease,
     RunFailed,
     StepCancelled,
@@ -53,6 +54,9 @@ _TICK = 0.5
 _SMOOTHING = 0.9
 """Weight of the previous value in the moving average of the loss, which a policy adapts to."""
 
+_BUSY = (SessionState.COMPUTING, SessionState.DRAWING)
+"""States in which a worker waits for no other."""
+
 
 class Coordinator:
     """Coordinates one run."""
@@ -63,9 +67,12 @@ class Coordinator:
         sessions: dict[int, Session],
         shards: ShardSet,
         memory: RunMemory,
+        listener: Listener,
+        text: bytes,
         say: Callable[[str], None],
     ) -> None:
-        self._spec, self._shards, self._memory, self._say = spec, shards, memory, say
+        """listener: to which workers connect that join later. text: the spec, encoded."""
+        self._spec, self._shards, self._say = spec, shards, say
         table = WorkerTable(memory.table.bytes(0, memory.table.size), spec.capacity, len(spec.parameters))
         self._hyperparameters, self._used = Hyperparameters(None, table.slots), table.used
         self._flags = SharedFlags(memory.flags, spec.capacity)
@@ -78,7 +85,6 @@ class Coordinator:
             self._sessions, self._policy, self._updates, self._recorder, spec.timeouts.barrier, self._execute
         )
         self._barrier = ServerBarrier(self._sessions, spec.timeouts.barrier)
-        self._admission: Admission | None = None
         self._first_groups: list[dict[str, Any]] | None = None
         """The newest hyperparameters of a worker that was there from the start."""
         self._rejoin_deadline: float | None = None
@@ -90,13 +96,16 @@ class Coordinator:
         self._epoll = select.epoll()
         for descriptor in self._by_descriptor:
             self._epoll.register(descriptor, select.EPOLLIN)
+        self._admission = Admission(
+            listener, spec, text, memory, self._sessions, self._epoll, self._admit, self._flags.dismiss
+        )
         self._next_check = time.monotonic() + _TICK
         self._record_present()
         self._all_waited = False
         """True if all workers waited at the last check."""
         self._notices: dict[int, float] = {}
         """By rank, seconds of waiting after which it is reported again."""
-        self._handlers: dict[type, Callable[[Session, Any], None]] = {
+        self._handlers: dict[type, Callable[[Session, Any], object]] = {
             PushGradient: self._push,
             StepCancelled: self._leave_step,
             BeginEpoch: self._leases.begin_epoch,
@@ -106,18 +115,9 @@ class Coordinator:
             LeaveEpoch: self._leases.leave_epoch,
             EnterBarrier: self._barrier.enter,
             Freeze: self._freeze,
-            LeaveTeam: self._leave,
-            MachineLost: self._lose_machine,
+            LeaveTeam: lambda session, _: self._remove(session, "abandoned"),
+            MachineLost: lambda session, message: self._lose(session, f"is lost: {message.why}"),
         }
-
-    def admit_from(self, listener: Listener, text: bytes) -> None:
-        """Admits workers that connect from now on.
-
-        text: the run's spec, encoded.
-        """
-        self._admission = Admission(listener, self._spec, text, self._memory, self._sessions)
-        self._admission.admit, self._admission.dismiss = self._admit, self._flags.dismiss
-        self._admission.open(self._epoll)
 
     def run(self) -> None:
         """Serves until all workers have left."""
@@ -126,7 +126,7 @@ class Coordinator:
                 for descriptor, _ in self._epoll.poll(_TICK):
                     if descriptor in self._by_descriptor:
                         self._receive(self._by_descriptor[descriptor])
-                    elif self._admission is not None:
+                    else:
                         self._admission.receive(descriptor)
                 if time.monotonic() >= self._next_check:
                     self._check_waits()
@@ -137,8 +137,7 @@ class Coordinator:
             raise
         finally:
             self._recorder.close()
-            if self._admission is not None:
-                self._admission.close()
+            self._admission.close()
             self._epoll.close()
             for session in self._sessions.values():
                 session.connection.close()
@@ -160,8 +159,7 @@ class Coordinator:
             raise Mismatch(
                 f"rank {session.rank} sent a {type(message).__name__}, which was not expected", [session.rank]
             )
-        if self._admission is not None:
-            self._admission.before(session, message)
+        self._admission.before(session, message)
         handle(session, message)
 
     def _check_waits(self) -> None:
@@ -170,35 +168,28 @@ class Coordinator:
         self._next_check = now + _TICK
         self._recorder.flush()
         limits = self._spec.timeouts
+        late = [other.rank for other in self._sessions.values() if other.state in _BUSY]
         for session in self._sessions.values():
             if session.state is SessionState.COMPUTING:
                 continue
             waited = now - session.since
             notice = max(limits.notice, self._notices.get(session.rank, 0.0))
-            late = [
-                other.rank
-                for other in self._sessions.values()
-                if other.state in (SessionState.COMPUTING, SessionState.DRAWING)
-            ]
             if not late:
                 continue
             who, others = self._sessions.names([session.rank]), self._sessions.names_and_hosts(late)
-            what, limit = session.state.value, f"the timeout is {limits.barrier:g} s"
+            wait = (who, waited, others, session.state.value, limits.barrier)
             if waited >= limits.barrier:
-                message = f"{who} waited {waited:.1f} s for {others} at {what}; {limit}"
-                raise TeamTimeout(message, self._sessions.processes(late))
+                raise TeamTimeout(waited_too_long(*wait), self._sessions.processes(late))
             if waited < limits.notice:
                 self._notices.pop(session.rank, None)
             elif waited >= notice:
                 self._notices[session.rank] = 2 * waited
-                self._say(f"{who} waits for {others} at {what}: {waited:.0f} s so far, {limit}")
+                self._say(still_waits(*wait))
         self._check_deadlock()
 
     def _check_deadlock(self) -> None:
         """Raises Mismatch if all workers wait for each other: their scripts differ."""
-        stuck = bool(self._sessions) and all(
-            session.state not in (SessionState.COMPUTING, SessionState.DRAWING) for session in self._sessions.values()
-        )
+        stuck = bool(self._sessions) and all(session.state not in _BUSY for session in self._sessions.values())
         before, self._all_waited = self._all_waited, stuck
         # At the first check a closed connection may not have been read yet.
         if not (stuck and before) or self._leases.resolve_deadlock():
@@ -278,12 +269,10 @@ class Coordinator:
         self._updates.hold(PendingPush(ticket, rank, message, groups, used, session.buffer, rank), staleness)
         decision = self._policy.arrive(Arrival(ticket, rank, message.version))
         self._execute(decision, rank)
-        for one in decision.use:
-            if one.ticket == ticket:
-                return "used", decision.reason
-        for one in decision.drop:
-            if one.ticket == ticket:
-                return "dropped", decision.reason
+        for outcome, arrivals in (("used", decision.use), ("dropped", decision.drop)):
+            for one in arrivals:
+                if one.ticket == ticket:
+                    return outcome, decision.reason
         return "held", decision.reason
 
     def _execute(self, decision: Decision, by: int) -> None:
@@ -355,7 +344,7 @@ class Coordinator:
                 f"rank {session.rank} kept the server waiting while it read the parameters", [session.rank]
             )
         if answer.reload:
-            self._shards.reload()
+            self._shards.handle(ReloadState())
 
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
@@ -372,19 +361,12 @@ class Coordinator:
         self._execute(self._policy.join(rank), rank)
         self._execute(self._policy.rest(rank), rank)
         self._updates.set_k(self._policy.k)
-        assert self._admission is not None
         self._admission.send_run(session)
         self._say(f"rank {rank} has joined; there are {len(self._sessions)} workers now")
 
     def _record_present(self) -> None:
         self._flags.present = len(self._sessions)
         self._recorder.add(events.Roster(-1, time.perf_counter(), sorted(self._sessions), self._policy.version))
-
-    def _leave(self, session: Session, _: LeaveTeam) -> None:
-        self._remove(session, "abandoned")
-
-    def _lose_machine(self, session: Session, message: MachineLost) -> None:
-        self._lose(session, f"is lost: {message.why}")
 
     def _lose(self, session: Session, how: str = "died") -> None:
         """Removes a worker that has died; raises WorkerLost if the policy needs it."""
@@ -401,8 +383,7 @@ class Coordinator:
             return
         if not self._sessions:
             self._rejoin_deadline = time.monotonic() + self._spec.timeouts.join if self._spec.elastic else None
-            if self._admission is not None:
-                self._admission.admit_without_copy()
+            self._admission.admit_without_copy()
             return
         again = f"; what it trained on ({leases} minibatches) goes to the others" if leases else ""
         doing = "" if state is SessionState.COMPUTING else f" while it waited for {state.value}"
@@ -431,8 +412,7 @@ class Coordinator:
     def _fail(self, error: TeamError) -> None:
         """Sends the error to all workers, and waits until they have left."""
         self._recorder.flush()
-        if self._admission is not None:
-            self._admission.close()
+        self._admission.close()
         failed = RunFailed(type(error).__name__, str(error), list(error.ranks))
         for session in self._sessions.values():
             self._sessions.send(session, failed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -59,7 +59,11 @@ class MessagePart(_Message, frozen=True, gc=False):
 _PIECE = 1 << 16
 
 
-def send_parts(connection: UnixConnection[Any], data: bytes) -> None:
+class _Sender(Protocol):
+    def send(self, message: msgspec.Struct) -> None: ...
+
+
+def send_parts(connection: _Sender, data: bytes) -> None:
     """Sends a text that may be longer than a message."""
     for start in range(0, max(1, len(data)), _PIECE):
         connection.send(MessagePart(data[start : start + _PIECE], start + _PIECE < len(data)))
@@ -367,4 +371,5 @@ ToWorker = (
     | Frozen
     | RunFailed
 )
-ToShard = MessagePart | Ready | ApplyUpdate | AddGradient | MeasureDistance | ReloadState
+ShardRequest = ApplyUpdate | AddGradient | MeasureDistance | ReloadState
+ToShard = MessagePart | Ready | ShardRequest

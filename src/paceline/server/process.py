@@ -17,13 +17,9 @@ from paceline.errors import JoinError, TeamError
 from paceline.server.coordinator import Coordinator
 from paceline.server.memory import MEMORIES, RunMemory
 from paceline.server.messages import (
-    AddGradient,
-    ApplyUpdate,
     FromWorker,
     Hello,
-    MeasureDistance,
     Ready,
-    ReloadState,
     RunFailed,
     ShardAnswer,
     ShardHello,
@@ -135,8 +131,7 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
                     RunFailed("JoinError", f"the server could not start: {type(error).__name__}: {error}", [])
                 )
         raise
-    coordinator = Coordinator(spec, sessions, shards, memory, say)
-    coordinator.admit_from(listener, pending.text)
+    coordinator = Coordinator(spec, sessions, shards, memory, listener, pending.text, say)
     for session in sessions.values():
         with contextlib.suppress(Closed):  # the coordinator notices that
             session.connection.send(Ready())
@@ -158,7 +153,7 @@ def _serve_further(connection: UnixConnection[Any], index: int, patience: float)
             memory.close_descriptors()
             connection.send(ShardAnswer())
             while True:
-                connection.send(ShardAnswer(_handle(shard, connection.receive())))
+                connection.send(ShardAnswer(shard.handle(connection.receive())))
         except (Closed, TeamError):
             raise
         except Exception as error:
@@ -168,19 +163,6 @@ def _serve_further(connection: UnixConnection[Any], index: int, patience: float)
         pass  # the first server has ended, and so does this one
     finally:
         connection.close()
-
-
-def _handle(shard: Shard, message: Any) -> float:
-    match message:
-        case ApplyUpdate():
-            return shard.apply(message)
-        case AddGradient():
-            shard.add(message)
-        case MeasureDistance():
-            return shard.distance(message)
-        case ReloadState():
-            shard.reload()
-    return 0.0
 
 
 def serve_in_thread(address: str, index: int, patience: float, say: Callable[[str], None]) -> threading.Thread:

@@ -62,20 +62,16 @@ class VersionPool:
         self._holders = [0] * buffers
         self._free = list(range(buffers - 1, 0, -1))
         """Buffers that no worker holds, except the newest version's."""
-        self._newest = 0
+        self.newest = 0
         self.version = 0
         """Of the newest."""
         self.most = 1
         """Most buffers that were in use at once."""
 
-    @property
-    def newest(self) -> int:
-        return self._newest
-
     def publish(self, buffer: int, version: int) -> None:
         """Makes a buffer the newest version."""
         self.version = version
-        before, self._newest = self._newest, buffer
+        before, self.newest = self.newest, buffer
         if before != buffer and not self._holders[before]:
             self._free.append(before)
 
@@ -84,7 +80,7 @@ class VersionPool:
 
     def release(self, buffer: int) -> None:
         self._holders[buffer] -= 1
-        if not self._holders[buffer] and buffer != self._newest:
+        if not self._holders[buffer] and buffer != self.newest:
             self._free.append(buffer)
 
     def take(self) -> int:

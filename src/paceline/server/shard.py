@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from paceline.parameters.compression import Codec, codec_class
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import plain
-from paceline.parameters.layout import Layout
+from paceline.parameters.layout import Layout, Slot
 from paceline.parameters.optimizers import ELEMENTWISE, same_kind
 from paceline.parameters.reduction import CHUNK, Weights, combine_norms, weighted_sum
 from paceline.parameters.sharding import ShardedOptimizer
@@ -22,7 +23,7 @@ from paceline.parameters.whole import WholeOptimizer
 from paceline.parameters.worker_table import WorkerTable
 from paceline.server.flags import SharedFlags
 from paceline.server.memory import RunMemory
-from paceline.server.messages import AddGradient, ApplyUpdate, GradientRef, MeasureDistance
+from paceline.server.messages import AddGradient, ApplyUpdate, GradientRef, MeasureDistance, ReloadState, ShardRequest
 
 
 def describe_parameters(named: list[tuple[str, torch.nn.Parameter]], optimizer: Optimizer) -> tuple[ParameterSpec, ...]:
@@ -130,39 +131,46 @@ class Shard:
 
     # -- operations --------------------------------------------------------------------------------------------------
 
+    def handle(self, request: ShardRequest) -> float:
+        """The value of a request's answer; 0 if it has none."""
+        match request:
+            case ApplyUpdate():
+                return self.apply(request)
+            case AddGradient():
+                self.add(request)
+            case MeasureDistance():
+                return self.distance(request)
+            case ReloadState():
+                self._optimizer.adopt_state()
+        return 0.0
+
     def add(self, message: AddGradient) -> None:
         """Adds a gradient to the sum, so that its worker can use its buffer again."""
         source = message.source
         self._newest = message.old
         self._bases = {source.buffer: (source.base, source.factor)}
         used = source.used
-        for flat, (start, stop) in enumerate(self._ranges):
-            for begin in range(start, stop, self._step(flat)):
-                end = min(begin + self._step(flat), stop)
-                total = self._sum[flat][begin:end]
-                if used is None and not (self._has_sum and self._used_sum is not None):
-                    part = self._dense(source.buffer, flat, begin, end)
-                    if self._has_sum:
-                        total.add_(part, alpha=source.weight)
-                    else:
-                        torch.mul(part, source.weight, out=total)
+        for flat, begin, end in self._pieces():
+            total = self._sum[flat][begin:end]
+            if used is None and not (self._has_sum and self._used_sum is not None):
+                part = self._dense(source.buffer, flat, begin, end)
+                if self._has_sum:
+                    total.add_(part, alpha=source.weight)
                 else:
-                    self._add_used(total, flat, begin, end, source)
-        before = self._used_sum if self._used_sum is not None else self._everything
+                    torch.mul(part, source.weight, out=total)
+            else:
+                self._add_used(total, flat, begin, end, source)
         if not self._has_sum:
             self._used_sum = used
         elif used is None or self._used_sum is None:
             self._used_sum = None
         else:
-            self._used_sum = bytes(a | b for a, b in zip(before, used, strict=True))
+            self._used_sum = bytes(a | b for a, b in zip(self._used_sum, used, strict=True))
         self._has_sum = True
 
     def _add_used(self, total: torch.Tensor, flat: int, begin: int, end: int, source: GradientRef) -> None:
         """As `add`, parameter by parameter; a parameter without a gradient so far is zero."""
-        for slot in self._layout.flats[flat].slots:
-            first, last = max(begin, slot.offset), min(end, slot.offset + slot.count)
-            if first >= last:
-                continue
+        for slot, first, last in self._slots(flat, begin, end):
             place = total[first - begin : last - begin]
             if not self._has_sum or (self._used_sum is not None and not self._used_sum[slot.index]):
                 place.zero_()
@@ -189,20 +197,26 @@ class Shard:
         """The squared distance of two versions in this shard."""
         first, second = self._versions.buffers[message.first], self._versions.buffers[message.second]
         total = 0.0
-        for flat, (start, stop) in enumerate(self._ranges):
-            for begin in range(start, stop, self._step(flat)):
-                end = min(begin + self._step(flat), stop)
-                apart = first[flat][begin:end] - second[flat][begin:end]
-                total += float(torch.linalg.vector_norm(apart).double().square())
+        for flat, begin, end in self._pieces():
+            apart = first[flat][begin:end] - second[flat][begin:end]
+            total += float(torch.linalg.vector_norm(apart).double().square())
         return total
-
-    def reload(self) -> None:
-        self._optimizer.adopt_state()
 
     # -- implementation ----------------------------------------------------------------------------------------------
 
-    def _step(self, flat: int) -> int:
-        return max(1, CHUNK // self._layout.flats[flat].dtype.itemsize)
+    def _pieces(self) -> Iterator[tuple[int, int, int]]:
+        """This shard in pieces of a chunk's size: flat, begin and end of each."""
+        for flat, (start, stop) in enumerate(self._ranges):
+            step = max(1, CHUNK // self._layout.flats[flat].dtype.itemsize)
+            for begin in range(start, stop, step):
+                yield flat, begin, min(begin + step, stop)
+
+    def _slots(self, flat: int, begin: int, end: int) -> Iterator[tuple[Slot, int, int]]:
+        """The parameters with elements in this range, and where these begin and end."""
+        for slot in self._layout.flats[flat].slots:
+            first, last = max(begin, slot.offset), min(end, slot.offset + slot.count)
+            if first < last:
+                yield slot, first, last
 
     def _used(self, sources: list[GradientRef]) -> list[bytes] | None:
         """Per source and parameter, 1 if it has a gradient; None if all have, everywhere."""
@@ -223,10 +237,7 @@ class Shard:
         norm = message.norm or 2.0
         parts: list[float] = [0.0]
         for flat, (start, stop) in enumerate(self._ranges):
-            for slot in self._layout.flats[flat].slots:
-                first, last = max(start, slot.offset), min(stop, slot.offset + slot.count)
-                if first >= last:
-                    continue
+            for slot, first, last in self._slots(flat, start, stop):
                 taken = [(b, w) for b, w in weights if used is None or used[b][slot.index]]
                 total = torch.zeros(last - first, dtype=self._layout.flats[flat].dtype)
                 if taken:

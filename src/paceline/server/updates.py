@@ -95,7 +95,7 @@ class Updates:
     def _rate_of(self, pushed: PendingPush, staleness: int) -> float:
         distance, newest = 0.0, self._sessions.pool.newest
         if self._corrections.needs_distance and pushed.buffer != newest:
-            distance = self._shards.distance(MeasureDistance(newest, pushed.buffer))
+            distance = sum(self._shards.handle(MeasureDistance(newest, pushed.buffer)))
         rate = float(pushed.groups[0].get("lr", 1.0)) if pushed.groups else 1.0
         return self._corrections.rate(staleness, distance, rate)
 
@@ -104,7 +104,7 @@ class Updates:
         for pushed in self.held.values():
             if pushed.rank == rank and pushed.source == rank:
                 source = self._source(pushed, pushed.weight * pushed.message.factor)
-                self._shards.add(AddGradient(source, self._sessions.pool.newest))
+                self._shards.handle(AddGradient(source, self._sessions.pool.newest))
                 pushed.source = self._shards.collected
 
     def _source(self, pushed: PendingPush, weight: float) -> GradientRef:
@@ -126,7 +126,7 @@ class Updates:
         clips = [pushed.message.clip for pushed in pushes if pushed.message.clip is not None]
         if clips:
             message = self._clip(message, *clips[0])
-        self._shards.apply(message)
+        self._shards.handle(message)
         pool.publish(new, version)
         seconds = self.seconds = time.perf_counter() - start
         read = sum([pushed.message.bytes for pushed in pushes])
@@ -157,7 +157,7 @@ class Updates:
 
     def _clip(self, message: ApplyUpdate, limit: float, norm: float) -> ApplyUpdate:
         """Makes the mean gradient and measures its norm; returns the update that uses it, scaled."""
-        parts = self._shards.apply(msgspec.structs.replace(message, norm=norm))
+        parts = self._shards.handle(msgspec.structs.replace(message, norm=norm))
         length = combine_norms(parts, norm)
         if norm != float("inf"):
             length **= 1.0 / norm
