@@ -27,10 +27,8 @@ class PeerLiveness:
         self._clocks: dict[int, tuple[float, float]] = {}
         """By machine: seconds of the quickest round trip, and by how many its clock was ahead of this one's then."""
 
-    def lost(self, machine: int, needed: bool) -> str:
+    def lost(self, machine: int) -> str:
         """Why a machine that is needed must be given up; empty if it need not."""
-        if not needed:
-            return ""
         context, sender = self._context, self._context.control[machine]
         heard = [sender.heard, *(receiver.heard[machine] for receiver in self._receivers.values())]
         silent = time.monotonic() - max(heard)

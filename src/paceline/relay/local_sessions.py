@@ -249,7 +249,7 @@ class LocalSessions:
         if session is not None:
             self._context.poller.unwatch(session.connection.descriptor)
             session.connection.close()
-            self._transfers.forget(who)
+            self._transfers.restart(who)
 
     def fail(self, failure: RunFailed) -> None:
         """Tells all workers why the run has failed, and closes all sessions."""

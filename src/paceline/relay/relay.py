@@ -13,7 +13,6 @@ Gradients and versions go beside that, over the bulk links, into the memory of t
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import msgspec
 
 from paceline import events
-from paceline.errors import JoinError, TeamError
+from paceline.errors import JoinError
 from paceline.events.forwarding import FIRST_MACHINE, StreamForwarder
 from paceline.parameters.worker_table import WorkerTable
 from paceline.relay.context import RelayContext
@@ -49,11 +48,11 @@ from paceline.relay.messages import (
 from paceline.relay.transfer import TransferManager
 from paceline.server.flags import SharedFlags
 from paceline.server.memory import MEMORIES, RunMemory
-from paceline.server.messages import FromWorker, MachineLost, Ready, RunFailed, receive_parts
+from paceline.server.messages import MachineLost, MessagePart, Ready, RunFailed, receive_parts
 from paceline.transport.keys import Secret
 from paceline.transport.links import LINKS, LinkReceiver, LinkSender, RejectCounter
 from paceline.transport.poller import Poller
-from paceline.transport.unix_connection import Listener, UnixConnection
+from paceline.transport.unix_connection import Listener
 
 _RETRY = 0.02
 """Seconds between attempts to connect to a coordinator that has not started yet."""
@@ -188,8 +187,7 @@ class Relay:
             if machine not in self._lost:
                 if sender.idle:
                     sender.send(_encode(Ping(time.perf_counter(), self._context.flags.present)))
-                why = self._liveness.lost(machine, self._needs(machine))
-                if why:
+                if self._needs(machine) and (why := self._liveness.lost(machine)):
                     self._lose(machine, why)
             for link in LINKS:
                 self._senders[link][machine].tick(_STALLED)
@@ -302,21 +300,19 @@ def run_relay(address: str, patience: float, say: Callable[[str], None]) -> None
     """Runs the relay of this machine until the run is over. patience: seconds until its first worker must have come."""
     listener = Listener(address)
     until = time.monotonic() + patience
-    lead = listener.accept(RelayBind, patience)
+    lead = listener.accept(RelayBind | MessagePart, patience)
     if lead is None:
         raise JoinError(f"no worker has connected to the relay within {patience:g} s")
     bind, descriptors = lead.receive_with_descriptors(MEMORIES)
     relay = Relay(bind, lambda text: say(f"machine {bind.machine}: {text}"))
     lead.send(relay.bound)
-    parts: UnixConnection[Any] = lead.of(FromWorker)
-    text = receive_parts(parts, max(0.0, until - time.monotonic()))
+    text = receive_parts(lead, max(0.0, until - time.monotonic()))
     if text is None:
         raise JoinError(f"the first worker of machine {bind.machine} has not sent the addresses of the other relays")
     config = msgspec.msgpack.decode(text, type=RelayConfig)
     relay.open(config, RunMemory.inherited(descriptors), listener)
     lead.send(Ready())
-    with contextlib.suppress(TeamError):
-        lead.close()
+    lead.close()
     try:
         relay.run()
     finally:

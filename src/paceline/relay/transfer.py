@@ -48,7 +48,6 @@ class _Fetch:
     """A version, state or rest that is being fetched from the machines that own its parts."""
 
     what: str
-    number: int
     buffer: int
     version: int
     waits: set[int]
@@ -122,17 +121,13 @@ class TransferManager:
         self._settle(rank)
 
     def restart(self, rank: int) -> None:
-        """Begins a new gradient of a worker."""
+        """Begins a new gradient of a worker, or ends the transfers of one that is gone."""
         push = self._pushes.get(rank)
         if push is not None:
             push.turn += 1
             push.waits, push.done, push.start, push.bytes = set(), None, 0.0, 0
             for upload in push.uploads.values():
                 upload.restart()
-
-    def forget(self, rank: int) -> None:
-        """Ends the transfers of a worker that is gone."""
-        self.restart(rank)
 
     def _settle(self, rank: int) -> None:
         push = self._pushes[rank]
@@ -156,45 +151,44 @@ class TransferManager:
             if (fetch.what, fetch.buffer, fetch.version) == ("version", buffer, version):
                 fetch.done.append(done)
                 return
-        self._start_fetch(_Fetch("version", 0, buffer, version, set(self._owners), [done]))
+        self._start_fetch(_Fetch("version", buffer, version, set(self._owners), [done]))
 
     def fetch_state(self, done: Done) -> None:
         """Fetches the optimizer's state as it is now."""
         if not self._owners:
             done()
-            return
-        self._start_fetch(_Fetch("state", 0, -1, 0, set(self._owners), [done]))
+        else:
+            self._start_fetch(_Fetch("state", -1, 0, set(self._owners), [done]))
 
     def fetch_rest(self, done: Done) -> None:
         """Fetches the model's other tensors, besides trained parameters, from the coordinator's machine."""
         if self._config.machine == FIRST_MACHINE:
             done()
-            return
-        self._start_fetch(_Fetch("rest", 0, -2, 0, {FIRST_MACHINE}, [done]))
+        else:
+            self._start_fetch(_Fetch("rest", -2, 0, {FIRST_MACHINE}, [done]))
 
     def show(self, rank: int, done: Done) -> None:
         """Sends these, as a worker of this machine has written them, to the coordinator's machine."""
         if self._config.machine == FIRST_MACHINE:
             done()
-            return
-        self._shows[rank] = done
-        self._outgoing[FIRST_MACHINE].append(_chunks("shown", rank, self._rest_spans, self._rest, 0, 0))
+        else:
+            self._shows[rank] = done
+            self._outgoing[FIRST_MACHINE].append(_chunks("shown", rank, self._rest_spans, self._rest))
 
     def _start_fetch(self, fetch: _Fetch) -> None:
-        self._fetch_count += 1
-        fetch.number = self._fetch_count
+        number = self._fetch_count = self._fetch_count + 1
         if fetch.what == "version":
             # No worker waits for an earlier version in this buffer: else the coordinator would not have reused it.
-            for number, other in list(self._fetches.items()):
+            for earlier, other in list(self._fetches.items()):
                 if other.buffer == fetch.buffer:
-                    del self._fetches[number]
+                    del self._fetches[earlier]
             self._versions_here.pop(fetch.buffer, None)
-        self._fetches[fetch.number] = fetch
+        self._fetches[number] = fetch
         for machine in fetch.waits:
-            self._control[machine].send(_encode(Fetch(fetch.number, fetch.buffer, fetch.version)))
+            self._control[machine].send(_encode(Fetch(number, fetch.buffer, fetch.version)))
 
     def take_fetch(self, machine: int, request: Fetch) -> None:
-        me, size = self._config.machine, self._config.layout.version
+        me = self._config.machine
         if request.buffer == -2:
             spans, memory, what = self._rest_spans, self._rest, "rest"
         elif request.buffer < 0:
@@ -203,22 +197,25 @@ class TransferManager:
             if not 0 <= request.buffer < self._config.spec.versions:
                 raise ValueError("there is no such buffer")
             spans, what = self._version_spans.get(me, []), "version"
-            memory = self._versions[request.buffer * size : (request.buffer + 1) * size]
-        self._outgoing[machine].append(_chunks(what, request.number, spans, memory, 0, request.buffer))
+            memory = self._version(request.buffer)
+        self._outgoing[machine].append(_chunks(what, request.number, spans, memory, request.buffer))
+
+    def _version(self, buffer: int) -> memoryview:
+        size = self._config.layout.version
+        return self._versions[buffer * size : (buffer + 1) * size]
 
     # -- parameters and state that a worker has loaded ---------------------------------------------------------------
 
     def load(self, rank: int, buffer: int, done: Done) -> None:
         """Sends parameters and state that a worker has loaded to the machines that own them."""
-        size = self._config.layout.version
-        version = self._versions[buffer * size : (buffer + 1) * size]
         if not self._owners:
             done()
             return
         self._loads[rank] = (set(self._owners), done)
+        version = self._version(buffer)
         for machine in self._owners:
-            self._outgoing[machine].append(_chunks("loaded", rank, self._version_spans[machine], version, 0, buffer))
-            self._outgoing[machine].append(_chunks("placed", rank, self._state_spans[machine], self._state, 0, buffer))
+            self._outgoing[machine].append(_chunks("loaded", rank, self._version_spans[machine], version, buffer))
+            self._outgoing[machine].append(_chunks("placed", rank, self._state_spans[machine], self._state, buffer))
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
@@ -235,34 +232,24 @@ class TransferManager:
             start = chunk.number * config.layout.gradient + place
             self._gradients[start : start + len(payload)] = payload
             return
-        if chunk.what == "shown":
-            self._take_rest(place, payload)
-            return
+        buffer, owner = chunk.buffer, me
         if chunk.what in ("version", "state", "rest"):
             fetch = self._fetches.get(chunk.number)
             if fetch is None or fetch.what != chunk.what or machine not in fetch.waits:
                 return  # of a fetch that was given up
-            if chunk.what == "rest":
-                self._take_rest(place, payload)
-                return
             buffer, owner = fetch.buffer, machine
-        else:
-            buffer, owner = chunk.buffer, me
-        spans = self._version_spans if chunk.what in ("version", "loaded") else self._state_spans
-        if chunk.what not in ("version", "loaded", "state", "placed"):
-            raise ValueError("a chunk of nothing known")
-        _check_place(dict(spans.get(owner, [])).get(place), place, payload)
-        if chunk.what in ("version", "loaded"):
+        if chunk.what in ("rest", "shown"):
+            spans, memory = self._rest_spans, self._rest
+        elif chunk.what in ("state", "placed"):
+            spans, memory = self._state_spans.get(owner, []), self._state
+        elif chunk.what in ("version", "loaded"):
             if not 0 <= buffer < config.spec.versions:
                 raise ValueError("there is no such buffer")
-            start = buffer * config.layout.version + place
-            self._versions[start : start + len(payload)] = payload
+            spans, memory = self._version_spans.get(owner, []), self._version(buffer)
         else:
-            self._state[place : place + len(payload)] = payload
-
-    def _take_rest(self, place: int, payload: Any) -> None:
-        _check_place(dict(self._rest_spans).get(place), place, payload)
-        self._rest[place : place + len(payload)] = payload
+            raise ValueError("a chunk of nothing known")
+        _check_place(dict(spans).get(place), place, payload)
+        memory[place : place + len(payload)] = payload
 
     def take_end(self, machine: int, end: TransferEnd) -> None:
         if end.what in ("version", "state", "rest"):
@@ -343,11 +330,11 @@ class TransferManager:
 
 
 def _chunks(
-    what: str, number: int, spans: list[Span], memory: memoryview, turn: int, buffer: int
+    what: str, number: int, spans: list[Span], memory: memoryview, buffer: int = 0
 ) -> Iterator[tuple[bytes, Any]]:
     for start, stop in spans:
-        yield _encode(Chunk(what, number, start, turn, buffer)), memory[start:stop]
-    yield _encode(TransferEnd(what, number, turn)), None
+        yield _encode(Chunk(what, number, start, 0, buffer)), memory[start:stop]
+    yield _encode(TransferEnd(what, number, 0)), None
 
 
 def _bytes(memory: Memory) -> memoryview:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import Self
 
 from paceline.config import Timeouts
 from paceline.errors import Mismatch, WorkerLost
@@ -23,34 +24,24 @@ _PAGE = 4096
 class BarrierKind(IntEnum):
     """The purpose of a barrier. All members must come with the same kind, or passively."""
 
-    PASSIVE = 0
-    BARRIER = 1
-    GATHER = 2
-    EPOCH = 3
-    UPDATE = 4
-    REDUCE = 5
-    CLIP = 6
-    PUBLISH = 7
-    ALLOCATE = 8
-    STATISTICS = 9
+    spoken: str
+    """Its name in messages to users."""
 
-    @property
-    def spoken(self) -> str:
-        return _SPOKEN[self]
+    def __new__(cls, number: int, spoken: str) -> Self:
+        kind = int.__new__(cls, number)
+        kind._value_, kind.spoken = number, spoken
+        return kind
 
-
-_SPOKEN = {
-    BarrierKind.PASSIVE: "the end of an epoch",
-    BarrierKind.BARRIER: "a barrier",
-    BarrierKind.GATHER: "an exchange of values",
-    BarrierKind.EPOCH: "the start of an epoch",
-    BarrierKind.UPDATE: "an update (optimizer.step)",
-    BarrierKind.REDUCE: "the end of a backward pass",
-    BarrierKind.CLIP: "clip_grad_norm_",
-    BarrierKind.PUBLISH: "the end of an update",
-    BarrierKind.ALLOCATE: "setup",
-    BarrierKind.STATISTICS: "a synchronised batch norm",
-}
+    PASSIVE = 0, "the end of an epoch"
+    BARRIER = 1, "a barrier"
+    GATHER = 2, "an exchange of values"
+    EPOCH = 3, "the start of an epoch"
+    UPDATE = 4, "an update (optimizer.step)"
+    REDUCE = 5, "the end of a backward pass"
+    CLIP = 6, "clip_grad_norm_"
+    PUBLISH = 7, "the end of an update"
+    ALLOCATE = 8, "setup"
+    STATISTICS = 9, "a synchronised batch norm"
 
 
 class BarrierNotes:

@@ -90,10 +90,6 @@ class UnixConnection(Generic[In]):
         """True if `receive` would return at once."""
         return bool(self._poll.poll(0))
 
-    def of(self, kinds: Any) -> UnixConnection[Any]:
-        """The same connection, with another union of messages to receive."""
-        return UnixConnection(self._socket, kinds)
-
     def patience_to_send(self, seconds: float) -> None:
         """Lets `send` raise Closed after so many seconds if the other end reads nothing."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(seconds))
