@@ -96,15 +96,14 @@ class Deferred(torch.Tensor):
     ) -> Any:
         options = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func in _BACKWARD:
+        if func == torch.Tensor.backward:
             loss, gradient = args[0], (args[1:2] or (options.get("gradient"),))[0]
             if gradient is not None:
                 raise UsageError("backward of a split model's loss takes no gradient; multiply the loss by it instead")
             loss.run.backward(loss)
             return None
         if func in _FORCING or name in _FORCING_NAMES:
-            plain_args, plain_options = pytree.tree_map_only(Deferred, materialize, (args, options))
-            return func(*plain_args, **plain_options)
+            return _applied(func, args, options)
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **options)
@@ -114,8 +113,7 @@ class Deferred(torch.Tensor):
             raise UsageError(f"'{name}' changes a split model's output in place; use '{name[:-1]}'")
         leaves = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Deferred)]
         if all(leaf.run.finished or leaf.known is not None for leaf in leaves):
-            plain_args, plain_options = pytree.tree_map_only(Deferred, materialize, (args, options))
-            return func(*plain_args, **plain_options)
+            return _applied(func, args, options)
         args, options = pytree.tree_map_only(Deferred, _settled, (args, options))
         return _recorded(func, name, args, options)
 
@@ -125,6 +123,12 @@ class Deferred(torch.Tensor):
     ) -> Any:
         """Reached only by calls that bypass __torch_function__."""
         raise UsageError(f"'{func}' needs the values of a split model's output, which are not computed yet")
+
+
+def _applied(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The result of a function on the values of its deferred arguments."""
+    plain_args, plain_options = pytree.tree_map_only(Deferred, materialize, (args, options))
+    return func(*plain_args, **plain_options)
 
 
 def _recorded(func: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -254,7 +258,6 @@ def replay(
     return selected
 
 
-_BACKWARD = {torch.Tensor.backward}
 _FORCING = {
     torch.Tensor.item,
     torch.Tensor.tolist,

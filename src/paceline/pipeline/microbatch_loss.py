@@ -144,7 +144,9 @@ class MicrobatchLoss:
         divisor = self._divisors[id(of)]
         if divisor is not None:
             return replay(of, value, other, {"reduction": "sum"}) / divisor
-        return replay(of, value, other) * self._weight(of, microbatch)
+        # The weight of a microbatch's mean in the mean over the batch.
+        weight = 1.0 if _reduction(of) == "sum" else self.sizes[microbatch] / self._batch
+        return replay(of, value, other) * weight
 
     def _of_scalars(self, of: Deferred, computed: Tensor, microbatch: int) -> Tensor:
         """A microbatch's share of a scalar that is computed from scalars."""
@@ -155,10 +157,6 @@ class MicrobatchLoss:
             alone = replay(of, lambda leaf: torch.zeros((), dtype=leaf.meta.dtype), lambda tensor: tensor)
             return computed - alone * (1 - share)
         return computed
-
-    def _weight(self, of: Deferred, microbatch: int) -> float:
-        """The weight of a microbatch's mean in the mean over the batch."""
-        return 1.0 if _reduction(of) == "sum" else self.sizes[microbatch] / self._batch
 
 
 class _TermEvaluation:

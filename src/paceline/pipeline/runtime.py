@@ -66,7 +66,6 @@ class PipelineRuntime:
         self._parameters = list(model.parameters())
         self._ownership = Ownership(assignment, self._parameters, self._links)
         runner = self._runner(trace, bounds)
-        self._add_users(trace, bounds)
         self.own = self._ownership.assign()
         """The parameters that this worker updates."""
         self._ownership.find_routes()
@@ -103,7 +102,6 @@ class PipelineRuntime:
                 trace = self._first
             bounds = self._bounds(trace)
             runner = self._runner(trace, bounds)
-            self._add_users(trace, bounds)
             self._ownership.find_routes()
             _evict(self._traces)
             self._traces[key] = (trace, runner)
@@ -142,8 +140,14 @@ class PipelineRuntime:
         return self._output_shapes[key]
 
     def _runner(self, trace: ModelTrace, bounds: list[int]) -> StageRunner:
+        """The runner of a trace's stages, whose use of parameters is recorded."""
         check_buffers(trace, bounds, self._assignment)
         graph = stage_graph(trace, bounds, self._stages)
+        numbers = self._parameter_numbers()
+        for stage, (start, end) in enumerate(itertools.pairwise([0, *bounds])):
+            for operation in trace.operations[start:end]:
+                for name in operation.parameters:
+                    self._ownership.add_user(numbers[name], stage)
         return StageRunner(graph, self._assignment, self._links, self._context)
 
     def _parameter_numbers(self) -> dict[str, int]:
@@ -152,24 +156,16 @@ class PipelineRuntime:
         named = self._model.named_parameters(remove_duplicate=False)
         return {name: numbers[id(parameter)] for name, parameter in named}
 
-    def _add_users(self, trace: ModelTrace, bounds: list[int]) -> None:
-        numbers = self._parameter_numbers()
-        for stage, (start, end) in enumerate(itertools.pairwise([0, *bounds])):
-            for operation in trace.operations[start:end]:
-                for name in operation.parameters:
-                    self._ownership.add_user(numbers[name], stage)
-
     # -- running -----------------------------------------------------------------------------------------------------
 
     def forward(self, microbatches: Microbatches) -> None:
         """Runs all forward passes."""
-        order = _forwards(len(microbatches.sizes), len(self._stages))
-        self._run(self._own_turns(order), microbatches)
+        self._run(self._own_turns(self._passes("F", len(microbatches.sizes))), microbatches)
 
     def backward(self, microbatches: Microbatches, *, forwarded: bool) -> None:
         """Runs the schedule; only its backward passes if the forward passes have run already."""
         count = len(microbatches.sizes)
-        order = self._own_turns(_backwards(count, len(self._stages))) if forwarded else self._schedule(count)
+        order = self._own_turns(self._passes("B", count)) if forwarded else self._schedule(count)
         self._run(order, microbatches)
 
     def _run(self, order: Order, microbatches: Microbatches) -> None:
@@ -181,6 +177,12 @@ class PipelineRuntime:
         worker, rank = self._assignment.worker, self.group.rank
         return [one for one in order if worker(self._stages[one.chunk], one.microbatch) == rank]
 
+    def _passes(self, kind: str, microbatches: int) -> Order:
+        """All forward or all backward passes of this worker's stages, stage by stage."""
+        chunks = range(len(self._stages)) if kind == "F" else reversed(range(len(self._stages)))
+        pairs = itertools.product(chunks, range(microbatches))
+        return [StageOperation(kind, microbatch, chunk) for chunk, microbatch in pairs]
+
     def _schedule(self, microbatches: int) -> Order:
         if microbatches not in self._orders:
             chunks, size, rank = len(self._stages), self.group.size, self.group.rank
@@ -188,7 +190,7 @@ class PipelineRuntime:
             if self._assignment.shared:
                 order = shared_orders(schedule, self._assignment.counts, microbatches)[rank]
             elif SCHEDULES[schedule].has_chunks and microbatches % size:
-                order = _forwards(microbatches, chunks) + _backwards(microbatches, chunks)
+                order = self._passes("F", microbatches) + self._passes("B", microbatches)
             else:
                 order = SCHEDULES[schedule].orders(size, microbatches, chunks)[rank]
             self._orders[microbatches] = order
@@ -210,13 +212,3 @@ def _evict(cache: dict[Any, Any]) -> None:
     """Makes room for one more entry by dropping the oldest."""
     if len(cache) == _TRACES:
         del cache[next(iter(cache))]
-
-
-def _forwards(microbatches: int, chunks: int) -> Order:
-    pairs = itertools.product(range(chunks), range(microbatches))
-    return [StageOperation("F", microbatch, chunk) for chunk, microbatch in pairs]
-
-
-def _backwards(microbatches: int, chunks: int) -> Order:
-    pairs = itertools.product(reversed(range(chunks)), range(microbatches))
-    return [StageOperation("B", microbatch, chunk) for chunk, microbatch in pairs]

@@ -63,12 +63,7 @@ class SharedState:
             flat = self._memory.tensor(offset, tensor.numel(), tensor.dtype)
             dense = torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta")
             views.append(flat.as_strided(tensor.shape, dense.stride()) if tensor.numel() else tensor.data)
-        if self._rank == 0:
-            for tensor, view in zip(self._tensors, views, strict=True):
-                view.copy_(tensor.data)
-        members.barrier.wait(BarrierKind.ALLOCATE)
-        for tensor, view in zip(self._tensors, views, strict=True):
-            tensor.data = view
+        _move(members, self._tensors, views, write=self._rank == 0)
         self._placed: dict[tuple[int, str], torch.Tensor] = {}
         self._entries: list[_Entry] = []
         self._used = 0
@@ -99,8 +94,7 @@ class SharedState:
                     changed = True
         if changed:
             payload = msgspec.json.encode(self._entries)
-            start = self._region(self._rank)
-            self._memory.bytes(start, len(payload))[:] = payload
+            self._memory.bytes(self._region(self._rank), len(payload))[:] = payload
             self._control[self._rank][1] = len(payload)
 
     def _region(self, rank: int) -> int:
@@ -116,10 +110,13 @@ class SharedState:
             self._used += _aligned(value.nbytes)
             dtype = str(value.dtype).removeprefix("torch.")
             self._entries.append(_Entry(number, name, offset, list(value.shape), dtype))
-            placed = self._memory.tensor(offset, max(1, value.numel()), value.dtype)[: value.numel()].view(value.shape)
-            self._placed[number, name] = placed
+            self._placed[number, name] = placed = self._tensor(offset, value.shape, value.dtype)
         placed.copy_(value)
         return placed
+
+    def _tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        count = shape.numel()
+        return self._memory.tensor(offset, max(1, count), dtype)[:count].view(shape)
 
     def all_state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
         """The optimizer's state for all parameters of the model."""
@@ -128,19 +125,15 @@ class SharedState:
             length = self._control[rank][1]
             if not length:
                 continue
-            start = self._region(rank)
-            entries = msgspec.json.decode(bytes(self._memory.bytes(start, length)), type=list[_Entry])
-            for one in entries:
-                dtype = getattr(torch, one.dtype)
-                count = torch.Size(one.shape).numel()
-                value = self._memory.tensor(one.offset, max(1, count), dtype)[:count].view(one.shape)
+            text = bytes(self._memory.bytes(self._region(rank), length))
+            for one in msgspec.json.decode(text, type=list[_Entry]):
+                value = self._tensor(one.offset, torch.Size(one.shape), getattr(torch, one.dtype))
                 found.setdefault(self.parameters[one.parameter], {})[one.name] = value
         known: dict[Any, dict[str, Any]] = self._optimizer.state
         for parameter, state in known.items():
             rest = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
             found.setdefault(parameter, {}).update(rest)
-        order = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        return dict(sorted(found.items(), key=lambda item: order[id(item[0])]))
+        return dict(sorted(found.items(), key=lambda item: self._number[id(item[0])]))
 
     # -- progress ----------------------------------------------------------------------------------------------------
 
@@ -184,9 +177,14 @@ def share_buffers(members: Members, buffers: Iterable[torch.Tensor], slot: int, 
     for tensor, size in zip(tensors, sizes, strict=True):
         views.append(memory.tensor(offset, tensor.numel(), tensor.dtype).view(tensor.shape))
         offset += size
+    _move(members, tensors, views, write=write)
+
+
+def _move(members: Members, tensors: list[torch.Tensor], views: list[torch.Tensor], *, write: bool) -> None:
+    """Lets tensors refer to shared memory. write: True on the member whose values they get."""
     if write:
         for tensor, view in zip(tensors, views, strict=True):
-            view.copy_(tensor)
+            view.copy_(tensor.data)
     members.barrier.wait(BarrierKind.ALLOCATE)
     for tensor, view in zip(tensors, views, strict=True):
         tensor.data = view
