@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def separable(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -
     nodes, arrivals = _graph([value.grad_fn for value in outputs if value.grad_fn is not None])
     ends = {id(value) for value in inputs}
     reaching = {node for node in nodes if id(getattr(node, "variable", None)) in ends}
-    for node in reversed(nodes):  # every node after its successors
+    for node in nodes:
         if any(following in reaching for following, _ in node.next_functions):
             reaching.add(node)
     repeated = any(arrivals[node] > 1 for node in nodes if node not in reaching)
@@ -44,23 +45,14 @@ def separable(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -
 
 
 def _graph(roots: Sequence[Any]) -> tuple[list[Any], Counter[Any]]:
-    """The nodes of a backward graph in topological order, and the in-degree of each."""
+    """The nodes of a backward graph, each after its successors, and the in-degree of each."""
     arrivals: Counter[Any] = Counter()
-    seen, left = set(roots), list(roots)
+    successors: dict[Any, list[Any]] = {}
+    left = list(roots)
     while left:
-        for following, _ in left.pop().next_functions:
-            if following is not None:
-                arrivals[following] += 1
-                if following not in seen:
-                    seen.add(following)
-                    left.append(following)
-    remaining, order = Counter(arrivals), []
-    ready = [root for root in seen if not arrivals[root]]
-    while ready:
-        order.append(node := ready.pop())
-        for following, _ in node.next_functions:
-            if following is not None:
-                remaining[following] -= 1
-                if not remaining[following]:
-                    ready.append(following)
-    return order, arrivals
+        node = left.pop()
+        if node not in successors:
+            successors[node] = [following for following, _ in node.next_functions if following is not None]
+            arrivals.update(successors[node])
+            left += successors[node]
+    return list(TopologicalSorter(successors).static_order()), arrivals
