@@ -48,7 +48,7 @@ class LeaseClient:
         self.size, self._counts = size, counts
         self._open: dict[int, tuple[int, int]] = {}
         """Leases whose samples are, or will be, part of the next gradient, with their loader and counted samples."""
-        self._granted: Lease | None = None
+        self.granted: Lease | None = None
         """A lease that came with the answer to a push."""
         self._want: int | None = None
         """The loader whose next lease should come with the next answer."""
@@ -80,11 +80,7 @@ class LeaseClient:
         None, too, with several loaders at once: two workers could each wait for the end of one loader's epoch while
         they hold a lease of the other loader that they do not need yet.
         """
-        return self._want if self._granted is None and len(self._trained) == 1 else None
-
-    def add_granted(self, lease: Lease) -> None:
-        """A lease has come with an answer."""
-        self._granted = lease
+        return self._want if self.granted is None and len(self._trained) == 1 else None
 
     # -- requests of loaders ------------------------------------------------------------------------------------------
 
@@ -105,9 +101,9 @@ class LeaseClient:
         self._stopwatch.away(time.perf_counter() - start)
 
     def ask(self, loader: int, epoch: int, *, ahead: bool) -> Lease | None:
-        granted = self._granted
+        granted = self.granted
         if granted is not None and (granted.loader, granted.epoch) == (loader, epoch):
-            self._granted = None
+            self.granted = None
             return granted
         if not self._open and not ahead:
             self.on_ask()
@@ -149,8 +145,8 @@ class LeaseClient:
             self._client.send(LeaseDone([lease.number]))
 
     def quit(self, loader: int, epoch: int) -> None:
-        if self._granted is not None and self._granted.loader == loader:
-            self._granted = None
+        if self.granted is not None and self.granted.loader == loader:
+            self.granted = None
         self._want = None
         self._trained.discard(loader)
         self._forget(loader)

@@ -47,9 +47,8 @@ class Tuner:
         total = sum(map(len, known.values()))
         if few and (total < _LONG * self._wanted * len(known) or any(len(known[one]) < 2 for one in few)):
             return None
-        from paceline.planner.choose import (
-            best_policy,  # with the whole simulator, which other policies need not wait for
-        )
+        # Here, since it imports the whole simulator, which other policies need not wait for.
+        from paceline.planner.choose import best_policy
 
         middle = sorted(self._updates)[len(self._updates) // 2]
         pool = ThreadPoolExecutor(1, "paceline-tuner")

@@ -166,7 +166,7 @@ class ServerTrainer(Trainer):
         if free and not self._leases.open:
             self._stopwatch.free()
         if isinstance(answer, Proceed) and answer.lease is not None:
-            self._leases.add_granted(answer.lease)
+            self._leases.granted = answer.lease
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         """The server clips the mean gradient; returns the norm of this worker's own."""
