@@ -173,7 +173,7 @@ class TransferManager:
             done()
         else:
             self._shows[rank] = done
-            self._outgoing[FIRST_MACHINE].append(_chunks("shown", rank, self._rest_spans, self._rest))
+            self._enqueue(FIRST_MACHINE, "shown", rank, FIRST_MACHINE)
 
     def _start_fetch(self, fetch: _Fetch) -> None:
         number = self._fetch_count = self._fetch_count + 1
@@ -188,21 +188,25 @@ class TransferManager:
             self._control[machine].send(_encode(Fetch(number, fetch.buffer, fetch.version)))
 
     def take_fetch(self, machine: int, request: Fetch) -> None:
-        me = self._config.machine
-        if request.buffer == -2:
-            spans, memory, what = self._rest_spans, self._rest, "rest"
-        elif request.buffer < 0:
-            spans, memory, what = self._state_spans.get(me, []), self._state, "state"
-        else:
-            if not 0 <= request.buffer < self._config.spec.versions:
-                raise ValueError("there is no such buffer")
-            spans, what = self._version_spans.get(me, []), "version"
-            memory = self._version(request.buffer)
-        self._outgoing[machine].append(_chunks(what, request.number, spans, memory, request.buffer))
+        what = {-2: "rest", -1: "state"}.get(request.buffer, "version")
+        self._enqueue(machine, what, request.number, self._config.machine, request.buffer)
 
-    def _version(self, buffer: int) -> memoryview:
+    def _enqueue(self, machine: int, what: str, number: int, owner: int, buffer: int = 0) -> None:
+        """Sends a machine, when it is its turn, the owner's part of something."""
+        self._outgoing[machine].append(_chunks(what, number, *self._part(what, owner, buffer), buffer))
+
+    def _part(self, what: str, owner: int, buffer: int) -> tuple[list[Span], memoryview]:
+        """The spans of an owner's part, and the memory that they are in; ValueError if there is none of that name."""
+        if what in ("rest", "shown"):
+            return self._rest_spans, self._rest
+        if what in ("state", "placed"):
+            return self._state_spans.get(owner, []), self._state
+        if what not in ("version", "loaded"):
+            raise ValueError("a chunk of nothing known")
+        if not 0 <= buffer < self._config.spec.versions:
+            raise ValueError("there is no such buffer")
         size = self._config.layout.version
-        return self._versions[buffer * size : (buffer + 1) * size]
+        return self._version_spans.get(owner, []), self._versions[buffer * size : (buffer + 1) * size]
 
     # -- parameters and state that a worker has loaded ---------------------------------------------------------------
 
@@ -212,10 +216,9 @@ class TransferManager:
             done()
             return
         self._loads[rank] = (set(self._owners), done)
-        version = self._version(buffer)
         for machine in self._owners:
-            self._outgoing[machine].append(_chunks("loaded", rank, self._version_spans[machine], version, buffer))
-            self._outgoing[machine].append(_chunks("placed", rank, self._state_spans[machine], self._state, buffer))
+            self._enqueue(machine, "loaded", rank, machine, buffer)
+            self._enqueue(machine, "placed", rank, machine, buffer)
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
@@ -238,16 +241,7 @@ class TransferManager:
             if fetch is None or fetch.what != chunk.what or machine not in fetch.waits:
                 return  # of a fetch that was given up
             buffer, owner = fetch.buffer, machine
-        if chunk.what in ("rest", "shown"):
-            spans, memory = self._rest_spans, self._rest
-        elif chunk.what in ("state", "placed"):
-            spans, memory = self._state_spans.get(owner, []), self._state
-        elif chunk.what in ("version", "loaded"):
-            if not 0 <= buffer < config.spec.versions:
-                raise ValueError("there is no such buffer")
-            spans, memory = self._version_spans.get(owner, []), self._version(buffer)
-        else:
-            raise ValueError("a chunk of nothing known")
+        spans, memory = self._part(chunk.what, owner, buffer)
         _check_place(dict(spans).get(place), place, payload)
         memory[place : place + len(payload)] = payload
 
@@ -329,9 +323,7 @@ class TransferManager:
         return False
 
 
-def _chunks(
-    what: str, number: int, spans: list[Span], memory: memoryview, buffer: int = 0
-) -> Iterator[tuple[bytes, Any]]:
+def _chunks(what: str, number: int, spans: list[Span], memory: memoryview, buffer: int) -> Iterator[tuple[bytes, Any]]:
     for start, stop in spans:
         yield _encode(Chunk(what, number, start, 0, buffer)), memory[start:stop]
     yield _encode(TransferEnd(what, number, 0)), None
