@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from helpers.in_memory import InMemoryChannel, run_in_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ from paceline.collectives.algorithms.chunks import split
 from paceline.errors import Mismatch, UsageError
 from paceline.topologies import Link, Traffic, seconds, traffic
 from paceline.topologies.chunks import bounds
-from paceline.transport.channel import Channel, CountingChannel, InMemoryChannel, run_in_memory
+from paceline.transport.channel import Channel, CountingChannel
 
 T = TypeVar("T")
 Call = Callable[..., None]

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from helpers.in_memory import run_in_memory
 
 from paceline.collectives.inter_machine import segments
 from paceline.collectives.links import LinkMatrix, best_order, best_topology, measure, ring_links, tournament
@@ -15,7 +16,6 @@ from paceline.errors import JoinError, TeamError
 from paceline.parameters.checkpoint_codec import pack, unpack
 from paceline.parameters.layout import borders
 from paceline.topologies import Link
-from paceline.transport.channel import run_in_memory
 from paceline.transport.keys import Secret
 from paceline.transport.peer_connections import FrameKind, PeerConnection, PeerConnections, compare_clocks, connect
 from paceline.transport.poller import Poller

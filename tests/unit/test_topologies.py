@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from helpers.in_memory import InMemoryChannel, run_in_memory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,7 +37,7 @@ from paceline.topologies import (
     textbook_tree,
     tree,
 )
-from paceline.transport.channel import Channel, InMemoryChannel, run_in_memory
+from paceline.transport.channel import Channel
 
 
 def test_the_formulas_give_the_values_of_the_reference() -> None:

@@ -11,10 +11,10 @@ from enum import IntEnum
 from typing import Self
 
 from paceline.config import Timeouts
-from paceline.errors import Mismatch, WorkerLost
+from paceline.errors import Mismatch, TeamError, WorkerLost
 from paceline.transport.barrier_frames import SLOT, unpack_error
 from paceline.transport.memory import Memory
-from paceline.transport.step_counter import StepCounter, Topic
+from paceline.transport.step_counter import LEFT, StepCounter, Topic
 
 TROUBLE = -1
 """The intent of a member that has an error for all."""
@@ -27,7 +27,7 @@ class BarrierKind(IntEnum):
     spoken: str
     """Its name in messages to users."""
 
-    def __new__(cls, number: int, spoken: str) -> Self:
+    def __new__(cls, number: int, spoken: str = "") -> Self:
         kind = int.__new__(cls, number)
         kind._value_, kind.spoken = number, spoken
         return kind
@@ -61,6 +61,8 @@ class BarrierNotes:
         self._slots = [
             [memory.bytes(start + slot * (parity * size + peer), slot) for peer in range(size)] for parity in (0, 1)
         ]
+        self._heads = [[slot[: SLOT.size].cast("q") for slot in slots] for slots in self._slots]
+        """The fields of `SLOT`, which are quicker to read so than to unpack."""
         self._payloads = [[slot[SLOT.size :] for slot in slots] for slots in self._slots]
         self._carried: BarrierKind | None = None
         self.departed: set[int] = set()
@@ -87,23 +89,20 @@ class BarrierNotes:
         """The length of `rank`'s note at the last barrier; 0 if it did not take part."""
         if rank in self.departed:
             return 0
-        return int(SLOT.unpack_from(self._slots[self._count & 1][rank])[1])
+        return self._heads[self._count & 1][rank][1]
 
     def carry(self, intent: BarrierKind) -> None:
         """The last barrier, attended passively, counts as this member's own next one."""
         self._carried = intent
 
-    def _was_carried(self, intent: BarrierKind) -> bool:
-        """True if the last barrier counts as this one."""
-        if self._carried is None:
-            return False
+    def _check_carried(self, intent: BarrierKind) -> None:
+        """The last barrier counts as this one, so it must be of the same kind."""
         carried, self._carried = self._carried, None
-        if carried is not intent:
+        if carried is not None and carried is not intent:
             raise Mismatch(
                 f"{self._own_name} is at {intent.spoken} while the others are at {carried.spoken}: "
                 "all workers must do the same"
             )
-        return True
 
     @property
     def _own_name(self) -> str:
@@ -113,25 +112,27 @@ class BarrierNotes:
         if self.departed and intent is not BarrierKind.PASSIVE and not self.spare:
             gone = min(self.departed)
             raise WorkerLost(
-                f"{self.where(gone)} has left the team: its script has ended; "
-                f"rank {self.ranks[self.rank]} needs it at {intent.spoken}",
+                f"{self.where(gone)} {LEFT}; rank {self.ranks[self.rank]} needs it at {intent.spoken}",
                 [self.ranks[gone]],
             )
 
-    def _agree(self, intent: BarrierKind, slots: list[memoryview]) -> BarrierKind:
+    def _agree(self, intent: BarrierKind) -> BarrierKind:
         """The kind of barrier that all members are at; raises an error that one of them has for all."""
         topic = intent
-        troubles = []
-        for rank, slot in enumerate(slots):
-            other, length, departed = SLOT.unpack_from(slot)
-            if departed or rank in self.departed:
+        trouble: TeamError | None = None
+        for rank, head in enumerate(self._heads[self._count & 1]):
+            other = head[0]
+            if head[2] or rank in self.departed:
                 self.departed.add(rank)
                 other = 0
             self.passive[rank] = other == 0
             if other in (topic, 0):
                 continue
             if other == TROUBLE:
-                troubles.append(unpack_error(slot[SLOT.size : SLOT.size + length]))
+                error = unpack_error(self._payloads[self._count & 1][rank][: head[1]])
+                # A member that lost a connection knows more than one that only waited.
+                if trouble is None or (isinstance(error, WorkerLost) and not isinstance(trouble, WorkerLost)):
+                    trouble = error
             elif topic == 0:
                 topic = BarrierKind(other)
             else:
@@ -140,9 +141,8 @@ class BarrierNotes:
                     f"{topic.spoken}: all workers must do the same",
                     [self.ranks[rank]],
                 )
-        if troubles:
-            # A member that lost a connection knows more than one that only waited.
-            raise min(troubles, key=lambda error: not isinstance(error, WorkerLost))
+        if trouble is not None:
+            raise trouble
         return topic
 
 
@@ -167,14 +167,17 @@ class Barrier(BarrierNotes, StepCounter):
         A passive member may find that the others are at a barrier which its own script will reach, too: it calls
         `carry`, and its next barrier of that kind is the one just held.
         """
-        if self._was_carried(intent):
+        if self._carried is not None:
+            self._check_carried(intent)
             return intent
-        self._refuse_departed(intent)
-        slots = self._slots[(self._count + 1) & 1]
-        SLOT.pack_into(slots[self.rank], 0, intent, length, 0)
+        if self.departed:
+            self._refuse_departed(intent)
+        turn = (self._count + 1) & 1
+        head = self._heads[turn][self.rank]
+        head[0], head[1] = intent, length
         self.come(intent)
-        self.notes = self._payloads[self._count & 1]
-        return self._agree(intent, slots)
+        self.notes = self._payloads[turn]
+        return self._agree(intent)
 
     def excused(self, peer: int, topic: Topic) -> bool:
         """True if `peer` is not needed: its script may end with the epoch."""

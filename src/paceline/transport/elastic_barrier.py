@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from paceline.errors import TeamError, TeamTimeout, WorkerLost, still_waits, waited_too_long
 from paceline.transport.barrier import Barrier, BarrierKind
 from paceline.transport.barrier_frames import SLOT, pack_error, pack_notes, unpack_error
-from paceline.transport.machines_barrier import MachinesBarrier
+from paceline.transport.machines_barrier import DIED, MachinesBarrier
 from paceline.transport.memory import Memory
 from paceline.transport.peer_connections import FrameKind, PeerConnection, PeerConnections
+from paceline.transport.step_counter import LEFT
 
 _SLICE = 0.1
 _DIED, _LEFT = 1, 2
@@ -61,19 +62,20 @@ class ElasticBarrier(MachinesBarrier):
 
     def gone(self, rank: int) -> str | None:
         if self.has_left(rank):
-            return "has left the team: its script has ended"
+            return LEFT
         connection = self._star.connections.get(rank)
         if rank in self.departed or (connection is not None and not connection.open):
-            return "died, or its connection was closed"
+            return DIED
         return None
 
     # -- barrier -----------------------------------------------------------------------------------------------------
 
     def wait(self, intent: BarrierKind, length: int = 0, trouble: TeamError | None = None) -> BarrierKind:
-        if self._was_carried(intent):
+        if self._carried is not None:
+            self._check_carried(intent)
             return intent
         self._refuse_departed(intent)
-        slots = self._bring(intent, length, trouble)
+        self._bring(intent, length, trouble)
         if self.rank:
             if not self._exchange_with_first(intent):
                 return self._without_lead(intent)
@@ -86,7 +88,7 @@ class ElasticBarrier(MachinesBarrier):
         if self.idle is not None:
             self.idle()
         self.notes = self._payloads[self._count & 1]
-        return self._agree(intent, slots)
+        return self._agree(intent)
 
     def _send_failure(self, error: TeamError) -> None:
         self._star.send_all(FrameKind.FAILURE, pack_error(error))
@@ -112,11 +114,7 @@ class ElasticBarrier(MachinesBarrier):
             if connection.left and topic is BarrierKind.PASSIVE:
                 return False
             if connection.left or not connection.open:
-                how = (
-                    "has left the team: its script has ended"
-                    if connection.left
-                    else "died, or it went on without this one"
-                )
+                how = LEFT if connection.left else "died, or it went on without this one"
                 raise WorkerLost(
                     f"{self.where(0)}, to whom all come in an elastic run over machines, {how}; rank {self.rank} needs "
                     f"it at {topic.spoken}",

@@ -25,8 +25,10 @@ from paceline.transport.barrier import TROUBLE, Barrier, BarrierKind, BarrierNot
 from paceline.transport.barrier_frames import SLOT, Note, pack_error, pack_notes, unpack_error, unpack_notes
 from paceline.transport.memory import Memory
 from paceline.transport.peer_connections import FrameKind, PeerConnections
+from paceline.transport.step_counter import LEFT
 
 _STATE = struct.Struct("=qqq")  # bytes of a failure, who came last, number of the barrier
+DIED = "died, or its connection was closed"
 _PAGE = 4096
 _SLICE = 0.1
 
@@ -114,7 +116,7 @@ class MachinesBarrier(BarrierNotes):
         if rank in self._here:
             return self._local.gone(self._here.index(rank))
         if self.has_left(rank):
-            return "has left the team: its script has ended"
+            return LEFT
         if self._connections is not None and not self._connections.connections[self._machine_of[rank]].open:
             return "cannot be reached any more"
         return None
@@ -133,7 +135,8 @@ class MachinesBarrier(BarrierNotes):
 
         trouble: an error of this member, which all members raise.
         """
-        if self._was_carried(intent):
+        if self._carried is not None:
+            self._check_carried(intent)
             return intent
         self._refuse_departed(intent)
         slots = self._bring(intent, length, trouble)
@@ -155,7 +158,7 @@ class MachinesBarrier(BarrierNotes):
         if last >= 0:
             self.last = last
         self.notes = self._payloads[self._count & 1]
-        return self._agree(intent, slots)
+        return self._agree(intent)
 
     def _bring(self, intent: BarrierKind, length: int, trouble: TeamError | None) -> list[memoryview]:
         """Begins the next barrier with this member's note; returns the slots of all members."""
@@ -212,8 +215,8 @@ class MachinesBarrier(BarrierNotes):
         found = [SLOT.unpack_from(slots[rank])[0] for rank in self._here if rank not in self.departed]
         return BarrierKind(max([intent for intent in found if intent > 0], default=0))
 
-    def _agree(self, intent: BarrierKind, slots: list[memoryview]) -> BarrierKind:
-        topic = super()._agree(intent, slots)
+    def _agree(self, intent: BarrierKind) -> BarrierKind:
+        topic = super()._agree(intent)
         if topic is not BarrierKind.PASSIVE:
             self._refuse_departed(topic)
         return topic
@@ -292,9 +295,7 @@ class MachinesBarrier(BarrierNotes):
                 for rank in self._machines[number]:
                     SLOT.pack_into(self._slots[self._count & 1][rank], 0, 0, 0, 1)
                 return lead
-            reason = (
-                "has left the team: its script has ended" if connection.left else "died, or its connection was closed"
-            )
+            reason = LEFT if connection.left else DIED
             raise WorkerLost(f"{self.where(lead)} {reason}; rank {self.rank} needs it at {topic.spoken}", [lead])
         return None
 

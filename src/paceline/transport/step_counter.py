@@ -6,7 +6,6 @@ can be read by all after it, and stays unchanged until all have come to the next
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import struct
 import time
@@ -22,6 +21,8 @@ _STATUS = struct.Struct("=qq")  # pid, and one of the states below
 _REASON = 240
 _STATUS_STRIDE = 256
 _HERE, _LEFT, _FAILED = range(3)
+LEFT = "has left the team: its script has ended"
+"""Why a member that has signed out will not come any more."""
 _SLICE = 0.1
 """Seconds that a member sleeps before it checks whether those it waits for still live."""
 _SPINS = 4000
@@ -47,15 +48,6 @@ class Topic(Protocol):
         """Its name in messages to users."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Waiting:
-    """One member's wait in one step."""
-
-    since: float
-    notice: float
-    """Seconds after which the missing members are next reported."""
-
-
 class StepCounter:
     """One member's view of the steps that all take."""
 
@@ -78,6 +70,8 @@ class StepCounter:
         self.last = rank
         """The member that came last to the last step, as far as this one saw."""
         self._slowest = list(self._peers)
+        self._notice = timeouts.notice
+        """Seconds after which members that are missing at this step are next reported."""
 
     def crowd(self, workers: int) -> None:
         """Tells how many processes this machine runs, of which only some are members: whether each has a core."""
@@ -122,7 +116,7 @@ class StepCounter:
             reason = bytes(self._status[rank][_STATUS.size :]).partition(b"\0")[0].decode(errors="replace")
             return f"gave up ({reason})"
         if state == _LEFT:
-            return "has left the team: its script has ended"
+            return LEFT
         return self.watch.lost(rank) if self.watch else None
 
     def gone_soon(self, rank: int, seconds: float = 0.5) -> str | None:
@@ -146,7 +140,7 @@ class StepCounter:
         before = (count - 1) & 0xFFFFFFFF
         values, step, yield_core = words.values, words.step, os.sched_yield
         self.last = self.rank
-        waiting: _Waiting | None = None
+        since = 0.0
         # A member can be one step behind or ahead, never two, so "not here yet" is a single value.
         for peer in self._slowest:
             place = peer * step
@@ -160,8 +154,9 @@ class StepCounter:
                     while spins and values[place] == before:
                         spins -= 1
                 if values[place] == before:
-                    waiting = waiting or _Waiting(time.monotonic(), self.timeouts.notice)
-                    self._await(peer, before, topic, waiting)
+                    if not since:
+                        since, self._notice = time.monotonic(), self.timeouts.notice
+                    self._await(peer, before, topic, since)
                 self.last = peer
         if self.last != self.rank and self._slowest[0] != self.last:
             # A late member is likely late again: waiting for it first means waking once, not once per peer.
@@ -181,14 +176,14 @@ class StepCounter:
         """True if the step can do without `peer`, which has not come."""
         return False
 
-    def _await(self, peer: int, before: int, topic: Topic, waiting: _Waiting) -> None:
+    def _await(self, peer: int, before: int, topic: Topic, since: float) -> None:
         words = self._words
         place = peer * words.step
         while words.values[place] == before:
             words.sleep(peer, before, _SLICE)
             if words.values[place] != before:
                 return
-            waited = time.monotonic() - waiting.since
+            waited = time.monotonic() - since
             if self.closing:
                 raise TeamError(
                     f"this process ended while it waited for {self.called(self.missing())} at {topic.spoken}"
@@ -203,10 +198,10 @@ class StepCounter:
             if waited >= limit:
                 if wait:
                     raise TeamTimeout(waited_too_long(*wait), [self.ranks[peer] for peer in late])
-            elif waited >= waiting.notice:
+            elif waited >= self._notice:
                 if wait:
                     self._say(still_waits(*wait))
-                waiting.notice *= 2
+                self._notice *= 2
 
     def _check_alive(self, topic: Topic) -> None:
         for peer in self.missing():
