@@ -38,7 +38,7 @@ def attention_forward(role: Role, group: ShardGroup) -> Callable[..., Any]:
         elif not self.batch_first:
             query, key, value = (one.transpose(0, 1) for one in (query, key, value))
         q, k, v = (_split_heads(one, heads) for one in _project(self, query, key, value))
-        mask = _mask(full_tensor(attn_mask), full_tensor(key_padding_mask), q, k, heads, group)
+        mask = _mask(full_tensor(attn_mask), full_tensor(key_padding_mask), q, heads, group)
         probability = self.dropout if self.training else 0.0
         if probability:
             group.swap_random()
@@ -86,12 +86,7 @@ def _split_heads(value: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _mask(
-    mask: torch.Tensor | None,
-    padding: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    heads: int,
-    group: ShardGroup,
+    mask: torch.Tensor | None, padding: torch.Tensor | None, q: torch.Tensor, heads: int, group: ShardGroup
 ) -> torch.Tensor | None:
     """The additive mask: a mask of numbers itself; minus infinity where a mask of flags is true."""
     parts: list[torch.Tensor] = []

@@ -86,10 +86,14 @@ def record_calls(model: nn.Module, inputs: Sequence[Any]) -> CallGraph:
     path: list[str] = []
     for tensor in (*model.parameters(), *model.buffers()):
         graph.parameters[id(tensor)] = graph.number(tensor)
+
+    def leave(_module: nn.Module, _arguments: Any, _result: Any) -> None:
+        path.pop()
+
     hooks: list[Any] = []
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(_enter_hook(path, name)))
-        hooks.append(module.register_forward_hook(_exit_hook(path), always_call=True))
+        hooks.append(module.register_forward_pre_hook(lambda _module, _arguments, name=name: path.append(name)))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
     training = {module: module.training for module in model.modules()}
     model.train()
     try:
@@ -104,17 +108,3 @@ def record_calls(model: nn.Module, inputs: Sequence[Any]) -> CallGraph:
     graph.outputs = tuple(graph.number(out) for out in outs)
     graph.release()
     return graph
-
-
-def _enter_hook(path: list[str], name: str) -> Any:
-    def enter(_module: nn.Module, _arguments: Any) -> None:
-        path.append(name)
-
-    return enter
-
-
-def _exit_hook(path: list[str]) -> Any:
-    def leave(_module: nn.Module, _arguments: Any, _result: Any) -> None:
-        path.pop()
-
-    return leave

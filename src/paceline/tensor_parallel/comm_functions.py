@@ -15,6 +15,7 @@ that shard's gradient. A partial value is one worker's term of a sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,52 +97,36 @@ class _AllReduce(Function):
         return gradient, None
 
 
-class _TakeShard(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
-        ctx.placement, ctx.group = placement, group
-        return group.shard(tensor, placement)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.group.all_gather(gradient, ctx.placement), None, None
-
-
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
-        ctx.placement, ctx.group = placement, group
-        return group.all_gather(tensor, placement)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.group.shard(gradient, ctx.placement), None, None
-
-
-class _AllGatherForShards(_AllGather):
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.group.reduce_scatter(gradient, ctx.placement), None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
-        ctx.placement, ctx.group = placement, group
-        return group.reduce_scatter(tensor.detach(), placement)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.group.all_gather(gradient, ctx.placement), None, None
-
-
 def _apply(function: type[Function], *arguments: Any) -> torch.Tensor:
     result: torch.Tensor = function.apply(*arguments)
     return result
+
+
+def _collective(
+    forward: Callable[[ShardGroup, torch.Tensor, Placement], torch.Tensor],
+    backward: Callable[[ShardGroup, torch.Tensor, Placement], torch.Tensor],
+) -> Callable[[torch.Tensor, Placement, ShardGroup], torch.Tensor]:
+    """A differentiable function of a tensor, a placement and a group, from its two passes."""
+
+    class Collective(Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
+            ctx.placement, ctx.group = placement, group
+            return forward(group, tensor, placement)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+            return backward(ctx.group, gradient, ctx.placement), None, None
+
+    # `apply` is looked up in each call: `ShardedModel` replaces it.
+    return lambda tensor, placement, group: _apply(Collective, tensor, placement, group)
+
+
+take_shard = _collective(ShardGroup.shard, ShardGroup.all_gather)
+all_gather = _collective(ShardGroup.all_gather, ShardGroup.shard)
+all_gather_for_shards = _collective(ShardGroup.all_gather, ShardGroup.reduce_scatter)
+reduce_scatter = _collective(ShardGroup.reduce_scatter, ShardGroup.all_gather)
 
 
 def replicate(tensor: torch.Tensor, group: ShardGroup) -> torch.Tensor:
@@ -160,19 +145,3 @@ def replicate(tensor: torch.Tensor, group: ShardGroup) -> torch.Tensor:
 def all_reduce(tensor: torch.Tensor, group: ShardGroup) -> torch.Tensor:
     """The sum of all workers' terms; `tensor` itself is overwritten."""
     return _apply(_AllReduce, tensor, group)
-
-
-def take_shard(tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
-    return _apply(_TakeShard, tensor, placement, group)
-
-
-def all_gather(tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
-    return _apply(_AllGather, tensor, placement, group)
-
-
-def all_gather_for_shards(tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
-    return _apply(_AllGatherForShards, tensor, placement, group)
-
-
-def reduce_scatter(tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
-    return _apply(_ReduceScatter, tensor, placement, group)

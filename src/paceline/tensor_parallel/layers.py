@@ -149,18 +149,14 @@ def _vocabulary(role: Role, group: ShardGroup) -> Callable[..., Any]:
     return forward
 
 
-def _convolve(
-    layer: _ConvNd, value: torch.Tensor, bias: torch.Tensor | None, groups: int | None = None
-) -> torch.Tensor:
+def _convolve(layer: _ConvNd, value: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The layer's own computation, with this bias."""
     kind: Any = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}[len(layer.kernel_size)]
     padding: Any = layer.padding
     if layer.padding_mode != "zeros":
         value = functional.pad(value, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
         padding = 0
-    out: torch.Tensor = kind(
-        value, layer.weight, bias, layer.stride, padding, layer.dilation, layer.groups if groups is None else groups
-    )
+    out: torch.Tensor = kind(value, layer.weight, bias, layer.stride, padding, layer.dilation, layer.groups)
     return out
 
 
@@ -190,13 +186,13 @@ def _row_conv(role: Role, group: ShardGroup) -> Callable[..., Any]:
 def _channel_conv(role: Role, group: ShardGroup) -> Callable[..., Any]:
     def forward(self: _ConvNd, value: torch.Tensor) -> torch.Tensor:
         dim = _channel_dim(self, value)
-        out = _convolve(self, _input_shard(value, Placement(dim, _inputs(self, role, group)), group), self.bias)
+        out = _convolve(self, _input_shard(value, Placement(dim, _inputs(self, role)), group), self.bias)
         return PartialTensor.of(out, Placement(dim, role.blocks), group)
 
     return forward
 
 
-def _inputs(layer: _ConvNd, role: Role, group: ShardGroup) -> tuple[int, ...]:
+def _inputs(layer: _ConvNd, role: Role) -> tuple[int, ...]:
     """Blocks of a grouped convolution's inputs, from those of its outputs."""
     return tuple(block * layer.in_channels // layer.out_channels for block in role.blocks)
 

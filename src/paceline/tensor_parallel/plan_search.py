@@ -40,15 +40,15 @@ transpose swapaxes swapdims movedim permute t T mT expand expand_as chunk split 
 diagonal"""
 _VIEWS = frozenset(_VIEW_NAMES.split())
 """Functions whose result may share memory with their argument."""
-_CALLS: dict[str, tuple[type[nn.Module], ...]] = {
-    "linear": (nn.Linear,),
-    "embedding": (nn.Embedding,),
-    "conv1d": (nn.Conv1d,),
-    "conv2d": (nn.Conv2d,),
-    "conv3d": (nn.Conv3d,),
-    "batch_norm": (_BatchNorm,),
-    "group_norm": (nn.GroupNorm,),
-    "multi_head_attention_forward": (nn.MultiheadAttention,),
+_CALLS: dict[str, type[nn.Module]] = {
+    "linear": nn.Linear,
+    "embedding": nn.Embedding,
+    "conv1d": nn.Conv1d,
+    "conv2d": nn.Conv2d,
+    "conv3d": nn.Conv3d,
+    "batch_norm": _BatchNorm,
+    "group_norm": nn.GroupNorm,
+    "multi_head_attention_forward": nn.MultiheadAttention,
 }
 """Functions that layers call in their `forward`."""
 
@@ -75,11 +75,10 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Layers that can be sharded, by name: those of torch's own classes, with their own `forward`."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        for kinds in _CALLS.values():
-            for kind in kinds:
-                own = type(module).forward is kind.forward or getattr(type(module), "by_channel", False)
-                if isinstance(module, kind) and own and "forward" not in vars(module) and _plain(module):
-                    found[name] = module
+        for kind in _CALLS.values():
+            own = type(module).forward is kind.forward or getattr(type(module), "by_channel", False)
+            if isinstance(module, kind) and own and "forward" not in vars(module) and _plain(module):
+                found[name] = module
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from paceline.tensor_parallel.placement import Placement
@@ -11,6 +12,7 @@ from paceline.tensor_parallel.rule_result import (
     REFUSED,
     LocalRule,
     Replicated,
+    Rule,
     RuleRefusal,
     RuleResult,
     Sharded,
@@ -21,16 +23,10 @@ from paceline.tensor_parallel.rule_result import (
 )
 
 
-def elementwise(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
-    """Functions of each element of the first tensor by itself."""
+def elementwise(args: Sequence[Any], kwargs: dict[str, Any], workers: int, random: bool = False) -> RuleResult:
+    """Functions of each element of the first tensor by itself; some draw random numbers."""
     placement = placement_of(args[0]) if args else None
-    return REFUSED if placement is None else LocalRule(args, kwargs, placement)
-
-
-def elementwise_random(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
-    """Elementwise functions that draw random numbers."""
-    placement = placement_of(args[0]) if args else None
-    return REFUSED if placement is None else LocalRule(args, kwargs, placement, random=True)
+    return REFUSED if placement is None else LocalRule(args, kwargs, placement, random)
 
 
 def broadcast(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
@@ -115,10 +111,16 @@ def layer_norm(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Rul
     shape = argument(args, kwargs, 1, "normalized_shape")
     if placement is None or placement.dim >= len(args[0].shape) - len(shape):
         return REFUSED
-    named = {name: Replicated(value) if is_tensor(value) else value for name, value in kwargs.items()}
-    return LocalRule(
-        [args[0], *(Replicated(value) if is_tensor(value) else value for value in args[1:])], named, placement
-    )
+    return _others_replicated(args, kwargs, placement)
+
+
+def _others_replicated(args: Sequence[Any], kwargs: dict[str, Any], placement: Placement) -> LocalRule:
+    """Each worker computes its shard of the first tensor with the whole of all others."""
+
+    def fit(value: Any) -> Any:
+        return Replicated(value) if is_tensor(value) else value
+
+    return LocalRule([args[0], *map(fit, args[1:])], {name: fit(value) for name, value in kwargs.items()}, placement)
 
 
 def batch_norm(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
@@ -140,18 +142,12 @@ def prelu(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResu
     return LocalRule((args[0], Sharded(weight, placement.at(0))), {}, placement) if placement.dim == 1 else REFUSED
 
 
-def spatial(dimensions: int) -> Any:
+def spatial(args: Sequence[Any], kwargs: dict[str, Any], workers: int, dimensions: int) -> RuleResult:
     """Functions over the last dimensions, such as pooling."""
-
-    def rule(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
-        placement = placement_of(args[0])
-        return (
-            REFUSED
-            if placement is None or placement.dim >= len(args[0].shape) - dimensions
-            else LocalRule(args, kwargs, placement)
-        )
-
-    return rule
+    placement = placement_of(args[0])
+    if placement is None or placement.dim >= len(args[0].shape) - dimensions:
+        return REFUSED
+    return LocalRule(args, kwargs, placement)
 
 
 def interpolate_(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
@@ -161,10 +157,7 @@ def interpolate_(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> R
 
 
 def pad(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
-    placement, amounts = placement_of(args[0]), argument(args, kwargs, 1, "pad")
-    if placement is None or placement.dim >= len(args[0].shape) - len(amounts) // 2:
-        return REFUSED
-    return LocalRule(args, kwargs, placement)
+    return spatial(args, kwargs, workers, len(argument(args, kwargs, 1, "pad")) // 2)
 
 
 # -- products --------------------------------------------------------------------------------------------------------
@@ -176,10 +169,7 @@ def linear(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleRes
     others = [*args[1:], *kwargs.values()]
     if placement is None or placement.dim == len(args[0].shape) - 1 or any(placement_of(value) for value in others):
         return REFUSED
-    named = {name: Replicated(value) if is_tensor(value) else value for name, value in kwargs.items()}
-    return LocalRule(
-        [args[0], *(Replicated(value) if is_tensor(value) else value for value in args[1:])], named, placement
-    )
+    return _others_replicated(args, kwargs, placement)
 
 
 def matmul(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
@@ -273,10 +263,10 @@ _RANDOM = (
 _ALONG_DIM = "cumprod cumsum log_softmax softmax softmin argsort sort logcumsumexp"
 _REDUCTIONS = "all amax amin any argmax argmin count_nonzero logsumexp max mean median min prod sum"
 
-RULES = {
+RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE.split(), elementwise),
     **dict.fromkeys(_BROADCAST.split(), broadcast),
-    **dict.fromkeys(_RANDOM.split(), elementwise_random),
+    **dict.fromkeys(_RANDOM.split(), partial(elementwise, random=True)),
     **dict.fromkeys(_ALONG_DIM.split(), along_dim),
     **dict.fromkeys(_REDUCTIONS.split(), reduction),
     "where": where_,
@@ -296,7 +286,7 @@ RULES = {
     "interpolate": interpolate_,
     "pad": pad,
     **{
-        f"{kind}{number}d": spatial(number)
+        f"{kind}{number}d": partial(spatial, dimensions=number)
         for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
         for number in (1, 2, 3)
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from paceline.tensor_parallel.placement import Placement
 from paceline.tensor_parallel.rule_result import (
     REFUSED,
     LocalRule,
+    Rule,
     RuleRefusal,
     RuleResult,
     argument,
@@ -116,8 +118,7 @@ def moved_placement(old: list[int], new: list[int], placement: Placement, worker
 
 
 def transpose(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
-    placement, dims = placement_of(args[0]), len(args[0].shape)
-    assert placement is not None
+    placement, dims = args[0].placement, len(args[0].shape)
     names = ("dim0", "dim1") if "dim0" in kwargs else ("axis0", "axis1")
     first = dimension(argument(args, kwargs, 1, names[0]), dims)
     second = dimension(argument(args, kwargs, 2, names[1]), dims)
@@ -126,8 +127,7 @@ def transpose(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Rule
 
 def last_two(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
     """`t`, `mT`, `adjoint`."""
-    placement, dims = placement_of(args[0]), len(args[0].shape)
-    assert placement is not None
+    placement, dims = args[0].placement, len(args[0].shape)
     return LocalRule(
         args, kwargs, placement.at({dims - 1: dims - 2, dims - 2: dims - 1}.get(placement.dim, placement.dim))
     )
@@ -139,15 +139,13 @@ def reversed_dims(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> 
 
 
 def permute(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
-    placement, dims = placement_of(args[0]), len(args[0].shape)
-    assert placement is not None
+    placement, dims = args[0].placement, len(args[0].shape)
     order = [dimension(dim, dims) for dim in _sizes(args, kwargs, "dims")]
     return LocalRule(args, kwargs, placement.at(order.index(placement.dim)))
 
 
 def expand(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
-    placement, old = placement_of(args[0]), list(args[0].shape)
-    assert placement is not None
+    placement, old = args[0].placement, list(args[0].shape)
     new = list(args[1].shape) if is_tensor(args[1]) else _sizes(args, kwargs, "size")
     dim = placement.dim + len(new) - len(old)
     if new[dim] not in (-1, placement.size):
@@ -156,17 +154,9 @@ def expand(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleRes
     return LocalRule((args[0], new), {}, placement.at(dim), call=torch.Tensor.expand)
 
 
-def split(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
-    return _pieces(args, kwargs, workers, chunks=False)
-
-
-def chunk(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
-    return _pieces(args, kwargs, workers, chunks=True)
-
-
-def _pieces(args: Sequence[Any], kwargs: dict[str, Any], workers: int, *, chunks: bool) -> RuleResult:
-    placement, shape = placement_of(args[0]), list(args[0].shape)
-    assert placement is not None
+def split(args: Sequence[Any], kwargs: dict[str, Any], workers: int, chunks: bool = False) -> RuleResult:
+    """`split` into pieces of given sizes, or into a number of chunks."""
+    placement, shape = args[0].placement, list(args[0].shape)
     dim = dimension(argument(args, kwargs, 2, "dim", 0), len(shape))
     sections = args[1] if len(args) > 1 else next(value for name, value in kwargs.items() if name != "dim")
     if dim != placement.dim:
@@ -197,8 +187,7 @@ def _blocks_of(blocks: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, .
 
 
 def unbind(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
-    placement, shape = placement_of(args[0]), list(args[0].shape)
-    assert placement is not None
+    placement, shape = args[0].placement, list(args[0].shape)
     dim = dimension(argument(args, kwargs, 1, "dim", 0), len(shape))
     if dim == placement.dim:
         return REFUSED
@@ -284,7 +273,7 @@ def along_dims(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> Rul
     return REFUSED if placement.dim in {dimension(dim, dims) for dim in along} else LocalRule(args, kwargs, placement)
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     "view": view,
     "reshape": view,
     "view_as": view_as,
@@ -304,7 +293,7 @@ RULES = {
     "expand_as": expand,
     "split": split,
     "split_with_sizes": split,
-    "chunk": chunk,
+    "chunk": partial(split, chunks=True),
     "unbind": unbind,
     "select": select,
     "slice": slice_range,
