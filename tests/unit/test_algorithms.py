@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from paceline import topologies
 from paceline.collectives.algorithms import ALGORITHMS, OPERATIONS, find, ring
-from paceline.collectives.algorithms.chunks import split
+from paceline.collectives.algorithms.messages import split
 from paceline.errors import Mismatch, UsageError
 from paceline.topologies import Link, Traffic, seconds, traffic
 from paceline.topologies.chunks import bounds

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.collectives import algorithms
-from paceline.collectives.algorithms.chunks import split
-from paceline.collectives.algorithms.messages import Combine, outgoing
+from paceline.collectives.algorithms.messages import Combine, outgoing, split
 from paceline.config import parse_strategy
 from paceline.errors import UsageError
 from paceline.planner.candidates import candidates

@@ -255,7 +255,7 @@ class CollectiveMethods(Identity):
 
     def _start(self, run: Callable[[], None], opts: Any, outputs: Any) -> PacelineWork:
         """Runs an operation now if the caller waits for it, else submits it."""
-        if _is_async(opts):
+        if getattr(opts, "asyncOp", True):
             return QueuedWork(self._queue, run, outputs)
         self._queue.run(run)
         return DONE
@@ -301,11 +301,6 @@ def _operator(opts: Any) -> tuple[Op, float | torch.Tensor | None]:
     kind = getattr(wanted, "op", wanted)
     op = _BY_NUMBER[kind.value]
     return op, wanted.factor if op is Op.PREMUL_SUM else None
-
-
-def _is_async(opts: Any) -> bool:
-    """True if the caller does not wait, which is the default."""
-    return bool(getattr(opts, "asyncOp", True))
 
 
 for _name in (

@@ -48,12 +48,6 @@ class ObservedTraffic:
         self.messages: list[Message] = []
         """One event per message, in the order of their ends."""
 
-    def note(
-        self, rank: int, operation: str, topology: str, direction: str, peer: int, size: int, start: float
-    ) -> None:
-        seconds = time.perf_counter() - start
-        self.messages.append(Message(rank, start, seconds, operation, topology, direction, peer, size))
-
     def add(self, traffic: Traffic) -> None:
         for name in Traffic.__struct_fields__:
             setattr(self.traffic, name, getattr(self.traffic, name) + getattr(traffic, name))
@@ -109,9 +103,10 @@ class Communicator:
             for observer in self._observers:
                 observer.add(channel.traffic)
 
-    def _note(self, operation: str, topology: str, *message: Any) -> None:
+    def _note(self, operation: str, topology: str, direction: str, peer: int, size: int, start: float) -> None:
+        message = Message(self.rank, start, time.perf_counter() - start, operation, topology, direction, peer, size)
         for observer in self._observers:
-            observer.note(self.rank, operation, topology, *message)
+            observer.messages.append(message)
 
     # -- operations --------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import weakref
 
 from torch import distributed
@@ -14,7 +13,7 @@ from paceline.cluster.membership import Members
 from paceline.collectives.channels import DistributedChannel, MailChannel
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.group import Group
-from paceline.collectives.process_group import PacelineProcessGroup
+from paceline.collectives.process_group import PacelineProcessGroup, say
 from paceline.config import Launch, Place
 from paceline.errors import UsageError
 
@@ -59,7 +58,7 @@ def _team_communicator() -> Communicator:
     members = membership.current()
     if members is None:
         launch = Launch.from_environment()
-        members = membership.join_team(Place.from_environment(), launch, launch.timeouts, _say)
+        members = membership.join_team(Place.from_environment(), launch, launch.timeouts, say)
         atexit.register(members.leave)
     if len(members.machines) > 1:
         raise UsageError(
@@ -67,10 +66,6 @@ def _team_communicator() -> Communicator:
             "torch.distributed.init_process_group('paceline') first"
         )
     if _of_team is None or _of_team[0] is not members:
-        group = Group(members.rank, members.size, members.gather, members.barrier.timeouts, _say)
+        group = Group(members.rank, members.size, members.gather, members.barrier.timeouts, say)
         _of_team = members, Communicator(group.rank, group.size, MailChannel(group.mailbox), group)
     return _of_team[1]
-
-
-def _say(message: str) -> None:
-    print(f"paceline: {message}", file=sys.stderr, flush=True)

@@ -28,8 +28,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from paceline.collectives.communicator import Communicator
-from paceline.collectives.default_group import GroupLike, communicator
 from paceline.collectives.operation import Op
+from paceline.collectives.operators import FUNCTIONS
 from paceline.collectives.tensors import in_one_piece
 from paceline.errors import UsageError
 
@@ -52,7 +52,7 @@ class TensorMeta(NamedTuple):
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
-class _Route(NamedTuple):
+class Route(NamedTuple):
     """The group and topology of a collective."""
 
     comm: Communicator
@@ -62,8 +62,7 @@ class _Route(NamedTuple):
 # -- all_reduce, reduce, broadcast -----------------------------------------------------------------------------------
 
 
-def all_reduce(tensor: torch.Tensor, op: str, topology: str, group: GroupLike) -> torch.Tensor:
-    route = _Route(communicator(group), topology)
+def all_reduce(tensor: torch.Tensor, op: str, route: Route) -> torch.Tensor:
     match op:
         case "sum" | "avg":
             return _apply(_AllReduce, route, Op[op.upper()], tensor)
@@ -71,14 +70,14 @@ def all_reduce(tensor: torch.Tensor, op: str, topology: str, group: GroupLike) -
             return _apply(_Extreme, route, Op[op.upper()], tensor)
         case "product":
             shape = TensorMeta(tensor.dtype, tuple(tensor.shape), True)
-            gathered = _Route(route.comm, topology if route.comm.has("all_gather", topology) else "auto")
+            gathered = Route(route.comm, route.topology if route.comm.has("all_gather", route.topology) else "auto")
             return fold(torch.mul, _apply_all(_AllGather, gathered, [shape] * route.comm.size, tensor))
     raise UsageError(f"all_reduce with op '{op}' has no gradient; sum, avg, product, min and max have")
 
 
 class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, route: _Route, op: Op, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, route: Route, op: Op, tensor: torch.Tensor) -> torch.Tensor:
         ctx.route, ctx.op = route, op
         result = _copy(tensor)
         route.comm.all_reduce(result, op, route.topology)
@@ -94,7 +93,7 @@ class _Extreme(Function):
     """Minimum or maximum: the gradient goes to the members that had it, in equal shares."""
 
     @staticmethod
-    def forward(ctx: Any, route: _Route, op: Op, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, route: Route, op: Op, tensor: torch.Tensor) -> torch.Tensor:
         result = _copy(tensor)
         route.comm.all_reduce(result, op, route.topology)
         chosen = (tensor == result).to(tensor.dtype)
@@ -110,15 +109,15 @@ class _Extreme(Function):
         return None, None, share * _apply(_AllReduce, ctx.route, Op.SUM, gradient)
 
 
-def reduce(tensor: torch.Tensor, root: int, op: str, topology: str, group: GroupLike) -> torch.Tensor:
+def reduce(tensor: torch.Tensor, root: int, op: str, route: Route) -> torch.Tensor:
     if op not in ("sum", "avg"):
         raise UsageError(f"reduce with op '{op}' has no gradient; sum and avg have")
-    return _apply(_Reduce, _Route(communicator(group), topology), Op[op.upper()], root, tensor)
+    return _apply(_Reduce, route, Op[op.upper()], root, tensor)
 
 
 class _Reduce(Function):
     @staticmethod
-    def forward(ctx: Any, route: _Route, op: Op, root: int, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, route: Route, op: Op, root: int, tensor: torch.Tensor) -> torch.Tensor:
         ctx.route, ctx.op, ctx.root, ctx.shape = route, op, root, tensor.shape
         result = _copy(tensor)
         route.comm.reduce(result, root, op, route.topology)
@@ -136,13 +135,13 @@ class _Reduce(Function):
         return None, None, None, spread
 
 
-def broadcast(tensor: torch.Tensor, root: int, topology: str, group: GroupLike) -> torch.Tensor:
-    return _apply(_Broadcast, _Route(communicator(group), topology), root, tensor)
+def broadcast(tensor: torch.Tensor, root: int, route: Route) -> torch.Tensor:
+    return _apply(_Broadcast, route, root, tensor)
 
 
 class _Broadcast(Function):
     @staticmethod
-    def forward(ctx: Any, route: _Route, root: int, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, route: Route, root: int, tensor: torch.Tensor) -> torch.Tensor:
         ctx.route, ctx.root = route, root
         result = _copy(tensor)
         route.comm.broadcast(result, root, route.topology)
@@ -160,18 +159,17 @@ class _Broadcast(Function):
 # -- all_gather, reduce_scatter --------------------------------------------------------------------------------------
 
 
-def all_gather(tensor: torch.Tensor, shapes: list[TensorMeta], topology: str, group: GroupLike) -> list[torch.Tensor]:
-    route = _Route(communicator(group), topology)
+def all_gather(tensor: torch.Tensor, shapes: list[TensorMeta], route: Route) -> list[torch.Tensor]:
     if not _wanted(shapes):
         outs = [shape.empty() for shape in shapes]
-        route.comm.all_gather(outs, tensor.detach(), topology)
+        route.comm.all_gather(outs, tensor.detach(), route.topology)
         return outs
     return _apply_all(_AllGather, route, shapes, _entry(tensor))
 
 
 class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, route: _Route, shapes: list[TensorMeta], tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, route: Route, shapes: list[TensorMeta], tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.route, ctx.shapes = route, shapes
         outs = [shape.empty() for shape in shapes]
         route.comm.all_gather(outs, in_one_piece(tensor.detach()), route.topology)
@@ -182,11 +180,10 @@ class _AllGather(Function):
         return None, None, _apply(_ReduceScatter, ctx.route, Op.SUM, *gradients)
 
 
-def reduce_scatter(parts: Tensors, op: Op, topology: str, group: GroupLike) -> torch.Tensor:
-    route = _Route(communicator(group), topology)
-    if not any(_tracked(part) for part in parts):
+def reduce_scatter(parts: Tensors, op: Op, route: Route) -> torch.Tensor:
+    if not any(tracked(part) for part in parts):
         out = torch.empty(parts[route.comm.rank].shape, dtype=parts[0].dtype)
-        route.comm.reduce_scatter(out, [in_one_piece(part.detach()) for part in parts], op, topology)
+        route.comm.reduce_scatter(out, [in_one_piece(part.detach()) for part in parts], op, route.topology)
         return out
     if op not in (Op.SUM, Op.AVG):
         raise UsageError(f"reduce_scatter with op '{op.spoken}' has no gradient; sum and avg have")
@@ -195,7 +192,7 @@ def reduce_scatter(parts: Tensors, op: Op, topology: str, group: GroupLike) -> t
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, route: _Route, op: Op, *parts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, route: Route, op: Op, *parts: torch.Tensor) -> torch.Tensor:
         ctx.route, ctx.op = route, op
         ctx.shapes = [TensorMeta(part.dtype, tuple(part.shape), True) for part in parts]
         out = torch.empty(parts[route.comm.rank].shape, dtype=parts[0].dtype)
@@ -211,14 +208,11 @@ class _ReduceScatter(Function):
 # -- scatter, gather -------------------------------------------------------------------------------------------------
 
 
-def scatter(
-    parts: Tensors | None, shapes: list[TensorMeta], root: int, topology: str, group: GroupLike
-) -> torch.Tensor:
-    route = _Route(communicator(group), topology)
+def scatter(parts: Tensors | None, shapes: list[TensorMeta], root: int, route: Route) -> torch.Tensor:
     if not _wanted(shapes):
         out = shapes[route.comm.rank].empty()
         route.comm.scatter(
-            out, None if parts is None else [part.detach() for part in parts], root, topology, _size(shapes)
+            out, None if parts is None else [part.detach() for part in parts], root, route.topology, _size(shapes)
         )
         return out
     given = parts if parts is not None else [torch.zeros(0, requires_grad=True)]
@@ -227,7 +221,7 @@ def scatter(
 
 class _Scatter(Function):
     @staticmethod
-    def forward(ctx: Any, route: _Route, shapes: list[TensorMeta], root: int, *parts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, route: Route, shapes: list[TensorMeta], root: int, *parts: torch.Tensor) -> torch.Tensor:
         ctx.route, ctx.shapes, ctx.root = route, shapes, root
         at_root = route.comm.rank == root
         out = shapes[route.comm.rank].empty()
@@ -245,14 +239,11 @@ class _Scatter(Function):
         return None, None, None, *(outs if outs is not None else [torch.zeros(0)])
 
 
-def gather(
-    tensor: torch.Tensor, shapes: list[TensorMeta], root: int, topology: str, group: GroupLike
-) -> list[torch.Tensor]:
-    route = _Route(communicator(group), topology)
+def gather(tensor: torch.Tensor, shapes: list[TensorMeta], root: int, route: Route) -> list[torch.Tensor]:
     at_root = route.comm.rank == root
     if not _wanted(shapes):
         outs = [shape.empty() for shape in shapes] if at_root else None
-        route.comm.gather(outs, tensor.detach(), root, topology, _size(shapes))
+        route.comm.gather(outs, tensor.detach(), root, route.topology, _size(shapes))
         return outs or []
     return _apply_all(_Gather, route, shapes, root, _entry(tensor))
 
@@ -260,7 +251,7 @@ def gather(
 class _Gather(Function):
     @staticmethod
     def forward(
-        ctx: Any, route: _Route, shapes: list[TensorMeta], root: int, tensor: torch.Tensor
+        ctx: Any, route: Route, shapes: list[TensorMeta], root: int, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.route, ctx.shapes, ctx.root = route, shapes, root
         outs = [shape.empty() for shape in shapes] if route.comm.rank == root else None
@@ -279,14 +270,12 @@ class _Gather(Function):
 # -- all_to_all, push, pull ------------------------------------------------------------------------------------------
 
 
-def all_to_all(
-    parts: Tensors, shapes: list[TensorMeta], every: list[TensorMeta], topology: str, group: GroupLike
-) -> list[torch.Tensor]:
+def all_to_all(parts: Tensors, shapes: list[TensorMeta], every: list[TensorMeta], route: Route) -> list[torch.Tensor]:
     """every: the shapes of all tensors between all members."""
-    route, size = _Route(communicator(group), topology), _size(every)
+    size = _size(every)
     if not (any(shape.tracked for shape in every) and torch.is_grad_enabled()):
         outs = [shape.empty() for shape in shapes]
-        route.comm.all_to_all(outs, [part.detach() for part in parts], topology, size)
+        route.comm.all_to_all(outs, [part.detach() for part in parts], route.topology, size)
         return outs
     return _apply_all(_AllToAll, route, size, shapes, _entry(parts[0]), *parts[1:])
 
@@ -294,7 +283,7 @@ def all_to_all(
 class _AllToAll(Function):
     @staticmethod
     def forward(
-        ctx: Any, route: _Route, size: int, shapes: list[TensorMeta], *parts: torch.Tensor
+        ctx: Any, route: Route, size: int, shapes: list[TensorMeta], *parts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.route, ctx.size, ctx.back = route, size, [TensorMeta(part.dtype, tuple(part.shape), True) for part in parts]
         outs = [shape.empty() for shape in shapes]
@@ -306,8 +295,7 @@ class _AllToAll(Function):
         return None, None, None, *_apply_all(_AllToAll, ctx.route, ctx.size, ctx.back, *gradients)
 
 
-def push(tensor: torch.Tensor, to: int, tag: int, group: GroupLike) -> torch.Tensor:
-    comm = communicator(group)
+def push(tensor: torch.Tensor, to: int, tag: int, comm: Communicator) -> torch.Tensor:
     return _apply(_Push, comm, to, tag, _next(comm.pushed, to, tag), tensor)
 
 
@@ -328,8 +316,7 @@ class _Push(Function):
         return None, None, None, None, returned
 
 
-def pull(tensor: torch.Tensor, source: int, tag: int, group: GroupLike) -> torch.Tensor:
-    comm = communicator(group)
+def pull(tensor: torch.Tensor, source: int, tag: int, comm: Communicator) -> torch.Tensor:
     return _apply(_Pull, comm, source, tag, _next(comm.pulled, source, tag), tensor)
 
 
@@ -360,16 +347,7 @@ def _next(counts: dict[tuple[int, int], int], peer: int, tag: int) -> int:
 
 def pairwise(op: Op) -> Callable[[Tensors], torch.Tensor]:
     """A function that reduces the values of one member, in their order; differentiable where torch's is."""
-    functions: dict[Op, Any] = {
-        Op.SUM: torch.add,
-        Op.PRODUCT: torch.mul,
-        Op.MIN: torch.minimum,
-        Op.MAX: torch.maximum,
-        Op.BAND: torch.bitwise_and,
-        Op.BOR: torch.bitwise_or,
-        Op.BXOR: torch.bitwise_xor,
-    }
-    return lambda values: fold(functions[op], values)
+    return lambda values: fold(FUNCTIONS[op], values)
 
 
 def _apply(function: type[Function], *arguments: Any) -> torch.Tensor:
@@ -386,6 +364,12 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attach(loss: torch.Tensor, *tokens: torch.Tensor) -> torch.Tensor:
+    """The same loss, with tokens in its graph.
+
+    Where an operation gives a member no values (it pushed, or another was the root) but a gradient will be sent back to
+    it, the operation returns an empty tensor: a token. `backward` from it, or from a loss that it is attached to,
+    receives that gradient.
+    """
     return _apply(_Attach, loss, *tokens) if tokens else loss
 
 
@@ -404,7 +388,7 @@ def _token(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(0, dtype=like.dtype)
 
 
-def _tracked(tensor: torch.Tensor) -> bool:
+def tracked(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 

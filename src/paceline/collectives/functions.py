@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +11,8 @@ import torch
 from paceline.collectives import differentiable
 from paceline.collectives.communicator import Communicator, ObservedTraffic
 from paceline.collectives.default_group import GroupLike, communicator
-from paceline.collectives.differentiable import TensorMeta
-from paceline.collectives.operation import DTYPES, Op
+from paceline.collectives.differentiable import Route, TensorMeta, tracked
+from paceline.collectives.operation import DTYPES, NUMBERS, Op
 from paceline.collectives.tensors import in_one_piece
 from paceline.config import one_of
 from paceline.errors import UsageError
@@ -41,7 +40,7 @@ def push(tensor: torch.Tensor, to: int, *, tag: int = 0, group: GroupLike = None
     """
     comm = communicator(group)
     to, tag = _rank(comm.size, "to", to), _tag(tag)
-    if _tracked(tensor):
+    if tracked(tensor):
         return differentiable.push(tensor, to, tag, comm)
     return comm.send(to, in_one_piece(tensor), tag)
 
@@ -53,7 +52,7 @@ def pull(tensor: torch.Tensor, source: int, *, tag: int = 0, group: GroupLike = 
     """
     comm = communicator(group)
     source, tag = _rank(comm.size, "source", source), _tag(tag)
-    if _tracked(tensor):
+    if tracked(tensor):
         return differentiable.pull(tensor, source, tag, comm)
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     place = tensor if plain else torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -94,9 +93,9 @@ def broadcast(tensor: torch.Tensor, root: int = 0, *, topology: str = "auto", gr
     """All tensors become the root's."""
     comm = communicator(group)
     root = _rank(comm.size, "root", root)
-    if _tracked(tensor):
+    if tracked(tensor):
         comm.check("broadcast", topology)
-        return differentiable.broadcast(tensor, root, topology, comm)
+        return differentiable.broadcast(tensor, root, Route(comm, topology))
     comm.broadcast(tensor, root, topology)
     return tensor
 
@@ -107,9 +106,9 @@ def reduce(
     """The root's tensor becomes the reduction of all. Others get theirs back, or a token if it requires grad."""
     comm = communicator(group)
     root, operator = _rank(comm.size, "root", root), _operator(op)
-    if _tracked(tensor):
+    if tracked(tensor):
         comm.check("reduce", topology)
-        return differentiable.reduce(tensor, root, op, topology, comm)
+        return differentiable.reduce(tensor, root, op, Route(comm, topology))
     comm.reduce(tensor, root, operator, topology)
     return tensor
 
@@ -138,7 +137,7 @@ def scatter(
             _shapes(comm, None, root)  # the others wait for this, and raise, too
             raise
     shapes = _shapes(comm, parts if parts is not None else [], root)
-    return differentiable.scatter(parts, shapes, root, topology, comm)
+    return differentiable.scatter(parts, shapes, root, Route(comm, topology))
 
 
 def gather(
@@ -148,7 +147,7 @@ def gather(
     comm = communicator(group)
     root = _rank(comm.size, "root", root)
     comm.check("gather", topology)
-    return differentiable.gather(tensor, _all_shapes(comm, tensor), root, topology, comm)
+    return differentiable.gather(tensor, _all_shapes(comm, tensor), root, Route(comm, topology))
 
 
 # -- all to all ------------------------------------------------------------------------------------------------------
@@ -160,9 +159,9 @@ def all_reduce(
     """All tensors become the reduction of all."""
     comm = communicator(group)
     operator = _operator(op)
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if tracked(tensor):
         comm.check("all_reduce", topology)
-        return differentiable.all_reduce(tensor, op, topology, comm)
+        return differentiable.all_reduce(tensor, op, Route(comm, topology))
     comm.all_reduce(tensor, operator, topology)
     return tensor
 
@@ -171,7 +170,7 @@ def all_gather(tensor: torch.Tensor, *, topology: str = "auto", group: GroupLike
     """All tensors, by rank; their shapes may differ."""
     comm = communicator(group)
     comm.check("all_gather", topology)
-    return differentiable.all_gather(tensor, _all_shapes(comm, tensor), topology, comm)
+    return differentiable.all_gather(tensor, _all_shapes(comm, tensor), Route(comm, topology))
 
 
 def reduce_scatter(
@@ -185,7 +184,7 @@ def reduce_scatter(
     comm = communicator(group)
     comm.check("reduce_scatter", topology)
     operator = _operator(op)
-    return differentiable.reduce_scatter(_parts("reduce_scatter", tensors, comm.size), operator, topology, comm)
+    return differentiable.reduce_scatter(_parts("reduce_scatter", tensors, comm.size), operator, Route(comm, topology))
 
 
 def all_to_all(
@@ -200,7 +199,7 @@ def all_to_all(
     comm.all_gather(seen, described)
     shapes = [_shape(table[comm.rank]) for table in seen]
     every = [_shape(row) for table in seen for row in table]
-    return differentiable.all_to_all(parts, shapes, every, topology, comm)
+    return differentiable.all_to_all(parts, shapes, every, Route(comm, topology))
 
 
 def map_reduce(
@@ -230,7 +229,7 @@ def map_reduce(
         own = own if values else own.to(shapes[0].dtype)
         shapes[len(known) :] = [TensorMeta(shapes[0].dtype, (0,), False)] * (comm.size - len(known))
         chosen = topology if comm.has("all_gather", topology) else "auto"
-        total = combine(differentiable.all_gather(own, shapes, chosen, comm)[: len(known)])
+        total = combine(differentiable.all_gather(own, shapes, Route(comm, chosen))[: len(known)])
     return total / len(known) if operator is Op.AVG else total
 
 
@@ -239,31 +238,18 @@ def barrier(*, topology: str = "auto", group: GroupLike = None) -> None:
     communicator(group).barrier(topology)
 
 
-def attach(loss: torch.Tensor, *tokens: torch.Tensor) -> torch.Tensor:
-    """The same loss, with tokens in its graph.
-
-    Where an operation gives a member no values (it pushed, or another was the root) but a gradient will be sent back to
-    it, the operation returns an empty tensor: a token. `backward` from it, or from a loss that it is attached to,
-    receives that gradient.
-    """
-    return differentiable.attach(loss, *tokens)
+attach = differentiable.attach
 
 
 # -- observing -------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def observe(group: GroupLike = None) -> Iterator[ObservedTraffic]:
+def observe(group: GroupLike = None) -> AbstractContextManager[ObservedTraffic]:
     """Counts and records the messages that this member sends and receives in the block."""
-    with communicator(group).observe() as seen:
-        yield seen
+    return communicator(group).observe()
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def _tracked(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _operator(op: str) -> Op:
@@ -299,18 +285,13 @@ def _describe(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's dtype, shape and need of a gradient, as a fixed count of numbers."""
     if tensor.dim() > _DIMENSIONS - 3:
         raise UsageError(f"a tensor of {tensor.dim()} dimensions; at most {_DIMENSIONS - 3} are possible here")
-    numbers = [_numbers()[tensor.dtype], _tracked(tensor), tensor.dim(), *tensor.shape]
+    numbers = [NUMBERS[tensor.dtype], tracked(tensor), tensor.dim(), *tensor.shape]
     return torch.tensor(numbers + [0] * (_DIMENSIONS - len(numbers)))
 
 
 def _shape(numbers: torch.Tensor) -> TensorMeta:
     dtype, tracked, dimensions, *sizes = numbers.tolist()
     return TensorMeta(DTYPES[dtype], tuple(sizes[:dimensions]), bool(tracked))
-
-
-@lru_cache(maxsize=1)
-def _numbers() -> dict[torch.dtype, int]:
-    return {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 def _all_shapes(comm: Communicator, tensor: torch.Tensor) -> list[TensorMeta]:

@@ -24,17 +24,11 @@ class Identity(distributed.ProcessGroup):
     def size(self) -> int:
         return self._size
 
-    def getRank(self) -> int:  # noqa: N802
-        return self._rank
-
-    def getSize(self) -> int:  # noqa: N802
-        return self._size
-
     def name(self) -> str:
         return NAME
 
-    def getBackendName(self) -> str:  # noqa: N802
-        return NAME
+    getRank, getSize = rank, size  # noqa: N815
+    getBackendName = _get_backend_name = name  # noqa: N815
 
     @property
     def supports_splitting(self) -> bool:
@@ -52,25 +46,14 @@ class Identity(distributed.ProcessGroup):
     def bound_device_id(self, device: torch.device | None) -> None:
         """Ignored: a group has no device."""
 
-    @property
-    def group_name(self) -> Any:
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> Any:  # noqa: N802
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name
 
-    @property
-    def group_desc(self) -> str:
-        return self._description
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._description = desc
+    group_name = property(getGroupName)
+    _set_group_name = setGroupName
 
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._description
@@ -78,8 +61,8 @@ class Identity(distributed.ProcessGroup):
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
         self._description = desc
 
+    group_desc = property(getGroupDesc)
+    _set_group_desc = setGroupDesc
+
     def _get_backend(self, device: torch.device) -> Any:
         return self
-
-    def _get_backend_name(self) -> str:
-        return NAME

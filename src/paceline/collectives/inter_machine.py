@@ -22,10 +22,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from paceline.cluster.membership import Members
 from paceline.collectives import algorithms
-from paceline.collectives.algorithms.chunks import split
+from paceline.collectives.algorithms.messages import split
 from paceline.collectives.gloo import open_gloo
 from paceline.collectives.links import LinkMatrix, best_order, best_topology, measure
-from paceline.errors import TeamError, TeamTimeout, WorkerLost
+from paceline.errors import TeamTimeout, WorkerLost
 from paceline.transport.channel import PendingSend
 from paceline.transport.peer_memory import bytes_of
 
@@ -120,7 +120,7 @@ class InterMachineReduce:
         if topology == "ring":
             self._ring(tensor, channel)
         else:
-            algorithms.find(topology, "all_reduce")(channel, tensor, _add)
+            algorithms.find(topology, "all_reduce")(channel, tensor, torch.Tensor.add_)
         return channel.received
 
     def _choose(self, size: int) -> str:
@@ -187,10 +187,6 @@ class InterMachineReduce:
             message.wait()
 
 
-def _add(total: torch.Tensor, part: torch.Tensor) -> None:
-    total.add_(part)
-
-
 class _Owners:
     """A channel between some of the workers, renumbered."""
 
@@ -236,8 +232,7 @@ class _Owners:
                 f"rank {members.rank} waited {limit:.1f} s for rank {rank} on {host} at an exchange of gradients",
                 [rank],
             ) from None
-        kind: type[TeamError] = WorkerLost
-        raise kind(
+        raise WorkerLost(
             f"rank {rank} on {host} died, or its connection was closed: {text.splitlines()[0]}", [rank]
         ) from None
 

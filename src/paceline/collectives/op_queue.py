@@ -166,12 +166,8 @@ class OpQueue:
 
     def _fail(self, error: BaseException) -> None:
         if self._broken is None:
-            self._broken = _first_line(error)
+            self._broken = (str(error) or type(error).__name__).splitlines()[0]
             self._fail_group(self._broken)
 
     def _closed_error(self) -> TeamError:
         return TeamError(f"this group can do nothing more, since an operation failed: {self._broken}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -10,7 +10,7 @@ import torch
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 """Every dtype that this torch has, in the same order in every process."""
-_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 class OpKind(IntEnum):
@@ -63,7 +63,7 @@ class CollectiveCall(NamedTuple):
     @property
     def signature(self) -> int:
         """The call in 64 bits."""
-        dtype = _NUMBERS[self.dtype]
+        dtype = NUMBERS[self.dtype]
         return self.kind | self.op << 5 | dtype << 9 | self.root << 16 | self.length << 28
 
     @classmethod

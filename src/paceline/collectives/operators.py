@@ -19,28 +19,19 @@ from paceline.errors import UsageError
 Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 """Takes two operands and the output, which may be the first operand."""
 
-_TORCH: dict[Op, Any] = {
-    Op.SUM: torch.add,
-    Op.AVG: torch.add,
-    Op.PREMUL_SUM: torch.add,
-    Op.PRODUCT: torch.mul,
-    Op.MIN: torch.minimum,
-    Op.MAX: torch.maximum,
-    Op.BAND: torch.bitwise_and,
-    Op.BOR: torch.bitwise_or,
-    Op.BXOR: torch.bitwise_xor,
+_NAMES = {
+    Op.SUM: "add",
+    Op.AVG: "add",
+    Op.PREMUL_SUM: "add",
+    Op.PRODUCT: "multiply",
+    Op.MIN: "minimum",
+    Op.MAX: "maximum",
+    Op.BAND: "bitwise_and",
+    Op.BOR: "bitwise_or",
+    Op.BXOR: "bitwise_xor",
 }
-_NUMPY: dict[Op, Any] = {
-    Op.SUM: numpy.add,
-    Op.AVG: numpy.add,
-    Op.PREMUL_SUM: numpy.add,
-    Op.PRODUCT: numpy.multiply,
-    Op.MIN: numpy.minimum,
-    Op.MAX: numpy.maximum,
-    Op.BAND: numpy.bitwise_and,
-    Op.BOR: numpy.bitwise_or,
-    Op.BXOR: numpy.bitwise_xor,
-}
+"""The function of each operator, in torch and in numpy."""
+FUNCTIONS: dict[Op, Any] = {op: getattr(torch, name) for op, name in _NAMES.items()}
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -51,7 +42,7 @@ class Reducer:
         self.op, self.dtype = op, dtype
         self._combine = _combine(op, dtype)
         plain = dtype not in _UNSIGNED and _wide(dtype) is None and op is not Op.AVG
-        self.pair: Callable[..., torch.Tensor] | None = _TORCH[op] if plain else None
+        self.pair: Callable[..., torch.Tensor] | None = FUNCTIONS[op] if plain else None
         """Torch's function of two tensors, where it is the whole reduction."""
 
     def merge(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -109,9 +100,9 @@ def _combine(op: Op, dtype: torch.dtype) -> Combine:
     if op is Op.AVG and dtype is torch.bool:
         raise UsageError("avg is not defined for bool; sum, product, min, max and the bitwise operators are")
     if dtype in _UNSIGNED:
-        ufunc = _NUMPY[op]
+        ufunc = getattr(numpy, _NAMES[op])
         return lambda first, second, out: ufunc(first.numpy(), second.numpy(), out=out.numpy())
-    function, wide = _TORCH[op], _wide(dtype)
+    function, wide = FUNCTIONS[op], _wide(dtype)
     probe = torch.empty(2, dtype=wide or dtype)
     try:
         function(probe, probe, out=probe)

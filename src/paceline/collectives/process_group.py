@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import ReduceOp, Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
 
 from paceline.cluster.membership import machine
 from paceline.collectives.collective_methods import CollectiveMethods
 from paceline.collectives.devices import by_device, keep_out_of_graphs
 from paceline.collectives.group import Group, StoreExchange
 from paceline.collectives.hierarchical import HierarchicalGroup
-from paceline.collectives.operation import Op
 from paceline.collectives.tensors import Filled, Tensors, given
 from paceline.collectives.work import GlooWork, P2PWork, PacelineWork, QueuedWork
 from paceline.config import Timeouts
@@ -27,8 +26,6 @@ from paceline.errors import TeamTimeout, UsageError, WorkerLost, names
 from paceline.transport.mailbox import ANY
 
 _CPU = torch.device("cpu")
-_SUM = ReduceOp.SUM
-_BY_NUMBER = {getattr(ReduceOp.RedOpType, op.name).value: op for op in Op if op is not Op.NONE}
 _CALL = -(1 << 40)
 """Tags of a monitored barrier; users' tags are not negative."""
 
@@ -41,6 +38,7 @@ class PacelineProcessGroup(CollectiveMethods):
     def __init__(
         self, store: Store, rank: int, size: int, timeout: datetime.timedelta, others: dict[str, str] | None = None
     ) -> None:
+        """others: the backends of devices other than the CPU."""
         super().__init__(rank, size)
         self._store, self._timeout, self._others = store, timeout, others or {}
         self._elsewhere: dict[str, distributed.ProcessGroup] = {}
@@ -49,8 +47,8 @@ class PacelineProcessGroup(CollectiveMethods):
         timeouts = Timeouts(join=seconds, barrier=seconds, notice=max(30.0, seconds / 10))
         exchange = StoreExchange(store, rank, size, timeouts)
         machines = [place.decode() for place in exchange(machine().encode())]
-        self._hierarchy = HierarchicalGroup(store, rank, machines, timeouts, _say) if len(set(machines)) > 1 else None
-        self.group = self._hierarchy.group if self._hierarchy else Group(rank, size, exchange, timeouts, _say)
+        self._hierarchy = HierarchicalGroup(store, rank, machines, timeouts, say) if len(set(machines)) > 1 else None
+        self.group = self._hierarchy.group if self._hierarchy else Group(rank, size, exchange, timeouts, say)
         """The members on this machine."""
         exchange.forget()
         self._barriers = 0
@@ -150,12 +148,11 @@ class PacelineProcessGroup(CollectiveMethods):
     def _device_types(self) -> list[torch.device]:
         return [_CPU, *(torch.device(device) for device in self._others)]
 
-    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
-        self.set_timeout(timeout)
-
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         control = self.group.control
         control.timeouts = Timeouts(barrier=timeout.total_seconds(), notice=control.timeouts.notice)
+
+    _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
         (self._hierarchy or self.group).close()
@@ -185,7 +182,7 @@ class PacelineProcessGroup(CollectiveMethods):
         return self._elsewhere[device]
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
     print(f"paceline: {message}", file=sys.stderr, flush=True)
 
 
@@ -193,10 +190,3 @@ for _name in ("send", "recv", "recv_anysource"):
     setattr(PacelineProcessGroup, _name, by_device(_name, getattr(PacelineProcessGroup, _name)))
 
 keep_out_of_graphs(PacelineProcessGroup.barrier)
-
-
-def create(
-    store: Store, rank: int, size: int, timeout: datetime.timedelta, others: dict[str, str]
-) -> PacelineProcessGroup:
-    """Creates a group for torch.distributed; others: the backends of devices other than the CPU."""
-    return PacelineProcessGroup(store, rank, size, timeout, others)

@@ -37,11 +37,11 @@ def register() -> None:
 
 
 def _create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-    from paceline.collectives.process_group import create
+    from paceline.collectives.process_group import PacelineProcessGroup
 
     # With cpu:paceline,cuda:nccl torch keeps only the group that we return, so that group creates the others; torch
     # does not pass their names.
     spec = sys._getframe(1).f_locals.get("backend_config")
     devices = spec.get_device_backend_map() if spec is not None else {}
     others = {device: name for device, name in devices.items() if device != "cpu" and name != "paceline"}
-    return create(store, rank, size, timeout, others)
+    return PacelineProcessGroup(store, rank, size, timeout, others)

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.collectives.algorithms.chunks import split
-from paceline.collectives.algorithms.messages import Combine, combine_all, one_each, others, outgoing
+from paceline.collectives.algorithms.messages import Combine, combine_all, one_each, others, outgoing, split
 from paceline.transport.channel import Channel
 
 
@@ -59,8 +58,7 @@ def reduce(channel: Channel, tensor: torch.Tensor, combine: Combine, root: int) 
     if channel.rank == root:
         combine_all(channel, tensor, combine)
         return
-    with outgoing(channel) as send:
-        send(root, tensor)
+    channel.send(root, tensor).wait()
 
 
 def gather(channel: Channel, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, root: int) -> None:
@@ -71,8 +69,7 @@ def gather(channel: Channel, tensor: torch.Tensor, outputs: list[torch.Tensor] |
         for peer in others(channel):
             channel.receive(peer, outputs[peer])
         return
-    with outgoing(channel) as send:
-        send(root, tensor)
+    channel.send(root, tensor).wait()
 
 
 def scatter(channel: Channel, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> None:

@@ -20,8 +20,7 @@ def all_reduce(channel: Channel, tensor: torch.Tensor, combine: Combine) -> None
     """Leaves the sum of all ranks' `tensor` in each rank's `tensor`."""
     host, guest = _pair(channel)
     if host is not None:
-        with outgoing(channel) as send:
-            send(host, tensor)
+        channel.send(host, tensor).wait()
         channel.receive(host, tensor)
         return
     edges = bounds(tensor.numel(), hosts(channel.size))
@@ -30,8 +29,7 @@ def all_reduce(channel: Channel, tensor: torch.Tensor, combine: Combine) -> None
     _halve(channel, tensor, edges, combine)
     _double(channel, tensor, edges)
     if guest is not None:
-        with outgoing(channel) as send:
-            send(guest, tensor)
+        channel.send(guest, tensor).wait()
 
 
 def reduce_scatter(channel: Channel, parts: list[torch.Tensor], combine: Combine) -> None:
@@ -48,8 +46,7 @@ def reduce_scatter(channel: Channel, parts: list[torch.Tensor], combine: Combine
     _halve(channel, flat, edges, combine)
     parts[channel.rank].copy_(views[channel.rank])
     if guest is not None:
-        with outgoing(channel) as send:
-            send(guest, views[guest])
+        channel.send(guest, views[guest]).wait()
 
 
 def all_gather(channel: Channel, parts: list[torch.Tensor]) -> None:

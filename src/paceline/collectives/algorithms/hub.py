@@ -30,9 +30,9 @@ def reduce(channel: Channel, tensor: torch.Tensor, combine: Combine, root: int, 
         total = tensor if root == hub else tensor.clone()
         combine_all(channel, total, combine)
         if root != hub:
-            _give(channel, root, total)
+            channel.send(root, total).wait()
     else:
-        _give(channel, hub, tensor)
+        channel.send(hub, tensor).wait()
         if channel.rank == root:
             channel.receive(hub, tensor)
 
@@ -47,7 +47,7 @@ def broadcast(channel: Channel, tensor: torch.Tensor, root: int, hub: int = 0) -
                 if peer != root:
                     send(peer, tensor)
     elif channel.rank == root:
-        _give(channel, hub, tensor)
+        channel.send(hub, tensor).wait()
     else:
         channel.receive(hub, tensor)
 
@@ -68,7 +68,7 @@ def gather(channel: Channel, tensor: torch.Tensor, outputs: list[torch.Tensor] |
                     channel.receive(source, part)
                 send(root, part)
     else:
-        _give(channel, hub, tensor)
+        channel.send(hub, tensor).wait()
 
 
 def scatter(channel: Channel, tensor: torch.Tensor, inputs: list[torch.Tensor] | None, root: int, hub: int = 0) -> None:
@@ -165,11 +165,5 @@ def barrier(channel: Channel, hub: int = 0) -> None:
         for peer in others(channel):
             channel.receive(peer, nothing)
     else:
-        _give(channel, hub, nothing)
+        channel.send(hub, nothing).wait()
     broadcast(channel, nothing, root=hub, hub=hub)
-
-
-def _give(channel: Channel, peer: int, tensor: torch.Tensor) -> None:
-    """Sends one message, and waits until its tensor may be changed."""
-    with outgoing(channel) as send:
-        send(peer, tensor)

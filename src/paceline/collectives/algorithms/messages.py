@@ -1,17 +1,24 @@
-"""Shared parts of the algorithms: sending without waiting, combining in order, and the order of peers."""
+"""Shared parts of the algorithms: chunks, sending without waiting, combining in order, and the order of peers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 
 from paceline.errors import UsageError
+from paceline.topologies.chunks import bounds
 from paceline.transport.channel import Channel, PendingSend
 
-Combine = Callable[[torch.Tensor, torch.Tensor], None]
+Combine = Callable[[torch.Tensor, torch.Tensor], object]
 """Combines the second tensor into the first, in place: a sum, a maximum, a product or the like."""
+
+
+def split(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Chunks of a flat tensor, as views of it, that differ by at most one element."""
+    return [tensor[start:stop] for start, stop in pairwise(bounds(tensor.numel(), count))]
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.collectives.algorithms.chunks import split
-from paceline.collectives.algorithms.messages import Combine, outgoing
+from paceline.collectives.algorithms.messages import Combine, outgoing, split
 from paceline.topologies.tree import TREES, TreePosition, place, top
 from paceline.transport.channel import Channel
 
