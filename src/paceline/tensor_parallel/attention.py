@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,52 +14,50 @@ from paceline.tensor_parallel.placement import Placement
 from paceline.tensor_parallel.roles import Role, layer_input, layer_output
 
 
-def attention_forward(role: Role, group: ShardGroup) -> Callable[..., Any]:
+def attention_forward(
+    layer: nn.MultiheadAttention,
+    role: Role,
+    group: ShardGroup,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_padding_mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: torch.Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The layer's `forward` on this worker's heads."""
-
-    def forward(
-        self: nn.MultiheadAttention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_padding_mask: torch.Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: torch.Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        heads = self.num_heads // group.size
-        inputs = {id(one): layer_input(one, group) for one in (query, key, value)}
-        query, key, value = (inputs[id(one)] for one in (query, key, value))
-        single = query.dim() == 2
-        if single:
-            query, key, value = (one.unsqueeze(0) for one in (query, key, value))
-        elif not self.batch_first:
-            query, key, value = (one.transpose(0, 1) for one in (query, key, value))
-        q, k, v = (_split_heads(one, heads) for one in _project(self, query, key, value))
-        mask = _mask(full_tensor(attn_mask), full_tensor(key_padding_mask), q, heads, group)
-        probability = self.dropout if self.training else 0.0
+    heads = layer.num_heads // group.size
+    inputs = {id(one): layer_input(one, group) for one in (query, key, value)}
+    query, key, value = (inputs[id(one)] for one in (query, key, value))
+    single = query.dim() == 2
+    if single:
+        query, key, value = (one.unsqueeze(0) for one in (query, key, value))
+    elif not layer.batch_first:
+        query, key, value = (one.transpose(0, 1) for one in (query, key, value))
+    q, k, v = (_split_heads(one, heads) for one in _project(layer, query, key, value))
+    mask = _mask(full_tensor(attn_mask), full_tensor(key_padding_mask), q, heads, group)
+    probability = layer.dropout if layer.training else 0.0
+    if probability:
+        group.swap_random()
+    try:
+        out, weights = _attend(q, k, v, mask, probability, need_weights)
+    finally:
         if probability:
             group.swap_random()
-        try:
-            out, weights = _attend(q, k, v, mask, probability, need_weights)
-        finally:
-            if probability:
-                group.swap_random()
-        out = functional.linear(out.transpose(1, 2).flatten(2), self.out_proj.weight)
-        if single:
-            out = out.squeeze(0)
-        elif not self.batch_first:
-            out = out.transpose(0, 1)
-        out = layer_output(out, role, group)
-        if self.out_proj.bias is not None:
-            out = out + self.out_proj.bias.to(out.dtype)  # autocast changes the output's dtype
-        if weights is not None:
-            weights = _weights(weights, self.num_heads, average_attn_weights, group)
-            weights = weights.squeeze(0) if single else weights
-        return out, weights
-
-    return forward
+    out = functional.linear(out.transpose(1, 2).flatten(2), layer.out_proj.weight)
+    if single:
+        out = out.squeeze(0)
+    elif not layer.batch_first:
+        out = out.transpose(0, 1)
+    out = layer_output(out, role, group)
+    if layer.out_proj.bias is not None:
+        out = out + layer.out_proj.bias.to(out.dtype)  # autocast changes the output's dtype
+    if weights is not None:
+        weights = _weights(weights, layer.num_heads, average_attn_weights, group)
+        weights = weights.squeeze(0) if single else weights
+    return out, weights
 
 
 def _project(

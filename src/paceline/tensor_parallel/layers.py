@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ def layer_shards(layer: nn.Module, role: Role) -> list[LayerShard]:
 
 def install(layer: nn.Module, role: Role, group: ShardGroup) -> Callable[[], None]:
     """Replaces the `forward` of a layer whose parameters are sharded; the returned function restores it."""
-    layer.forward = types.MethodType(_forward(layer, role, group), layer)
+    layer.forward = partial(_forward(layer, role), layer, role, group)
     groups = "num_groups" if isinstance(layer, nn.GroupNorm) else "groups"
     shared = role.name == "channels" and isinstance(layer, (nn.GroupNorm, _ConvNd))
     if shared:
@@ -82,33 +82,28 @@ def install(layer: nn.Module, role: Role, group: ShardGroup) -> Callable[[], Non
     return undo
 
 
-def _forward(layer: nn.Module, role: Role, group: ShardGroup) -> Callable[..., Any]:
+def _forward(layer: nn.Module, role: Role) -> Callable[..., Any]:
+    """The function of a layer, its role, its group and its inputs that computes the layer's output."""
     if isinstance(layer, nn.Linear):
-        return _column_linear(role, group) if role.name == "column" else _row_linear(role, group)
+        return _column_linear if role.name == "column" else _row_linear
     if isinstance(layer, nn.Embedding):
-        return _column_embedding(role, group) if role.name == "column" else _vocabulary(role, group)
+        return _column_embedding if role.name == "column" else _vocabulary
     if isinstance(layer, nn.MultiheadAttention):
-        return attention_forward(role, group)
+        return attention_forward
     if isinstance(layer, CONVOLUTIONS):
-        return {"column": _column_conv, "row": _row_conv, "channels": _channel_conv}[role.name](role, group)
-    return _channels(role, group)
+        return {"column": _column_conv, "row": _row_conv, "channels": _channel_conv}[role.name]
+    return _channels
 
 
-def _column_linear(role: Role, group: ShardGroup) -> Callable[..., Any]:
-    def forward(self: nn.Linear, value: torch.Tensor) -> torch.Tensor:
-        out = functional.linear(layer_input(value, group), self.weight, self.bias)
-        return PartialTensor.of(out, Placement(out.dim() - 1, role.blocks), group)
-
-    return forward
+def _column_linear(layer: nn.Linear, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
+    out = functional.linear(layer_input(value, group), layer.weight, layer.bias)
+    return PartialTensor.of(out, Placement(out.dim() - 1, role.blocks), group)
 
 
-def _row_linear(role: Role, group: ShardGroup) -> Callable[..., Any]:
-    def forward(self: nn.Linear, value: torch.Tensor) -> torch.Tensor:
-        shard = _input_shard(value, Placement(value.dim() - 1, role.blocks), group)
-        out = layer_output(functional.linear(shard, self.weight), role, group)
-        return out if self.bias is None else out + self.bias.to(out.dtype)  # autocast changes the output's dtype
-
-    return forward
+def _row_linear(layer: nn.Linear, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
+    shard = _input_shard(value, Placement(value.dim() - 1, role.blocks), group)
+    out = layer_output(functional.linear(shard, layer.weight), role, group)
+    return out if layer.bias is None else out + layer.bias.to(out.dtype)  # autocast changes the output's dtype
 
 
 def _input_shard(value: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
@@ -120,12 +115,9 @@ def _input_shard(value: torch.Tensor, placement: Placement, group: ShardGroup) -
     return take_shard(value, placement, group)
 
 
-def _column_embedding(role: Role, group: ShardGroup) -> Callable[..., Any]:
-    def forward(self: nn.Embedding, value: torch.Tensor) -> torch.Tensor:
-        out = _look_up(self, full_tensor(value), self.padding_idx)
-        return PartialTensor.of(out, Placement(out.dim() - 1, role.blocks), group)
-
-    return forward
+def _column_embedding(layer: nn.Embedding, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
+    out = _look_up(layer, full_tensor(value), layer.padding_idx)
+    return PartialTensor.of(out, Placement(out.dim() - 1, role.blocks), group)
 
 
 def _look_up(layer: nn.Embedding, value: torch.Tensor, padding: int | None) -> torch.Tensor:
@@ -134,19 +126,16 @@ def _look_up(layer: nn.Embedding, value: torch.Tensor, padding: int | None) -> t
     )
 
 
-def _vocabulary(role: Role, group: ShardGroup) -> Callable[..., Any]:
-    def forward(self: nn.Embedding, value: torch.Tensor) -> torch.Tensor:
-        value = full_tensor(value)
-        own = self.weight.shape[0]
-        first = own * group.rank
-        others = (value < first) | (value >= first + own)
-        padding = self.padding_idx
-        if padding is not None:
-            padding = padding - first if first <= padding < first + own else None
-        out = _look_up(self, (value - first).masked_fill(others, 0), padding)
-        return layer_output(out.masked_fill(others.unsqueeze(-1), 0.0), role, group)
-
-    return forward
+def _vocabulary(layer: nn.Embedding, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
+    value = full_tensor(value)
+    own = layer.weight.shape[0]
+    first = own * group.rank
+    others = (value < first) | (value >= first + own)
+    padding = layer.padding_idx
+    if padding is not None:
+        padding = padding - first if first <= padding < first + own else None
+    out = _look_up(layer, (value - first).masked_fill(others, 0), padding)
+    return layer_output(out.masked_fill(others.unsqueeze(-1), 0.0), role, group)
 
 
 def _convolve(layer: _ConvNd, value: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -164,32 +153,23 @@ def _channel_dim(layer: _ConvNd, value: torch.Tensor) -> int:
     return value.dim() - len(layer.kernel_size) - 1
 
 
-def _column_conv(role: Role, group: ShardGroup) -> Callable[..., Any]:
-    def forward(self: _ConvNd, value: torch.Tensor) -> torch.Tensor:
-        out = _convolve(self, layer_input(value, group), self.bias)
-        return PartialTensor.of(out, Placement(_channel_dim(self, out), role.blocks), group)
-
-    return forward
+def _column_conv(layer: _ConvNd, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
+    out = _convolve(layer, layer_input(value, group), layer.bias)
+    return PartialTensor.of(out, Placement(_channel_dim(layer, out), role.blocks), group)
 
 
-def _row_conv(role: Role, group: ShardGroup) -> Callable[..., Any]:
-    def forward(self: _ConvNd, value: torch.Tensor) -> torch.Tensor:
-        dim = _channel_dim(self, value)
-        out = all_reduce(_convolve(self, _input_shard(value, Placement(dim, role.blocks), group), None), group)
-        if self.bias is None:
-            return out
-        return out + self.bias.to(out.dtype).view(-1, *[1] * len(self.kernel_size))
-
-    return forward
+def _row_conv(layer: _ConvNd, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
+    dim = _channel_dim(layer, value)
+    out = all_reduce(_convolve(layer, _input_shard(value, Placement(dim, role.blocks), group), None), group)
+    if layer.bias is None:
+        return out
+    return out + layer.bias.to(out.dtype).view(-1, *[1] * len(layer.kernel_size))
 
 
-def _channel_conv(role: Role, group: ShardGroup) -> Callable[..., Any]:
-    def forward(self: _ConvNd, value: torch.Tensor) -> torch.Tensor:
-        dim = _channel_dim(self, value)
-        out = _convolve(self, _input_shard(value, Placement(dim, _inputs(self, role)), group), self.bias)
-        return PartialTensor.of(out, Placement(dim, role.blocks), group)
-
-    return forward
+def _channel_conv(layer: _ConvNd, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
+    dim = _channel_dim(layer, value)
+    out = _convolve(layer, _input_shard(value, Placement(dim, _inputs(layer, role)), group), layer.bias)
+    return PartialTensor.of(out, Placement(dim, role.blocks), group)
 
 
 def _inputs(layer: _ConvNd, role: Role) -> tuple[int, ...]:
@@ -197,11 +177,7 @@ def _inputs(layer: _ConvNd, role: Role) -> tuple[int, ...]:
     return tuple(block * layer.in_channels // layer.out_channels for block in role.blocks)
 
 
-def _channels(role: Role, group: ShardGroup) -> Callable[..., Any]:
+def _channels(layer: nn.Module, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
     """`forward` of a norm: the layer's own, on this worker's channels."""
-
-    def forward(self: nn.Module, value: torch.Tensor) -> torch.Tensor:
-        placement = Placement(1, role.blocks)
-        return PartialTensor.of(type(self).forward(self, _input_shard(value, placement, group)), placement, group)
-
-    return forward
+    placement = Placement(1, role.blocks)
+    return PartialTensor.of(type(layer).forward(layer, _input_shard(value, placement, group)), placement, group)
