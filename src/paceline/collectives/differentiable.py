@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -160,11 +161,8 @@ class _Broadcast(Function):
 
 
 def all_gather(tensor: torch.Tensor, shapes: list[TensorMeta], route: Route) -> list[torch.Tensor]:
-    if not _wanted(shapes):
-        outs = [shape.empty() for shape in shapes]
-        route.comm.all_gather(outs, tensor.detach(), route.topology)
-        return outs
-    return _apply_all(_AllGather, route, shapes, _entry(tensor))
+    wanted = _wanted(shapes)
+    return list(_run(wanted, _AllGather, route, shapes, _entry(tensor, wanted)))
 
 
 class _AllGather(Function):
@@ -181,20 +179,17 @@ class _AllGather(Function):
 
 
 def reduce_scatter(parts: Tensors, op: Op, route: Route) -> torch.Tensor:
-    if not any(tracked(part) for part in parts):
-        out = torch.empty(parts[route.comm.rank].shape, dtype=parts[0].dtype)
-        route.comm.reduce_scatter(out, [in_one_piece(part.detach()) for part in parts], op, route.topology)
-        return out
-    if op not in (Op.SUM, Op.AVG):
+    wanted = any(map(tracked, parts))
+    if wanted and op not in (Op.SUM, Op.AVG):
         raise UsageError(f"reduce_scatter with op '{op.spoken}' has no gradient; sum and avg have")
-    return _apply(_ReduceScatter, route, op, *parts)
+    result: torch.Tensor = _run(wanted, _ReduceScatter, route, op, *parts)
+    return result
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, route: Route, op: Op, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.route, ctx.op = route, op
-        ctx.shapes = [TensorMeta(part.dtype, tuple(part.shape), True) for part in parts]
+        ctx.route, ctx.op, ctx.back = route, op, [(part.dtype, part.shape) for part in parts]
         out = torch.empty(parts[route.comm.rank].shape, dtype=parts[0].dtype)
         route.comm.reduce_scatter(out, [in_one_piece(part.detach()) for part in parts], op, route.topology)
         return out
@@ -202,21 +197,17 @@ class _ReduceScatter(Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         spread = gradient / ctx.route.comm.size if ctx.op is Op.AVG else gradient
-        return None, None, *_apply_all(_AllGather, ctx.route, ctx.shapes, spread)
+        shapes = [TensorMeta(dtype, size, True) for dtype, size in ctx.back]
+        return None, None, *_apply_all(_AllGather, ctx.route, shapes, spread)
 
 
 # -- scatter, gather -------------------------------------------------------------------------------------------------
 
 
 def scatter(parts: Tensors | None, shapes: list[TensorMeta], root: int, route: Route) -> torch.Tensor:
-    if not _wanted(shapes):
-        out = shapes[route.comm.rank].empty()
-        route.comm.scatter(
-            out, None if parts is None else [part.detach() for part in parts], root, route.topology, _size(shapes)
-        )
-        return out
     given = parts if parts is not None else [torch.zeros(0, requires_grad=True)]
-    return _apply(_Scatter, route, shapes, root, *given)
+    result: torch.Tensor = _run(_wanted(shapes), _Scatter, route, shapes, root, *given)
+    return result
 
 
 class _Scatter(Function):
@@ -240,12 +231,9 @@ class _Scatter(Function):
 
 
 def gather(tensor: torch.Tensor, shapes: list[TensorMeta], root: int, route: Route) -> list[torch.Tensor]:
-    at_root = route.comm.rank == root
-    if not _wanted(shapes):
-        outs = [shape.empty() for shape in shapes] if at_root else None
-        route.comm.gather(outs, tensor.detach(), root, route.topology, _size(shapes))
-        return outs or []
-    return _apply_all(_Gather, route, shapes, root, _entry(tensor))
+    wanted = _wanted(shapes)
+    outs = _run(wanted, _Gather, route, shapes, root, _entry(tensor, wanted))
+    return list(outs) if wanted or route.comm.rank == root else []
 
 
 class _Gather(Function):
@@ -272,12 +260,8 @@ class _Gather(Function):
 
 def all_to_all(parts: Tensors, shapes: list[TensorMeta], every: list[TensorMeta], route: Route) -> list[torch.Tensor]:
     """every: the shapes of all tensors between all members."""
-    size = _size(every)
-    if not (any(shape.tracked for shape in every) and torch.is_grad_enabled()):
-        outs = [shape.empty() for shape in shapes]
-        route.comm.all_to_all(outs, [part.detach() for part in parts], route.topology, size)
-        return outs
-    return _apply_all(_AllToAll, route, size, shapes, _entry(parts[0]), *parts[1:])
+    wanted = _wanted(every)
+    return list(_run(wanted, _AllToAll, route, _size(every), shapes, _entry(parts[0], wanted), *parts[1:]))
 
 
 class _AllToAll(Function):
@@ -285,14 +269,15 @@ class _AllToAll(Function):
     def forward(
         ctx: Any, route: Route, size: int, shapes: list[TensorMeta], *parts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.route, ctx.size, ctx.back = route, size, [TensorMeta(part.dtype, tuple(part.shape), True) for part in parts]
+        ctx.route, ctx.size, ctx.back = route, size, [(part.dtype, part.shape) for part in parts]
         outs = [shape.empty() for shape in shapes]
         route.comm.all_to_all(outs, [part.detach() for part in parts], route.topology, size)
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_apply_all(_AllToAll, ctx.route, ctx.size, ctx.back, *gradients)
+        shapes = [TensorMeta(dtype, size, True) for dtype, size in ctx.back]
+        return None, None, None, *_apply_all(_AllToAll, ctx.route, ctx.size, shapes, *gradients)
 
 
 def push(tensor: torch.Tensor, to: int, tag: int, comm: Communicator) -> torch.Tensor:
@@ -359,6 +344,11 @@ def _apply_all(function: type[Function], *arguments: Any) -> list[torch.Tensor]:
     return list(function.apply(*arguments))
 
 
+def _run(wanted: bool, function: Any, *arguments: Any) -> Any:
+    """The results of a function, in autograd's graph if any member wants a gradient."""
+    return function.apply(*arguments) if wanted else function.forward(SimpleNamespace(), *arguments)
+
+
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
@@ -400,6 +390,6 @@ def _size(shapes: list[TensorMeta]) -> int:
     return sum(shape.nbytes for shape in shapes)
 
 
-def _entry(tensor: torch.Tensor) -> torch.Tensor:
+def _entry(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
     """The tensor in the graph, even if it needs no gradient: the backward pass of the others needs this member."""
-    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+    return tensor.detach().requires_grad_() if wanted and not tensor.requires_grad else tensor

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from paceline.collectives.algorithms.messages import Combine
 from paceline.errors import UsageError
 from paceline.topologies import TOPOLOGIES
 
@@ -47,6 +46,3 @@ def find(topology: str, operation: str) -> Callable[..., None]:
         having = [name for name, operations in ALGORITHMS.items() if operation in operations]
         raise UsageError(f"the topology {topology} has no {operation}; these have: {', '.join(having)}")
     return ALGORITHMS[topology][operation]
-
-
-__all__ = ["ALGORITHMS", "OPERATIONS", "Combine", "find", "operations"]
