@@ -38,7 +38,8 @@ def candidates(cluster: SimulatedCluster, *, split: bool = False) -> list[Candid
     found = [Candidate("all-reduce")]
     if workers == 1:
         return found
-    policies = [str(policy) for kind in _policies() for policy in kind.candidates(workers)]
+    kinds = [kind for kind in map(strategy_class, STRATEGIES) if issubclass(kind, Policy)]
+    policies = [str(policy) for kind in kinds for policy in kind.candidates(workers)]
     found += [Candidate(policy) for policy in policies if ":" not in policy]
     if cluster.factors or cluster.own:
         found.append(Candidate("all-reduce", balance=True))
@@ -59,11 +60,6 @@ def asked_for(spec: str, workers: int) -> list[Candidate]:
     kind = strategy_class(name)
     suggested = [str(policy) for policy in kind.candidates(workers)] if issubclass(kind, Policy) and not options else []
     return [Candidate(strategy) for strategy in suggested or [str(parse_strategy(spec))]]
-
-
-def _policies() -> list[type[Policy]]:
-    kinds = map(strategy_class, STRATEGIES)
-    return [kind for kind in kinds if issubclass(kind, Policy)]
 
 
 def _split(workers: int) -> list[Candidate]:

@@ -110,7 +110,7 @@ def rank(
     return sorted(found, key=lambda choice: math.inf if choice.score is None else choice.score)
 
 
-def best_policy(lengths: dict[int, list[float]], update_seconds: float, seed: int = 0) -> Choice:
+def best_policy(lengths: dict[int, list[float]], update_seconds: float) -> Choice:
     """The policy of a parameter server with the most typical progress per second.
 
     lengths: seconds of each worker's steps, messages included, by rank.
@@ -120,7 +120,7 @@ def best_policy(lengths: dict[int, list[float]], update_seconds: float, seed: in
     every = [
         one for one in candidates(cluster) if one.servers == "1" and isinstance(parse_strategy(one.strategy), Policy)
     ]
-    choices = rank(cluster, among=every, seed=seed)
+    choices = rank(cluster, among=every)
     for choice in choices:
         gradients = choice.samples_per_second * choice.seconds_per_update / cluster.batch
         choice.score = choice.seconds_per_update / worth(gradients, choice.staleness)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -76,7 +75,7 @@ def _watch(
     while process.poll() is None:
         now = time.monotonic()
         if trained is None:
-            if any(file.stat().st_size > 4096 for file in _streams(run)):
+            if any(file.stat().st_size > 4096 for file in (run / "streams").glob("*.jsonl")):
                 trained = now
             elif now - begin > _START:
                 raise PacelineError(f"the script did not begin to train under {strategy} within {_START:g} s")
@@ -84,12 +83,6 @@ def _watch(
             return
         tick(strategy, 0.0 if trained is None else min(1.0, (now - trained) / seconds))
         time.sleep(0.1)
-
-
-def _streams(run: Path) -> list[Path]:
-    with contextlib.suppress(OSError):
-        return list((run / "streams").glob("*.jsonl"))
-    return []
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

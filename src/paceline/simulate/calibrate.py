@@ -105,8 +105,8 @@ def calibrate(path: Path) -> Calibration:
     cluster = SimulatedCluster(
         workers=count,
         compute=typical,
-        factors=tuple(factors) if any(factor != 1.0 for factor in factors) else (),
-        own=tuple(own) if any(one is not None for one in own) else (),
+        factors=factors,
+        own=own,
         cores=cores,
         per_machine=count if cores else 1,
         batch=max(1, round(samples / minibatches)) if minibatches else 1,
@@ -139,8 +139,8 @@ def cluster_of(lengths: Sequence[Sequence[float]], update_seconds: float) -> Sim
     return SimulatedCluster(
         workers=len(workers),
         compute=typical,
-        factors=tuple(factors) if any(factor != 1.0 for factor in factors) else (),
-        own=tuple(own) if any(one is not None for one in own) else (),
+        factors=factors,
+        own=own,
         update_seconds=update_seconds,
     )
 

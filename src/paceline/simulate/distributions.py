@@ -32,6 +32,11 @@ class Distribution(ABC):
     def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws:
         """An array of draws."""
 
+    def __str__(self) -> str:
+        """The spec that it is parsed from."""
+        numbers = ",".join(f"{value:g}" for value in vars(self).values())
+        return f"{type(self).__name__.lower()}({numbers})"
+
 
 @dataclasses.dataclass(frozen=True)
 class Constant(Distribution):
@@ -83,9 +88,6 @@ class Pareto(Distribution):
     def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws:
         return self.least * (1 + source.pareto(self.shape, shape))
 
-    def __str__(self) -> str:
-        return f"pareto({self.least:g},{self.shape:g})"
-
 
 @dataclasses.dataclass(frozen=True)
 class Gamma(Distribution):
@@ -100,9 +102,6 @@ class Gamma(Distribution):
     def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws:
         return self.scale * source.standard_gamma(self.shape, shape)
 
-    def __str__(self) -> str:
-        return f"gamma({self.shape:g},{self.scale:g})"
-
 
 @dataclasses.dataclass(frozen=True)
 class Lognormal(Distribution):
@@ -116,9 +115,6 @@ class Lognormal(Distribution):
 
     def draw(self, source: np.random.Generator, shape: int | tuple[int, ...]) -> Draws:
         return self.median * np.exp(self.spread * source.standard_normal(shape))
-
-    def __str__(self) -> str:
-        return f"lognormal({self.median:g},{self.spread:g})"
 
 
 @dataclasses.dataclass(frozen=True)

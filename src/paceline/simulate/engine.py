@@ -313,7 +313,7 @@ class EventLoop:
             elif self._does[rank] == _COMPUTING:
                 shares.computing += max(0.0, min(end, self._ends[rank]) - self._began[rank])
         if self._trace is not None:
-            self._trace.over(end, self._does, self._since)
+            self._trace.over(end)
         return result(
             strategy=strategy,
             cluster=self._cluster,

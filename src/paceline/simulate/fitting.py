@@ -20,8 +20,11 @@ _POINTS = 2000
 
 def fit_steps(
     workers: Mapping[int, RecordedSteps], count: int
-) -> tuple[Distribution, list[float], list[Distribution | None], float]:
-    """The common distribution, each worker's factor, distributions of workers that differ in kind, and the jitter."""
+) -> tuple[Distribution, tuple[float, ...], tuple[Distribution | None, ...], float]:
+    """The common distribution, each worker's factor, distributions of workers that differ in kind, and the jitter.
+
+    The factors, or the distributions, are empty if no worker has one.
+    """
     draws = {rank: survival(steps.lengths, steps.left) for rank, steps in workers.items() if steps.lengths}
     means = {rank: float(of.mean()) for rank, of in draws.items()}
     typical = float(np.median(list(means.values())))
@@ -51,7 +54,8 @@ def fit_steps(
         pooled = np.concatenate([_thinned(of, _POINTS // len(alike) + 1) for of in alike])
         pooled = pooled * (base / float(pooled.mean()))
     jitter = float(np.mean([of.std() / of.mean() for of in scaled.values()]))
-    return Empirical.of(pooled.tolist()), factors, own, jitter
+    uneven = tuple(factors) if any(factor != 1.0 for factor in factors) else ()
+    return Empirical.of(pooled.tolist()), uneven, tuple(own) if any(own) else (), jitter
 
 
 def survival(lengths: Sequence[float], left: Sequence[float]) -> Draws:

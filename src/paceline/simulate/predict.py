@@ -21,11 +21,7 @@ from paceline.simulate.distributions import Distribution, Empirical
 from paceline.simulate.engine import EventLoop
 from paceline.simulate.fast import simulate_collective, simulate_fast
 from paceline.simulate.network import CollectiveNetwork
-from paceline.simulate.replica import (
-    Model,
-    all_reduce_seconds,
-    pipeline_steps,
-)
+from paceline.simulate.replica import Model, all_reduce_seconds, pipeline_steps
 from paceline.simulate.result import Result, TimeShares, result
 from paceline.simulate.trace import SimulatedTrace
 from paceline.topologies import Link, sharded_servers
@@ -124,7 +120,7 @@ class _Simulation:
                 f"strategy '{split}': it has {split.stages} stages for {self.cluster.workers} workers; it must be one "
                 "each, or the sum of the option 'workers' (for several pipelines side by side, mesh:data=…,pipeline=…)"
             )
-        return self._alone(str(split), split, split.stages, 1)
+        return self._alone(str(split), split, 1)
 
     def tensor(self, split: Tensor) -> Result:
         if split.degree != self.cluster.workers:
@@ -132,7 +128,7 @@ class _Simulation:
                 f"strategy '{split}': its degree is {split.degree} with {self.cluster.workers} workers; it must be the "
                 "same (for several side by side, mesh:data=…,tensor=…)"
             )
-        return self._alone(str(split), Pipeline(stages=1, microbatches=1), 1, split.degree)
+        return self._alone(str(split), Pipeline(stages=1, microbatches=1), split.degree)
 
     def mesh(self, mesh: Mesh) -> Result:
         cluster, split = self.cluster, mesh.pipeline * mesh.tensor
@@ -146,7 +142,10 @@ class _Simulation:
             raise UsageError(f"strategy '{mesh}': sync is '{mesh.sync}'; it must be a data-parallel strategy")
         source = np.random.default_rng(self.seed)
         replicas = [_part(cluster, number * split, split) for number in range(mesh.data)]
-        steps = [self._steps(mesh, mesh.pipeline, mesh.tensor, _STEPS, source, replica) for replica in replicas]
+        steps = [
+            pipeline_steps(replica, self.model, mesh, mesh.pipeline, mesh.tensor, _STEPS, source)
+            for replica in replicas
+        ]
         lengths = [one.makespan for one in steps]
         typical = float(np.median([one.mean() for one in lengths]))
         factors = tuple(float(one.mean()) / typical for one in lengths) if cluster.factors or cluster.own else ()
@@ -176,29 +175,21 @@ class _Simulation:
         _per_worker(outcome, steps, mesh.tensor)
         return outcome
 
-    def _steps(
-        self,
-        split: Pipeline | Mesh,
-        stages: int,
-        degree: int,
-        count: int,
-        source: np.random.Generator,
-        cluster: SimulatedCluster | None = None,
-    ) -> ScheduleTiming:
-        return pipeline_steps(cluster or self.cluster, self.model, split, stages, degree, count, source)
-
-    def _alone(self, name: str, split: Pipeline, stages: int, degree: int) -> Result:
+    def _alone(self, name: str, split: Pipeline, degree: int) -> Result:
         """One replica alone, whose steps follow each other."""
         source = np.random.default_rng(self.seed)
-        steps = self._steps(split, stages, degree, self.updates, source)
+
+        def drawn(count: int) -> ScheduleTiming:
+            return pipeline_steps(self.cluster, self.model, split, split.stages, degree, count, source)
+
+        steps = drawn(self.updates)
         moments = np.cumsum(steps.makespan + self.cluster.update_seconds)
         busy = np.repeat(steps.busy.sum(axis=0), degree)
         total = float(moments[-1])
         if self.trace is not None:
             start = 0.0
             for version in range(min(_DRAWN, self.updates)):
-                one = self._steps(split, stages, degree, 1, source)
-                start = self._draw(self.trace, one, degree, start, version)
+                start = self._draw(self.trace, drawn(1), degree, start, version)
         outcome = result(
             strategy=name,
             cluster=self.cluster,
@@ -326,15 +317,10 @@ def _with_options(cluster: SimulatedCluster, policy: Policy) -> SimulatedCluster
     return dataclasses.replace(cluster, servers=servers, compress=compress)
 
 
-def _groups(compute: Distribution, workers: int, size: int) -> Theory:
-    count = workers // size
-    return Theory(theory.groups(compute, size, count), theory.staleness_groups(count))
-
-
 _FORMS: dict[Rule, Callable[[Distribution, int, int], Theory]] = {
     Rule.FRESH_WORKERS: lambda x, n, k: Theory(theory.k_sync(x, n, k), 0.0),
     Rule.FRESH_MINIBATCHES: lambda x, n, k: Theory(theory.k_batch_sync(x, n, k), 0.0),
     Rule.STALE_WORKERS: lambda x, n, k: Theory(theory.k_async(x, n, k), theory.staleness_k_async(n, k)),
     Rule.STALE_MINIBATCHES: lambda x, n, k: Theory(theory.k_batch_async(x, n, k), theory.staleness_k_batch_async(n, k)),
-    Rule.ASYNC_GROUPS: _groups,
+    Rule.ASYNC_GROUPS: lambda x, n, k: Theory(theory.groups(x, k, n // k), theory.staleness_groups(n // k)),
 }

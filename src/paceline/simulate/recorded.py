@@ -137,16 +137,16 @@ class Recording:
         """Adds events."""
         for event in block:
             match event:
-                case events.Compute() | events.Load() | events.Wait() | events.Pull() | events.Cancel():
-                    self._by_rank[event.rank].append(event)
-                case events.Reduce():
+                case (
+                    events.Compute() | events.Load() | events.Wait() | events.Pull() | events.Cancel() | events.Reduce()
+                ):
                     self._by_rank[event.rank].append(event)
                 case events.Push():
                     self._pushes[event.rank].append(event.start)
                     self.size = max(self.size, event.bytes + event.saved)
                     self.ages.append(event.staleness)
                 case events.Update():
-                    if event.rank < 0 or event.rank == 0:
+                    if event.rank <= 0:
                         self.updates[event.version] = (event.start, event.start + event.seconds)
                         self.gradients.append(event.workers)
                     if event.rank >= 0:

@@ -40,9 +40,8 @@ def order_statistic(of: Distribution, workers: int, k: int) -> float | None:
     return of.mean() if of.constant else None
 
 
-def k_sync(of: Distribution, workers: int, k: int) -> float | None:
-    """Seconds per update: the K-th of P workers."""
-    return order_statistic(of, workers, k)
+k_sync = order_statistic
+"""Seconds per update: the K-th of P workers."""
 
 
 def k_batch_sync(of: Distribution, workers: int, k: int) -> float | None:
@@ -97,31 +96,3 @@ def sync_over_async(of: Distribution, workers: int) -> float | None:
     """Seconds per update under sync over those under async."""
     slowest = order_statistic(of, workers, workers)
     return None if slowest is None else workers * slowest / of.mean()
-
-
-def error_k_sync(
-    *, rate: float, smooth: float, convex: float, variance: float, batch: int, k: int, start: float, updates: int
-) -> float:
-    """Dutta's bound on the error after `updates` updates, each the mean of K gradients."""
-    floor = rate * smooth * variance / (2 * convex * k * batch)
-    return floor + (1 - rate * convex) ** updates * (start - floor)
-
-
-def error_k_async(
-    *,
-    rate: float,
-    smooth: float,
-    convex: float,
-    variance: float,
-    batch: int,
-    k: int,
-    start: float,
-    updates: int,
-    gamma: float,
-    fresh: float,
-) -> float:
-    """As `error_k_sync`; gamma: the difference of stale gradients, fresh: the least share of fresh ones."""
-    slowed = convex * (1 - gamma + fresh / 2)
-    return error_k_sync(
-        rate=rate, smooth=smooth, convex=slowed, variance=variance, batch=batch, k=k, start=start, updates=updates
-    )

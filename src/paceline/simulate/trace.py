@@ -61,8 +61,8 @@ class SimulatedTrace:
                 events.Pull(rank, since, seconds, version) if by == rank else events.Wait(rank, since, seconds, by)
             )
 
-    def over(self, end: float, does: list[int], since: list[float]) -> None:
-        self.events += [events.Leave(rank, end) for rank in range(len(does))]
+    def over(self, end: float) -> None:
+        self.events += [events.Leave(rank, end) for rank in range(self._cluster.workers)]
 
     def write(self, folder: Path, more: dict[str, object]) -> None:
         """Writes a run's folder, marked as predicted."""
