@@ -5,8 +5,6 @@ from __future__ import annotations
 from paceline.config.all_reduce import AllReduce
 from paceline.config.checks import one_of, positive
 from paceline.config.gradients import (
-    CORRECTIONS,
-    FORMS,
     Compression,
     Correction,
     DcAsgd,
@@ -21,7 +19,6 @@ from paceline.config.gradients import (
 )
 from paceline.config.launch import Launch, Place, Profiling, capacity
 from paceline.config.model_parallel import (
-    NORMS,
     Mesh,
     Pipeline,
     Tensor,
@@ -42,9 +39,6 @@ from paceline.config.strategy import (
 from paceline.config.timeouts import Timeouts
 
 __all__ = [
-    "CORRECTIONS",
-    "FORMS",
-    "NORMS",
     "STRATEGIES",
     "AllReduce",
     "Compression",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.config.checks import listed
 from paceline.config.strategy import Strategy
-from paceline.errors import UsageError
 from paceline.topologies import choices
 
 
@@ -16,7 +14,4 @@ class AllReduce(Strategy):
     """The shape of messages between machines; inside a machine gradients are summed in shared memory."""
 
     def __post_init__(self) -> None:
-        if self.topology not in choices():
-            raise UsageError(
-                f"option 'topology' of strategy 'all-reduce' is '{self.topology}'; it must be {listed(choices())}"
-            )
+        self.check_option("topology", choices())

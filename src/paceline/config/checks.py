@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from typing import TypeVar
@@ -32,6 +31,6 @@ def one_of(name: str, value: T, allowed: Iterable[T]) -> T:
 
 def positive(name: str, value: int) -> int:
     """`value`, if it is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1")
     return value

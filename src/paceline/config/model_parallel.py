@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.config.all_reduce import AllReduce
-from paceline.config.checks import listed
+from paceline.config.checks import listed, positive
 from paceline.config.strategy import Strategy, parse_strategy
 from paceline.errors import UsageError
 from paceline.schedules import SCHEDULES, shareable
@@ -127,20 +127,12 @@ def _plan_parsed(strategy: Tensor | Mesh) -> None:
 
 def _split_checked(strategy: Strategy, *names: str) -> None:
     for name in names:
-        value = getattr(strategy, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(
-                f"option '{name}' of strategy '{strategy.spec}' is {value!r}; it must be a whole number of at least 1"
-            )
+        positive(f"option '{name}' of strategy '{strategy.spec}'", getattr(strategy, name))
 
 
 def _pipeline_checked(strategy: Pipeline | Mesh, stages: int) -> None:
-    for name, allowed in (("schedule", tuple(SCHEDULES)), ("norm", NORMS)):
-        value = getattr(strategy, name)
-        if value not in allowed:
-            raise UsageError(
-                f"option '{name}' of strategy '{strategy.spec}' is '{value}'; it must be {listed(allowed)}"
-            )
+    strategy.check_option("schedule", SCHEDULES)
+    strategy.check_option("norm", NORMS)
     if SCHEDULES[strategy.schedule].has_chunks and strategy.microbatches % stages:
         raise UsageError(
             f"an interleaved pipeline of {stages} stages has {strategy.microbatches} microbatches; it must be a "

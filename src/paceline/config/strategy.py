@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from paceline.config.checks import listed
@@ -19,6 +20,12 @@ class Strategy(Spec):
     def group_count(self, workers: int) -> int:
         """How many groups of so many workers push as one."""
         return 0
+
+    def check_option(self, name: str, allowed: Collection[str]) -> None:
+        """Refuses a value of an option that is not one of those allowed."""
+        value = getattr(self, name)
+        if value not in allowed:
+            raise UsageError(f"option '{name}' of strategy '{self.spec}' is '{value}'; it must be {listed(allowed)}")
 
 
 STRATEGIES: dict[str, str] = {

@@ -247,11 +247,11 @@ def parse_policy(spec: str | Strategy) -> Policy:
     return strategy
 
 
-def count(name: str, value: int, workers: int, what: str = "workers") -> int:
+def count(name: str, value: int, workers: int) -> int:
     """`value`, if it is a number from 1 to `workers`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= workers:
         allowed = "it must be 1" if workers == 1 else f"it must be a whole number from 1 to {workers}"
-        raise UsageError(f"{name} is {value!r}, with {workers} {what}; {allowed}")
+        raise UsageError(f"{name} is {value!r}, with {workers} workers; {allowed}")
     return value
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.graph.trace.chain import ChainTrace, has_hooks, may_mutate_buffers
 from paceline.graph.trace.graph import GraphTrace
-from paceline.graph.trace.operations import ModelOperation, ModelPart, ModelTrace
+from paceline.graph.trace.operations import ModelPart, ModelTrace
 
-__all__ = ["ChainTrace", "GraphTrace", "ModelOperation", "ModelPart", "ModelTrace", "trace"]
+__all__ = ["ChainTrace", "GraphTrace", "ModelPart", "ModelTrace", "trace"]
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> ModelTrace:

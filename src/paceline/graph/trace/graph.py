@@ -82,15 +82,12 @@ class GraphTrace(ModelTrace):
         self.mutates_buffers = any(map(self._mutates_buffer, self._nodes))
 
     def _mutates_buffer(self, node: fx.Node) -> bool:
-        return any(map(self._is_buffer, mutated_by(node)))
+        """True if a node changes a buffer or a view of one."""
+        changed = map(origin, mutated_by(node))
+        return any(one.op == "get_attr" and self._parameter(one) is None for one in changed)
 
     def changes_buffers(self, first: int, last: int) -> bool:
         return any(self._mutates_buffer(node) or has_statistics(node) for node in self._nodes[first:last])
-
-    def _is_buffer(self, node: fx.Node) -> bool:
-        """True for a buffer or a view of one."""
-        node = origin(node)
-        return node.op == "get_attr" and self._parameter(node) is None
 
     def _operation(self, node: fx.Node) -> ModelOperation:
         inputs = [self._number.get(needed, self._inputs.get(needed)) for needed in node.all_input_nodes]
@@ -178,23 +175,20 @@ class GraphTrace(ModelTrace):
 
         return ModelPart(inputs, outputs, run, tuple(parameters.values()), tuple(buffers.values()), draws)
 
-    def execute(self, number: int, values: dict[int, Value]) -> Value:
-        return self._executed(number, values)
-
     def execute_deterministic(self, number: int, values: dict[int, Value]) -> Value:
         node = self._nodes[number]
         if not is_random(node):
-            return self._executed(number, values)
+            return self.execute(number, values)
         if isinstance(node.target, LayerCall):
             with deterministic(node.target.layer):
-                return self._executed(number, values)
+                return self.execute(number, values)
         arguments = named_arguments(node)
         evaluation = {name: value for name, value in (("train", False), ("dropout_p", 0.0)) if name in arguments}
         if not evaluation:
-            return pytree.tree_map_only(torch.Tensor, _constant, self._executed(number, values))
-        return self._executed(number, values, {**arguments, **evaluation})
+            return pytree.tree_map_only(torch.Tensor, _constant, self.execute(number, values))
+        return self.execute(number, values, {**arguments, **evaluation})
 
-    def _executed(self, number: int, values: dict[int, Value], arguments: dict[str, Any] | None = None) -> Value:
+    def execute(self, number: int, values: dict[int, Value], arguments: dict[str, Any] | None = None) -> Value:
         """arguments: by name, instead of those in the trace."""
         node = self._nodes[number]
 
