@@ -274,11 +274,11 @@ class StageRunner:
         self._sending.append(self._mailbox.send(peer, value.detach().contiguous(), tag))
 
     def _check_sent(self) -> None:
-        """Drops the transfers that are done, and raises the error of one that failed."""
-        self._sending = [transfer for transfer in self._sending if not transfer.done]
+        """Raises the error of a transfer that failed, which is done, too, and drops those that are done."""
         for transfer in self._sending:
             if transfer.error is not None:
                 raise transfer.error
+        self._sending = [transfer for transfer in self._sending if not transfer.done]
 
 
 @contextlib.contextmanager
