@@ -18,6 +18,7 @@ from paceline.collectives.hierarchical import HierarchicalGroup
 from paceline.collectives.identity import Identity
 from paceline.collectives.op_queue import OpQueue
 from paceline.collectives.operation import Op
+from paceline.collectives.operators import scaled
 from paceline.collectives.shared_memory import SharedMemoryCollectives
 from paceline.collectives.tensors import Filled, Tensors, given, pieces, plain
 from paceline.collectives.work import DONE, PacelineWork, QueuedWork
@@ -58,7 +59,9 @@ class CollectiveMethods(Identity):
                 if tensor.is_sparse:
                     self._all_reduce_sparse(tensor, op)
                 else:
-                    self._shared.all_reduce(tensor, op, factor)
+                    if factor is not None:
+                        tensor.copy_(scaled(tensor, factor))
+                    self._shared.all_reduce(tensor, op)
 
         return self._start(run, opts, tensors)
 
@@ -75,7 +78,10 @@ class CollectiveMethods(Identity):
 
         def run() -> None:
             for tensor in dense:
-                self._shared.reduce(tensor, root, combine, factor)
+                term = scaled(tensor, factor)
+                self._shared.reduce(term, root, combine)
+                if term is not tensor and self._rank == root:
+                    tensor.copy_(term)
 
         return self._start(run, opts, tensors)
 
@@ -110,7 +116,7 @@ class CollectiveMethods(Identity):
 
         def run() -> None:
             for output, parts in zip(filled.parts, sources, strict=True):
-                self._shared.reduce_scatter(output, parts, op, factor)
+                self._shared.reduce_scatter(output, [scaled(part, factor) for part in parts], op)
             filled.back()
 
         return self._start(run, opts, outputs)

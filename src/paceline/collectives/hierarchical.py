@@ -22,7 +22,7 @@ from paceline.collectives.gloo import open_gloo
 from paceline.collectives.group import Group, StoreExchange
 from paceline.collectives.op_queue import OpQueue
 from paceline.collectives.operation import Op
-from paceline.collectives.operators import reducer, scaled
+from paceline.collectives.operators import reducer
 from paceline.collectives.tensors import put_back
 from paceline.config import Timeouts
 from paceline.errors import TeamError
@@ -64,10 +64,8 @@ class HierarchicalGroup:
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op = Op.SUM, factor: float | torch.Tensor | None = None) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
         reduction = reducer(op, tensor.dtype)
-        if factor is not None:
-            tensor.copy_(scaled(tensor, factor))
         flat = tensor.contiguous().view(-1)
         if self._column is None or flat.nbytes < _LARGE:
             self._do("tree", "all_reduce", flat, reduction.add)
@@ -88,26 +86,18 @@ class HierarchicalGroup:
             algorithms.find("ring", "all_reduce")(self._column, own, reducer(inner, flat.dtype).add)
         shared.all_gather(parts[:count], own)
 
-    def reduce(
-        self, tensor: torch.Tensor, root: int, op: Op = Op.SUM, factor: float | torch.Tensor | None = None
-    ) -> None:
+    def reduce(self, tensor: torch.Tensor, root: int, op: Op = Op.SUM) -> None:
         reduction = reducer(op, tensor.dtype)
-        flat = (scaled(tensor, factor) if factor is not None else tensor).contiguous().view(-1)
+        flat = tensor.contiguous().view(-1)
         flat = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
         self._do("tree", "reduce", flat, reduction.add, root)
         if self.rank == root:
             reduction.divide(flat, self.size)
             tensor.copy_(flat.view(tensor.shape))
 
-    def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        op: Op = Op.SUM,
-        factor: float | torch.Tensor | None = None,
-    ) -> None:
+    def reduce_scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM) -> None:
         reduction = reducer(op, out.dtype)
-        parts = [(scaled(part, factor) if factor is not None else part.clone()).view(-1) for part in inputs]
+        parts = [part.clone().view(-1) for part in inputs]
         self._do("ring", "reduce_scatter", parts, reduction.add)
         reduction.divide(parts[self.rank], self.size)
         out.copy_(parts[self.rank].view(out.shape))

@@ -115,7 +115,9 @@ def _combine(op: Op, dtype: torch.dtype) -> Combine:
     return lambda first, second, out: function(first, second, out=out)
 
 
-def scaled(tensor: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-    """This member's term of a premultiplied sum."""
+def scaled(tensor: torch.Tensor, factor: float | torch.Tensor | None) -> torch.Tensor:
+    """This member's term of a premultiplied sum; of another reduction, which has no factor, the tensor itself."""
+    if factor is None:
+        return tensor
     wide = _wide(tensor.dtype) or tensor.dtype
     return torch.mul(tensor.to(wide), factor).to(tensor.dtype)

@@ -23,7 +23,7 @@ import torch
 
 from paceline.collectives.exchange import FIRST, Exchange, Offers
 from paceline.collectives.operation import CollectiveCall, Op, OpKind, operation
-from paceline.collectives.operators import Reducer, reducer, scaled
+from paceline.collectives.operators import Reducer, reducer
 from paceline.collectives.shared_group import SharedGroup
 from paceline.collectives.tensors import in_one_piece
 from paceline.errors import TeamError, UsageError
@@ -63,10 +63,8 @@ class SharedMemoryCollectives(SharedGroup):
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, op: Op = Op.SUM, factor: float | torch.Tensor | None = None) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
         """All tensors become the reduction of all."""
-        if factor is not None:
-            tensor.copy_(scaled(tensor, factor))
         if tensor.nbytes > ControlBlock.SLOT:
             self._reduce_large(OpKind.ALL_REDUCE, tensor, op, None)
             return
@@ -83,12 +81,8 @@ class SharedMemoryCollectives(SharedGroup):
         else:
             plan.reducer.merge(parts, tensor)
 
-    def reduce(
-        self, tensor: torch.Tensor, root: int, op: Op = Op.SUM, factor: float | torch.Tensor | None = None
-    ) -> None:
+    def reduce(self, tensor: torch.Tensor, root: int, op: Op = Op.SUM) -> None:
         """The root's tensor becomes the reduction of all; the others' are unchanged."""
-        if factor is not None:
-            tensor = scaled(tensor, factor) if self.rank != root else tensor.copy_(scaled(tensor, factor))
         if tensor.nbytes > ControlBlock.SLOT:
             self._reduce_large(OpKind.REDUCE, tensor, op, root)
             return
@@ -100,16 +94,8 @@ class SharedMemoryCollectives(SharedGroup):
         if self.rank == root:
             plan.reducer.merge(parts, tensor)
 
-    def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        op: Op = Op.SUM,
-        factor: float | torch.Tensor | None = None,
-    ) -> None:
+    def reduce_scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM) -> None:
         """`out` becomes the reduction of all members' inputs for this member; one input per member."""
-        if factor is not None:
-            inputs = [scaled(part, factor) for part in inputs]
         call, signature = operation(OpKind.REDUCE_SCATTER, out.dtype, 0, op)
         reduction = reducer(op, out.dtype)
         self._same_dtype(call, out, *inputs)
