@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,14 +31,6 @@ _PROBES = ((1 << 10, 6), (1 << 17, 3), (1 << 20, 2))
 """Bytes and repetitions of the all-reduces from which costs are measured."""
 
 
-class TaggedChannel(Channel, Protocol):
-    """A channel whose messages have tags."""
-
-    def send(self, peer: int, tensor: torch.Tensor, tag: int = ...) -> PendingSend: ...
-
-    def receive(self, peer: int, tensor: torch.Tensor, tag: int = ...) -> None: ...
-
-
 class ObservedTraffic:
     """Messages of the collectives that ran inside `observe`."""
 
@@ -56,10 +48,10 @@ class ObservedTraffic:
 class Communicator:
     """Runs collectives in a chosen topology.
 
-    group: None if the members do not share memory.
+    channel: `send` and `receive` need one that takes tags. group: None if the members do not share memory.
     """
 
-    def __init__(self, rank: int, size: int, channel: TaggedChannel, group: Group | None) -> None:
+    def __init__(self, rank: int, size: int, channel: Channel, group: Group | None) -> None:
         self.rank, self.size = rank, size
         self._channel, self._group = channel, group
         self._observers: list[ObservedTraffic] = []

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import datetime
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from paceline.collectives import algorithms
 from paceline.collectives.channels import MailChannel
+from paceline.collectives.communicator import Communicator
 from paceline.collectives.gloo import open_gloo
 from paceline.collectives.group import Group, StoreExchange
 from paceline.collectives.op_queue import OpQueue
 from paceline.collectives.operation import Op
 from paceline.collectives.operators import reducer
-from paceline.collectives.tensors import put_back
+from paceline.collectives.tensors import in_one_piece, put_back
 from paceline.config import Timeouts
 from paceline.errors import TeamError
 from paceline.transport.channel import Channel, PendingSend
@@ -33,105 +35,65 @@ _LARGE = 64 * 1024
 """Bytes from which on a tensor is cut into parts."""
 _TAG = 0x4000_0000
 """The tag of algorithms' messages, which users' messages do not have."""
+_TOPOLOGIES = dict.fromkeys(("all_reduce", "reduce", "broadcast", "barrier"), "tree")
+_TOPOLOGIES |= dict.fromkeys(("reduce_scatter", "all_gather"), "ring")
+"""By operation, its topology where it is not direct."""
 
 
-class HierarchicalGroup:
-    """One member's collectives in such a group; has the interface of `SharedMemoryCollectives`."""
+class HierarchicalGroup(Communicator):
+    """One member's collectives in such a group, each in one topology."""
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        machines: list[str],
-        timeouts: Timeouts,
-        say: Callable[[str], None],
+        self, store: Store, rank: int, machines: list[str], timeouts: Timeouts, say: Callable[[str], None]
     ) -> None:
-        self.rank, self.size = rank, len(machines)
+        size = len(machines)
         self.spin = True
         local = [other for other, machine in enumerate(machines) if machine == machines[rank]]
         inside = PrefixStore(f"inside/{local[0]}", store)
         exchange = StoreExchange(inside, local.index(rank), len(local), timeouts)
         self.group = Group(local.index(rank), len(local), exchange, timeouts, say)
         limit = datetime.timedelta(seconds=timeouts.barrier)
-        self.gloo = open_gloo(PrefixStore("between", store), rank, self.size, None, limit)
+        self.gloo = open_gloo(PrefixStore("between", store), rank, size, None, limit)
         exchange.forget()
-        self._channel = _MachineChannel(rank, self.size, local, self.group, self.gloo)
+        channel = _MachineChannel(rank, size, local, self.group, self.gloo)
+        super().__init__(rank, size, channel, None)
         self.queue = OpQueue(self, self.group.control.fail)
         self._end = weakref.finalize(self, OpQueue.close, self.queue, 2.0)
         counts = {machines.count(machine) for machine in machines}
-        column = [other for other in range(self.size) if _index(machines, other) == _index(machines, rank)]
-        self._column = _Part(self._channel, column) if len(counts) == 1 else None
+        column = [other for other in range(size) if _index(machines, other) == _index(machines, rank)]
+        self._column = _Part(channel, column) if len(counts) == 1 else None
 
-    # -- reductions --------------------------------------------------------------------------------------------------
-
-    def all_reduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Op, topology: str = "auto") -> None:
+        """All tensors become the reduction of all; a large one in parts, one for each member of a machine."""
+        if self._column is None or tensor.nbytes < _LARGE:
+            super().all_reduce(tensor, op, topology)
+            return
         reduction = reducer(op, tensor.dtype)
-        flat = tensor.contiguous().view(-1)
-        if self._column is None or flat.nbytes < _LARGE:
-            self._do("tree", "all_reduce", flat, reduction.add)
-        else:
-            self._all_reduce_by_parts(flat, op)
+        flat = in_one_piece(tensor).view(-1)
+        shared, count = self.group.shared, self.group.size
+        inner = Op.SUM if op in (Op.AVG, Op.PREMUL_SUM) else op
+        parts = [*flat.split(-(-flat.numel() // count)), *[flat[:0]] * count][:count]
+        own = torch.empty_like(parts[self.group.rank])
+        shared.reduce_scatter(own, parts, inner)
+        with _gloo_errors():
+            algorithms.find("ring", "all_reduce")(self._column, own, reduction.add)
+        shared.all_gather(parts, own)
         reduction.divide(flat, self.size)
         put_back(tensor, flat)
 
-    def _all_reduce_by_parts(self, flat: torch.Tensor, op: Op) -> None:
-        assert self._column is not None
-        shared, count = self.group.shared, self.group.size
-        inner = Op.SUM if op in (Op.AVG, Op.PREMUL_SUM) else op
-        share = -(-flat.numel() // count)
-        parts = list(flat.split(share)) + [flat[:0]] * count
-        own = torch.empty_like(parts[self.group.rank])
-        shared.reduce_scatter(own, parts[:count], inner)
-        with _gloo_errors():
-            algorithms.find("ring", "all_reduce")(self._column, own, reducer(inner, flat.dtype).add)
-        shared.all_gather(parts[:count], own)
-
-    def reduce(self, tensor: torch.Tensor, root: int, op: Op = Op.SUM) -> None:
-        reduction = reducer(op, tensor.dtype)
-        flat = tensor.contiguous().view(-1)
-        flat = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
-        self._do("tree", "reduce", flat, reduction.add, root)
-        if self.rank == root:
-            reduction.divide(flat, self.size)
-            tensor.copy_(flat.view(tensor.shape))
-
-    def reduce_scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM) -> None:
-        reduction = reducer(op, out.dtype)
-        parts = [part.clone().view(-1) for part in inputs]
-        self._do("ring", "reduce_scatter", parts, reduction.add)
-        reduction.divide(parts[self.rank], self.size)
-        out.copy_(parts[self.rank].view(out.shape))
-
-    # -- moving ------------------------------------------------------------------------------------------------------
-
-    def barrier(self) -> None:
-        self._do("tree", "barrier")
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        self._do("tree", "broadcast", tensor.view(-1), root)
-
-    def all_gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        parts = [out.view(-1) for out in outs]
-        parts[self.rank].copy_(tensor.view(-1))
-        self._do("ring", "all_gather", parts)
-
-    def gather(self, outs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
-        parts = None if outs is None else [out.view(-1) for out in outs]
-        self._do("direct", "gather", tensor.view(-1), parts, root)
-
-    def scatter(self, out: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        parts = None if inputs is None else [part.view(-1) for part in inputs]
-        self._do("direct", "scatter", out.view(-1), parts, root)
-
-    def all_to_all(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        parts = [part.clone().view(-1) for part in inputs]
-        self._do("direct", "all_to_all", parts, [out.view(-1) for out in outs])
+    def all_to_all(
+        self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], topology: str = "auto", size: int = 0
+    ) -> None:
+        super().all_to_all(outs, [part.clone() for part in inputs], topology, size)  # as they may share memory
 
     def close(self) -> None:
         self._end()
         self.group.close()
 
-    def _do(self, topology: str, operation: str, *arguments: object) -> None:
+    def _choose(self, operation: str, topology: str, size: int) -> str:
+        return _TOPOLOGIES.get(operation, "direct")
+
+    def _run(self, operation: str, topology: str, *arguments: Any) -> None:
         with _gloo_errors():
             algorithms.find(topology, operation)(self._channel, *arguments)
 
@@ -171,15 +133,15 @@ class _Part:
         self._channel.receive(self._ranks[peer], tensor)
 
 
-class _gloo_errors:  # noqa: N801
+@contextmanager
+def _gloo_errors() -> Iterator[None]:
     """Turns errors of gloo into ours."""
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is RuntimeError:
-            raise TeamError(f"the connection to another machine failed: {str(error).splitlines()[0]}") from error
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise
+        raise TeamError(f"the connection to another machine failed: {str(error).splitlines()[0]}") from error
 
 
 def _index(places: list[str], rank: int) -> int:
