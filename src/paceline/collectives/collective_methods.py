@@ -40,6 +40,7 @@ class CollectiveMethods(Identity):
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
+    @keep_out_of_graphs
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         if type(opts) is distributed.AllreduceOptions and not opts.asyncOp and len(tensors) == 1:
             # A short path for the most frequent call.
@@ -65,14 +66,16 @@ class CollectiveMethods(Identity):
 
         return self._start(run, opts, tensors)
 
+    @by_device
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
+    @by_device
     def reduce(
         self, tensors: Tensors | torch.Tensor, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> PacelineWork:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        root = opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
+        root = _root(opts)
         combine, factor = _operator(op if isinstance(opts, int) else opts)
         dense = [plain(tensor) for tensor in tensors]
 
@@ -85,6 +88,7 @@ class CollectiveMethods(Identity):
 
         return self._start(run, opts, tensors)
 
+    @by_device
     def reduce_scatter(
         self, outputs: Tensors | torch.Tensor, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> PacelineWork:
@@ -99,9 +103,11 @@ class CollectiveMethods(Identity):
                 )
         return self._reduce_scatter(outputs, inputs, opts)
 
+    @by_device
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> PacelineWork:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
 
+    @by_device
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> PacelineWork:
         parts = []
         for output, source in zip(outputs, inputs, strict=True):
@@ -117,9 +123,8 @@ class CollectiveMethods(Identity):
         def run() -> None:
             for output, parts in zip(filled.parts, sources, strict=True):
                 self._shared.reduce_scatter(output, [scaled(part, factor) for part in parts], op)
-            filled.back()
 
-        return self._start(run, opts, outputs)
+        return self._start(run, opts, outputs, filled)
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, op: Op) -> None:
         """Sums sparse tensors: every member gathers all entries and adds them."""
@@ -139,19 +144,19 @@ class CollectiveMethods(Identity):
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
+    @by_device
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> PacelineWork:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        root = opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
+        root = _root(opts)
         filled = Filled(tensors, keep=self._rank == root)
 
         def run() -> None:
             for part in filled.parts:
                 self._shared.broadcast(part, root)
-            if self._rank != root:
-                filled.back()
 
-        return self._start(run, opts, tensors)
+        return self._start(run, opts, tensors, *([filled] if self._rank != root else []))
 
+    @by_device
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> PacelineWork:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
@@ -159,14 +164,17 @@ class CollectiveMethods(Identity):
             self._count("all_gather", "output", parts)
         return self._all_gather([list(parts) for parts in outputs], inputs, opts, outputs)
 
+    @by_device
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> PacelineWork:
         # Here torch has one list per rank, each with a tensor per input.
         by_input = [[parts[number] for parts in outputs] for number in range(len(inputs))]
         return self._all_gather(by_input, inputs, opts, outputs)
 
+    @by_device
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> PacelineWork:
         return self.all_gather_single_coalesced([output], [source], opts)
 
+    @by_device
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> PacelineWork:
         whole = Filled(outputs)
         parts = []
@@ -176,7 +184,7 @@ class CollectiveMethods(Identity):
         return self._all_gather(parts, inputs, opts, outputs, whole)
 
     def _all_gather(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any, result: Any, whole: Filled | None = None
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any, result: Any, *whole: Filled
     ) -> PacelineWork:
         filled = [Filled(parts) for parts in outputs]
         sources = [given(source) for source in inputs]
@@ -184,35 +192,33 @@ class CollectiveMethods(Identity):
         def run() -> None:
             for place, source in zip(filled, sources, strict=True):
                 self._shared.all_gather(place.parts, source)
-                place.back()
-            if whole is not None:
-                whole.back()
 
-        return self._start(run, opts, result)
+        return self._start(run, opts, result, *filled, *whole)
 
+    @by_device
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> PacelineWork:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs] if outputs else [], [inputs]
-        root = opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
+        root = _root(opts)
         at_root = self._rank == root
         if at_root:
             for parts in outputs:
                 self._count("gather", "output", parts)
-        filled = [Filled(parts) for parts in outputs] if at_root else [None] * len(inputs)
+        filled = [Filled(parts) for parts in outputs] if at_root else []
+        places = [place.parts for place in filled] if at_root else [None] * len(inputs)
         sources = [given(source) for source in inputs]
 
         def run() -> None:
-            for place, source in zip(filled, sources, strict=True):
-                self._shared.gather(place.parts if place else None, source, root)
-                if place:
-                    place.back()
+            for parts, source in zip(places, sources, strict=True):
+                self._shared.gather(parts, source, root)
 
-        return self._start(run, opts, outputs)
+        return self._start(run, opts, outputs, *filled)
 
+    @by_device
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> PacelineWork:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
-        root = opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
+        root = _root(opts)
         sources: list[Tensors | None] = [None] * len(outputs)
         if self._rank == root:
             for parts in inputs:
@@ -223,22 +229,18 @@ class CollectiveMethods(Identity):
         def run() -> None:
             for output, parts in zip(filled.parts, sources, strict=True):
                 self._shared.scatter(output, parts, root)
-            filled.back()
 
-        return self._start(run, opts, outputs)
+        return self._start(run, opts, outputs, filled)
 
+    @by_device
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> PacelineWork:
         self._count("all_to_all", "output", outputs)
         self._count("all_to_all", "input", inputs)
         filled = Filled(outputs)
         sources = [given(part) for part in inputs]
+        return self._start(lambda: self._shared.all_to_all(filled.parts, sources), opts, outputs, filled)
 
-        def run() -> None:
-            self._shared.all_to_all(filled.parts, sources)
-            filled.back()
-
-        return self._start(run, opts, outputs)
-
+    @by_device
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -250,20 +252,27 @@ class CollectiveMethods(Identity):
         filled = Filled([output])
         outs = self._split("output", filled.parts[0], output_splits)
         parts = self._split("input", given(source), input_splits)
+        return self._start(lambda: self._shared.all_to_all(outs, parts), opts, [output], filled)
 
-        def run() -> None:
-            self._shared.all_to_all(outs, parts)
-            filled.back()
-
-        return self._start(run, opts, [output])
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _start(self, run: Callable[[], None], opts: Any, outputs: Any) -> PacelineWork:
-        """Runs an operation now if the caller waits for it, else submits it."""
+    def _start(self, run: Callable[[], None], opts: Any, outputs: Any, *filled: Filled) -> PacelineWork:
+        """Runs an operation now if the caller waits for it, else submits it; then copies back what it has filled."""
+
+        def run_and_copy() -> None:
+            run()
+            for place in filled:
+                place.back()
+
         if getattr(opts, "asyncOp", True):
-            return QueuedWork(self._queue, run, outputs)
-        self._queue.run(run)
+            return QueuedWork(self._queue, run_and_copy, outputs)
+        self._queue.run(run_and_copy)
         return DONE
 
     def _count(self, name: str, which: str, parts: Sequence[torch.Tensor]) -> None:
@@ -295,6 +304,10 @@ class CollectiveMethods(Identity):
         return list(tensor.split(list(splits)))
 
 
+def _root(opts: Any) -> int:
+    return opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
+
+
 def _kind(op: Any) -> Op:
     return Op.SUM if op == _SUM else _BY_NUMBER[op.op.value]
 
@@ -307,33 +320,3 @@ def _operator(opts: Any) -> tuple[Op, float | torch.Tensor | None]:
     kind = getattr(wanted, "op", wanted)
     op = _BY_NUMBER[kind.value]
     return op, wanted.factor if op is Op.PREMUL_SUM else None
-
-
-for _name in (
-    "allreduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "broadcast",
-    "allgather",
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "gather",
-    "scatter",
-    "alltoall",
-    "all_to_all_single",
-):
-    setattr(CollectiveMethods, _name, by_device(_name, getattr(CollectiveMethods, _name)))
-
-keep_out_of_graphs(CollectiveMethods.allreduce)
-
-for _old, _new in (
-    ("_allgather_base", "all_gather_single"),
-    ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-    ("_reduce_scatter_base", "reduce_scatter_single"),
-    ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-    ("alltoall_base", "all_to_all_single"),
-):
-    setattr(CollectiveMethods, _old, getattr(CollectiveMethods, _new))

@@ -5,32 +5,35 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-def by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+
+def by_device(method: Method) -> Method:
     """A method that passes tensors of other devices to the backend of that device."""
 
+    @keep_out_of_graphs
+    @functools.wraps(method)
     def choose(self: Any, *arguments: Any, **options: Any) -> Any:
         tensor = _first(arguments)
         if tensor is None or tensor.is_cpu:
             return method(self, *arguments, **options)
-        return getattr(self.elsewhere(tensor.device.type), name)(*arguments, **options)
+        return getattr(self.elsewhere(tensor.device.type), method.__name__)(*arguments, **options)
 
-    choose = functools.wraps(method)(choose)
-    keep_out_of_graphs(choose)
-    return choose
+    return cast(Method, choose)
 
 
-def keep_out_of_graphs(function: Any) -> None:
+def keep_out_of_graphs(function: Method) -> Method:
     """Makes torch.compile call a function without tracing it or its callees."""
-    function._torchdynamo_disable = True
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     frames = torch._C._dynamo.eval_frame
     with contextlib.suppress(AttributeError):  # an older torch does not have this
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         frames.set_code_exec_strategy(function.__code__, skip)
+    return function
 
 
 def _first(arguments: Sequence[Any]) -> torch.Tensor | None:

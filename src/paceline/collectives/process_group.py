@@ -63,6 +63,7 @@ class PacelineProcessGroup(CollectiveMethods):
     def on_one_machine(self) -> bool:
         return self._hierarchy is None
 
+    @keep_out_of_graphs
     def barrier(self, opts: Any = None, timeout: Any = None) -> PacelineWork:  # type: ignore[override]
         return self._start(self._shared.barrier, opts, [])
 
@@ -101,6 +102,7 @@ class PacelineProcessGroup(CollectiveMethods):
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
+    @by_device
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
         (tensor,) = tensors
         if self._gloo is not None and self._peer(peer) != self._rank:
@@ -110,6 +112,7 @@ class PacelineProcessGroup(CollectiveMethods):
             self._mailbox.attend()
         return P2PWork(sending, tensors)
 
+    @by_device
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> PacelineWork:
         filled = Filled(tensors)
         if self._gloo is not None and peer != self._rank:
@@ -128,6 +131,7 @@ class PacelineProcessGroup(CollectiveMethods):
             return self.group.rank
         return peer if peer == ANY else self._peer(peer)
 
+    @by_device
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PacelineWork:
         return self.recv(tensors, ANY, tag)
 
@@ -184,9 +188,3 @@ class PacelineProcessGroup(CollectiveMethods):
 
 def say(message: str) -> None:
     print(f"paceline: {message}", file=sys.stderr, flush=True)
-
-
-for _name in ("send", "recv", "recv_anysource"):
-    setattr(PacelineProcessGroup, _name, by_device(_name, getattr(PacelineProcessGroup, _name)))
-
-keep_out_of_graphs(PacelineProcessGroup.barrier)
