@@ -15,7 +15,6 @@ from torch.distributed import ReduceOp
 
 from paceline.collectives.devices import by_device, keep_out_of_graphs
 from paceline.collectives.hierarchical import HierarchicalGroup
-from paceline.collectives.identity import Identity
 from paceline.collectives.op_queue import OpQueue
 from paceline.collectives.operation import Op
 from paceline.collectives.operators import scaled
@@ -28,9 +27,11 @@ _SUM = ReduceOp.SUM
 _BY_NUMBER = {getattr(ReduceOp.RedOpType, op.name).value: op for op in Op if op is not Op.NONE}
 
 
-class CollectiveMethods(Identity):
+class CollectiveMethods(distributed.ProcessGroup):
     """The reductions and moves of a process group."""
 
+    _rank: int
+    _size: int
     _shared: SharedMemoryCollectives | HierarchicalGroup
     _queue: OpQueue
 

@@ -34,12 +34,15 @@ class PacelineProcessGroup(CollectiveMethods):
     """One member's process group: over shared memory on one machine, and gloo between machines."""
 
     has_monitored_barrier = True
+    supports_splitting = supports_coalescing = False
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: datetime.timedelta, others: dict[str, str] | None = None
     ) -> None:
         """others: the backends of devices other than the CPU."""
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._rank, self._size = rank, size
+        self._name = self._description = ""
         self._store, self._timeout, self._others = store, timeout, others or {}
         self._elsewhere: dict[str, distributed.ProcessGroup] = {}
         seconds = timeout.total_seconds()
@@ -62,6 +65,51 @@ class PacelineProcessGroup(CollectiveMethods):
     @property
     def on_one_machine(self) -> bool:
         return self._hierarchy is None
+
+    # -- identity, under each name that torch.distributed uses -------------------------------------------------------
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return "paceline"
+
+    getRank, getSize = rank, size  # noqa: N815
+    getBackendName = _get_backend_name = name  # noqa: N815
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        return None
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        """Ignored: a group has no device."""
+
+    def getGroupName(self) -> Any:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    group_name = property(getGroupName)
+    _set_group_name = setGroupName
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._description = desc
+
+    group_desc = property(getGroupDesc)
+    _set_group_desc = setGroupDesc
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    # -- barriers ----------------------------------------------------------------------------------------------------
 
     @keep_out_of_graphs
     def barrier(self, opts: Any = None, timeout: Any = None) -> PacelineWork:  # type: ignore[override]
