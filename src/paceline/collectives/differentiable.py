@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +34,8 @@ from paceline.collectives.tensors import in_one_piece
 from paceline.errors import UsageError
 
 Tensors = Sequence[torch.Tensor]
+Adjoint = Callable[..., Tensors]
+"""Takes the gradients of an operation's results; returns those of its tensors."""
 
 
 class TensorMeta(NamedTuple):
@@ -60,101 +61,111 @@ class Route(NamedTuple):
     topology: str
 
 
+class _Twice(Function):
+    """An operation with its adjoint, which can be differentiated in turn."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], adjoint: Adjoint, *tensors: torch.Tensor) -> Any:
+        ctx.adjoint = adjoint
+        return run(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.adjoint(*gradients)
+
+
+class _Once(_Twice):
+    """An operation whose adjoint cannot be differentiated."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.adjoint(*gradients)
+
+
+def _one(
+    kind: type[_Twice], run: Callable[..., Any], adjoint: Adjoint, *tensors: torch.Tensor, wanted: bool = True
+) -> torch.Tensor:
+    """The tensor that `run` makes of these, in autograd's graph if a gradient is wanted."""
+    result: torch.Tensor = kind.apply(run, adjoint, *tensors) if wanted else run(*tensors)
+    return result
+
+
+def _several(
+    kind: type[_Twice], run: Callable[..., Any], adjoint: Adjoint, *tensors: torch.Tensor, wanted: bool = True
+) -> list[torch.Tensor]:
+    """As `_one`, where `run` makes several tensors."""
+    return list(kind.apply(run, adjoint, *tensors) if wanted else run(*tensors))
+
+
 # -- all_reduce, reduce, broadcast -----------------------------------------------------------------------------------
 
 
 def all_reduce(tensor: torch.Tensor, op: str, route: Route) -> torch.Tensor:
     match op:
         case "sum" | "avg":
-            return _apply(_AllReduce, route, Op[op.upper()], tensor)
+            return _total(tensor, Op[op.upper()], route)
         case "min" | "max":
-            return _apply(_Extreme, route, Op[op.upper()], tensor)
+            return _extreme(tensor, Op[op.upper()], route)
         case "product":
-            shape = TensorMeta(tensor.dtype, tuple(tensor.shape), True)
             gathered = Route(route.comm, route.topology if route.comm.has("all_gather", route.topology) else "auto")
-            return fold(torch.mul, _apply_all(_AllGather, gathered, [shape] * route.comm.size, tensor))
+            return fold(torch.mul, _all_gather(tensor, _metas([tensor]) * route.comm.size, gathered))
     raise UsageError(f"all_reduce with op '{op}' has no gradient; sum, avg, product, min and max have")
 
 
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, route: Route, op: Op, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.route, ctx.op = route, op
+def _total(tensor: torch.Tensor, op: Op, route: Route) -> torch.Tensor:
+    def run(tensor: torch.Tensor) -> torch.Tensor:
         result = _copy(tensor)
         route.comm.all_reduce(result, op, route.topology)
         return result
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        # Through itself, so that it can be differentiated twice.
-        return None, None, _apply(_AllReduce, ctx.route, ctx.op, gradient)
+    return _one(_Twice, run, lambda gradient: [_total(gradient, op, route)], tensor)
 
 
-class _Extreme(Function):
+def _extreme(tensor: torch.Tensor, op: Op, route: Route) -> torch.Tensor:
     """Minimum or maximum: the gradient goes to the members that had it, in equal shares."""
-
-    @staticmethod
-    def forward(ctx: Any, route: Route, op: Op, tensor: torch.Tensor) -> torch.Tensor:
-        result = _copy(tensor)
-        route.comm.all_reduce(result, op, route.topology)
-        chosen = (tensor == result).to(tensor.dtype)
-        sharers = chosen.clone()
-        route.comm.all_reduce(sharers, Op.SUM, route.topology)
-        ctx.route = route
-        ctx.save_for_backward(chosen / sharers)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        (share,) = ctx.saved_tensors
-        return None, None, share * _apply(_AllReduce, ctx.route, Op.SUM, gradient)
+    result = _copy(tensor)
+    route.comm.all_reduce(result, op, route.topology)
+    chosen = (tensor.detach() == result).to(tensor.dtype)
+    sharers = chosen.clone()
+    route.comm.all_reduce(sharers, Op.SUM, route.topology)
+    share = chosen / sharers
+    return _one(_Twice, lambda _: result, lambda gradient: [share * _total(gradient, Op.SUM, route)], tensor)
 
 
 def reduce(tensor: torch.Tensor, root: int, op: str, route: Route) -> torch.Tensor:
     if op not in ("sum", "avg"):
         raise UsageError(f"reduce with op '{op}' has no gradient; sum and avg have")
-    return _apply(_Reduce, route, Op[op.upper()], root, tensor)
+    shape, at_root = tensor.shape, route.comm.rank == root
 
-
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, route: Route, op: Op, root: int, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.route, ctx.op, ctx.root, ctx.shape = route, op, root, tensor.shape
+    def run(tensor: torch.Tensor) -> torch.Tensor:
         result = _copy(tensor)
-        route.comm.reduce(result, root, op, route.topology)
-        return result if route.comm.rank == root else _token(tensor)
+        route.comm.reduce(result, root, Op[op.upper()], route.topology)
+        return result if at_root else _token(tensor)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        route = ctx.route
-        if route.comm.rank == ctx.root:
-            spread = _copy(gradient / route.comm.size if ctx.op is Op.AVG else gradient)
-        else:
-            spread = torch.empty(ctx.shape, dtype=gradient.dtype)
-        route.comm.broadcast(spread, ctx.root, route.topology)
-        return None, None, None, spread
+    def adjoint(gradient: torch.Tensor) -> Tensors:
+        spread = torch.empty(shape, dtype=gradient.dtype)
+        if at_root:
+            spread = _copy(gradient / route.comm.size if op == "avg" else gradient)
+        route.comm.broadcast(spread, root, route.topology)
+        return [spread]
+
+    return _one(_Once, run, adjoint, tensor)
 
 
 def broadcast(tensor: torch.Tensor, root: int, route: Route) -> torch.Tensor:
-    return _apply(_Broadcast, route, root, tensor)
-
-
-class _Broadcast(Function):
-    @staticmethod
-    def forward(ctx: Any, route: Route, root: int, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.route, ctx.root = route, root
+    def run(tensor: torch.Tensor) -> torch.Tensor:
         result = _copy(tensor)
         route.comm.broadcast(result, root, route.topology)
         return result
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def adjoint(gradient: torch.Tensor) -> Tensors:
         total = _copy(gradient)
-        ctx.route.comm.reduce(total, ctx.root, Op.SUM, ctx.route.topology)
+        route.comm.reduce(total, root, Op.SUM, route.topology)
         # The others' previous values are not in the result.
-        return None, None, total if ctx.route.comm.rank == ctx.root else torch.zeros_like(total)
+        return [total if route.comm.rank == root else torch.zeros_like(total)]
+
+    return _one(_Once, run, adjoint, tensor)
 
 
 # -- all_gather, reduce_scatter --------------------------------------------------------------------------------------
@@ -162,43 +173,42 @@ class _Broadcast(Function):
 
 def all_gather(tensor: torch.Tensor, shapes: list[TensorMeta], route: Route) -> list[torch.Tensor]:
     wanted = _wanted(shapes)
-    return list(_run(wanted, _AllGather, route, shapes, _entry(tensor, wanted)))
+    return _all_gather(_entry(tensor, wanted), shapes, route, wanted)
 
 
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, route: Route, shapes: list[TensorMeta], tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.route, ctx.shapes = route, shapes
+def _all_gather(
+    tensor: torch.Tensor, shapes: list[TensorMeta], route: Route, wanted: bool = True
+) -> list[torch.Tensor]:
+    def run(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outs = [shape.empty() for shape in shapes]
         route.comm.all_gather(outs, in_one_piece(tensor.detach()), route.topology)
         return tuple(outs)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, _apply(_ReduceScatter, ctx.route, Op.SUM, *gradients)
+    def adjoint(*gradients: torch.Tensor) -> Tensors:
+        return [_reduce_scatter(gradients, Op.SUM, route)]
+
+    return _several(_Twice, run, adjoint, tensor, wanted=wanted)
 
 
 def reduce_scatter(parts: Tensors, op: Op, route: Route) -> torch.Tensor:
     wanted = any(map(tracked, parts))
     if wanted and op not in (Op.SUM, Op.AVG):
         raise UsageError(f"reduce_scatter with op '{op.spoken}' has no gradient; sum and avg have")
-    result: torch.Tensor = _run(wanted, _ReduceScatter, route, op, *parts)
-    return result
+    return _reduce_scatter(parts, op, route, wanted)
 
 
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, route: Route, op: Op, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.route, ctx.op, ctx.back = route, op, [(part.dtype, part.shape) for part in parts]
+def _reduce_scatter(parts: Tensors, op: Op, route: Route, wanted: bool = True) -> torch.Tensor:
+    shapes = _metas(parts)
+
+    def run(*parts: torch.Tensor) -> torch.Tensor:
         out = torch.empty(parts[route.comm.rank].shape, dtype=parts[0].dtype)
         route.comm.reduce_scatter(out, [in_one_piece(part.detach()) for part in parts], op, route.topology)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        spread = gradient / ctx.route.comm.size if ctx.op is Op.AVG else gradient
-        shapes = [TensorMeta(dtype, size, True) for dtype, size in ctx.back]
-        return None, None, *_apply_all(_AllGather, ctx.route, shapes, spread)
+    def adjoint(gradient: torch.Tensor) -> Tensors:
+        return _all_gather(gradient / route.comm.size if op is Op.AVG else gradient, shapes, route)
+
+    return _one(_Twice, run, adjoint, *parts, wanted=wanted)
 
 
 # -- scatter, gather -------------------------------------------------------------------------------------------------
@@ -206,53 +216,38 @@ class _ReduceScatter(Function):
 
 def scatter(parts: Tensors | None, shapes: list[TensorMeta], root: int, route: Route) -> torch.Tensor:
     given = parts if parts is not None else [torch.zeros(0, requires_grad=True)]
-    result: torch.Tensor = _run(_wanted(shapes), _Scatter, route, shapes, root, *given)
-    return result
+
+    def adjoint(gradient: torch.Tensor) -> Tensors:
+        return _gathered(gradient, shapes, root, route) or [torch.zeros(0)]
+
+    return _one(_Once, lambda *parts: _scattered(parts, shapes, root, route), adjoint, *given, wanted=_wanted(shapes))
 
 
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, route: Route, shapes: list[TensorMeta], root: int, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.route, ctx.shapes, ctx.root = route, shapes, root
-        at_root = route.comm.rank == root
-        out = shapes[route.comm.rank].empty()
-        route.comm.scatter(
-            out, [part.detach() for part in parts] if at_root else None, root, route.topology, _size(shapes)
-        )
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        route, at_root = ctx.route, ctx.route.comm.rank == ctx.root
-        outs = [shape.empty() for shape in ctx.shapes] if at_root else None
-        route.comm.gather(outs, in_one_piece(gradient), ctx.root, route.topology, _size(ctx.shapes))
-        return None, None, None, *(outs if outs is not None else [torch.zeros(0)])
+def _scattered(parts: Tensors, shapes: list[TensorMeta], root: int, route: Route) -> torch.Tensor:
+    out = shapes[route.comm.rank].empty()
+    own = [part.detach() for part in parts] if route.comm.rank == root else None
+    route.comm.scatter(out, own, root, route.topology, _size(shapes))
+    return out
 
 
 def gather(tensor: torch.Tensor, shapes: list[TensorMeta], root: int, route: Route) -> list[torch.Tensor]:
     wanted = _wanted(shapes)
-    outs = _run(wanted, _Gather, route, shapes, root, _entry(tensor, wanted))
-    return list(outs) if wanted or route.comm.rank == root else []
+
+    def run(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outs = _gathered(tensor.detach(), shapes, root, route)
+        return tuple(outs if outs or not wanted else [_token(tensor)])
+
+    def adjoint(*gradients: torch.Tensor) -> Tensors:
+        return [_scattered(gradients, shapes, root, route)]
+
+    return _several(_Once, run, adjoint, _entry(tensor, wanted), wanted=wanted)
 
 
-class _Gather(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, route: Route, shapes: list[TensorMeta], root: int, tensor: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.route, ctx.shapes, ctx.root = route, shapes, root
-        outs = [shape.empty() for shape in shapes] if route.comm.rank == root else None
-        route.comm.gather(outs, tensor.detach(), root, route.topology, _size(shapes))
-        return tuple(outs) if outs is not None else (_token(tensor),)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        route, at_root = ctx.route, ctx.route.comm.rank == ctx.root
-        own = ctx.shapes[route.comm.rank].empty()
-        route.comm.scatter(own, list(gradients) if at_root else None, ctx.root, route.topology, _size(ctx.shapes))
-        return None, None, None, own
+def _gathered(tensor: torch.Tensor, shapes: list[TensorMeta], root: int, route: Route) -> list[torch.Tensor]:
+    """All tensors, by rank, at the root; none elsewhere."""
+    outs = [shape.empty() for shape in shapes] if route.comm.rank == root else []
+    route.comm.gather(outs or None, tensor, root, route.topology, _size(shapes))
+    return outs
 
 
 # -- all_to_all, push, pull ------------------------------------------------------------------------------------------
@@ -261,64 +256,53 @@ class _Gather(Function):
 def all_to_all(parts: Tensors, shapes: list[TensorMeta], every: list[TensorMeta], route: Route) -> list[torch.Tensor]:
     """every: the shapes of all tensors between all members."""
     wanted = _wanted(every)
-    return list(_run(wanted, _AllToAll, route, _size(every), shapes, _entry(parts[0], wanted), *parts[1:]))
+    return _all_to_all([_entry(parts[0], wanted), *parts[1:]], shapes, _size(every), route, wanted)
 
 
-class _AllToAll(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, route: Route, size: int, shapes: list[TensorMeta], *parts: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.route, ctx.size, ctx.back = route, size, [(part.dtype, part.shape) for part in parts]
+def _all_to_all(
+    parts: Tensors, shapes: list[TensorMeta], size: int, route: Route, wanted: bool = True
+) -> list[torch.Tensor]:
+    back = _metas(parts)
+
+    def run(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outs = [shape.empty() for shape in shapes]
         route.comm.all_to_all(outs, [part.detach() for part in parts], route.topology, size)
         return tuple(outs)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        shapes = [TensorMeta(dtype, size, True) for dtype, size in ctx.back]
-        return None, None, None, *_apply_all(_AllToAll, ctx.route, ctx.size, shapes, *gradients)
+    def adjoint(*gradients: torch.Tensor) -> Tensors:
+        return _all_to_all(gradients, back, size, route)
+
+    return _several(_Twice, run, adjoint, *parts, wanted=wanted)
 
 
 def push(tensor: torch.Tensor, to: int, tag: int, comm: Communicator) -> torch.Tensor:
-    return _apply(_Push, comm, to, tag, _next(comm.pushed, to, tag), tensor)
+    back, shape = _next(comm.pushed, to, tag), tensor.shape
+    # Not waited for, as the peer may be pushing, too; copied, as it is read at an unknown time.
+    sending = comm.send(to, _copy(tensor), tag)
 
+    def adjoint(gradient: torch.Tensor) -> Tensors:
+        returned = torch.empty(shape, dtype=gradient.dtype)
+        comm.receive(to, returned, back)
+        sending.wait()
+        return [returned]
 
-class _Push(Function):
-    @staticmethod
-    def forward(ctx: Any, comm: Communicator, to: int, tag: int, back: int, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.comm, ctx.to, ctx.back, ctx.shape, ctx.dtype = comm, to, back, tensor.shape, tensor.dtype
-        # Not waited for, as the peer may be pushing, too; copied, as it is read at an unknown time.
-        ctx.sending = comm.send(to, _copy(tensor), tag)
-        return _token(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        returned = torch.empty(ctx.shape, dtype=ctx.dtype)
-        ctx.comm.receive(ctx.to, returned, ctx.back)
-        ctx.sending.wait()
-        return None, None, None, None, returned
+    return _one(_Once, _token, adjoint, tensor)
 
 
 def pull(tensor: torch.Tensor, source: int, tag: int, comm: Communicator) -> torch.Tensor:
-    return _apply(_Pull, comm, source, tag, _next(comm.pulled, source, tag), tensor)
+    back = _next(comm.pulled, source, tag)
 
-
-class _Pull(Function):
-    @staticmethod
-    def forward(ctx: Any, comm: Communicator, source: int, tag: int, back: int, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.comm, ctx.source, ctx.back = comm, source, back
+    def run(tensor: torch.Tensor) -> torch.Tensor:
         out = torch.empty(tensor.shape, dtype=tensor.dtype)
         comm.receive(source, out, tag)
         return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        ctx.comm.send(ctx.source, _copy(gradient), ctx.back)
+    def adjoint(gradient: torch.Tensor) -> Tensors:
+        comm.send(source, _copy(gradient), back)
         # The tensor's previous values are not in the result.
-        return None, None, None, None, torch.zeros_like(gradient)
+        return [torch.zeros_like(gradient)]
+
+    return _one(_Once, run, adjoint, tensor)
 
 
 def _next(counts: dict[tuple[int, int], int], peer: int, tag: int) -> int:
@@ -335,20 +319,6 @@ def pairwise(op: Op) -> Callable[[Tensors], torch.Tensor]:
     return lambda values: fold(FUNCTIONS[op], values)
 
 
-def _apply(function: type[Function], *arguments: Any) -> torch.Tensor:
-    result: torch.Tensor = function.apply(*arguments)
-    return result
-
-
-def _apply_all(function: type[Function], *arguments: Any) -> list[torch.Tensor]:
-    return list(function.apply(*arguments))
-
-
-def _run(wanted: bool, function: Any, *arguments: Any) -> Any:
-    """The results of a function, in autograd's graph if any member wants a gradient."""
-    return function.apply(*arguments) if wanted else function.forward(SimpleNamespace(), *arguments)
-
-
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
@@ -360,18 +330,12 @@ def attach(loss: torch.Tensor, *tokens: torch.Tensor) -> torch.Tensor:
     it, the operation returns an empty tensor: a token. `backward` from it, or from a loss that it is attached to,
     receives that gradient.
     """
-    return _apply(_Attach, loss, *tokens) if tokens else loss
+    shapes = [(token.shape, token.dtype) for token in tokens]
 
+    def adjoint(gradient: torch.Tensor) -> Tensors:
+        return [gradient, *(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes)]
 
-class _Attach(Function):
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, *tokens: torch.Tensor) -> torch.Tensor:
-        ctx.tokens = [(token.shape, token.dtype) for token in tokens]
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return gradient, *(torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.tokens)
+    return _one(_Twice, lambda loss, *_: loss.view_as(loss), adjoint, loss, *tokens) if tokens else loss
 
 
 def _token(like: torch.Tensor) -> torch.Tensor:
@@ -380,6 +344,10 @@ def _token(like: torch.Tensor) -> torch.Tensor:
 
 def tracked(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _metas(tensors: Tensors) -> list[TensorMeta]:
+    return [TensorMeta(tensor.dtype, tuple(tensor.shape), True) for tensor in tensors]
 
 
 def _wanted(shapes: list[TensorMeta]) -> bool:
