@@ -1,4 +1,7 @@
-"""The exchange behind all collectives that move data: each member offers a tensor to each other member."""
+"""A group on one machine, and the exchange behind all collectives that move data in it.
+
+In an exchange each member offers a tensor to each other member.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,9 @@ import numpy
 import torch
 
 from paceline.collectives.operation import CollectiveCall
-from paceline.collectives.shared_group import SharedGroup
-from paceline.errors import Mismatch, TeamError
+from paceline.errors import Mismatch, TeamError, WorkerLost
 from paceline.transport.control_block import ControlBlock
-from paceline.transport.peer_memory import MappedView, View, bytes_of
+from paceline.transport.peer_memory import MappedView, PeerMemory, View, bytes_of
 
 _INLINE = 1 << 62
 """In place of a segment's number: the data is in the slot."""
@@ -22,6 +24,46 @@ bytes offered to it and the bytes expected from it, both plus one."""
 
 Offers = Sequence[torch.Tensor | None]
 """By rank."""
+
+
+class SharedGroup:
+    """One member of a group on one machine."""
+
+    def __init__(self, control: ControlBlock, peers: PeerMemory) -> None:
+        self.control, self.peers = control, peers
+        self.rank, self.size = control.rank, control.size
+        self.spin = True
+        """True to poll before sleeping; False in a background thread."""
+
+    def agree(self, call: CollectiveCall, signature: int) -> list[memoryview]:
+        """Waits until all members have called the same operation; returns all members' rows of the control block."""
+        if not self.control.agree(signature, call, self.spin):
+            self._raise_mismatch(call)
+        return self.control.rows
+
+    def others(self) -> list[int]:
+        """All other members, starting with the next, so that members do not all read the same one at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _raise_mismatch(self, call: CollectiveCall) -> None:
+        """Raises for a member that called another operation. All see it in the same step, so the group stays usable."""
+        for rank, row in enumerate(self.control.rows):
+            if row[0] != call.signature:
+                other = CollectiveCall.of(row[0])
+                raise Mismatch(
+                    f"{self.control.called([rank])} is at {other.spoken if other else 'something else'} while "
+                    f"{self.control.called([self.rank])} is at {call.spoken}: all members must do the same",
+                    [self.control.ranks[rank]],
+                )
+
+    def explain(self, error: TeamError, call: CollectiveCall) -> TeamError:
+        """An error in another member's memory, with its cause if that member has died."""
+        for rank in error.ranks:
+            reason = self.control.gone_soon(rank)
+            if reason is not None:
+                who = self.control.called([rank])
+                return WorkerLost(f"{who} {reason} in the middle of {call.spoken}", [self.control.ranks[rank]])
+        return error
 
 
 class Exchange:

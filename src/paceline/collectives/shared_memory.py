@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.collectives.exchange import FIRST, Exchange, Offers
+from paceline.collectives.exchange import FIRST, Exchange, Offers, SharedGroup
 from paceline.collectives.operation import CollectiveCall, Op, OpKind, operation
 from paceline.collectives.operators import Reducer, reducer
-from paceline.collectives.shared_group import SharedGroup
 from paceline.collectives.tensors import in_one_piece
 from paceline.errors import TeamError, UsageError
 from paceline.transport.control_block import ControlBlock
