@@ -136,11 +136,12 @@ def test_what_is_no_frame_is_refused(damage: bytes | None) -> None:
         text = bytearray(right.recv(1000))
         text[-1] ^= 1
         damage = bytes(text)
-    receiver = PeerConnection(Poller(), right, "left", 5.0)
+    poller = Poller()
+    receiver = PeerConnection(poller, right, "left", 5.0)
     left.send(damage)
-    time.sleep(0.05)
+    poller.wait(5.0)
     with pytest.raises(TeamError, match=r"not a frame|damaged"):
-        receiver.pull()
+        receiver.check()
     assert not receiver.open and not receiver.frames
     left.close()
 

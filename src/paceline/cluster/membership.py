@@ -18,13 +18,7 @@ from paceline.config import Launch, Place, Timeouts
 from paceline.errors import JoinError, TeamTimeout
 from paceline.transport import Barrier, BarrierKind, ElasticBarrier, MachinesBarrier, Memory, StepCounter
 from paceline.transport.keys import Secret, key_of_run
-from paceline.transport.peer_connections import (
-    FrameKind,
-    PeerConnections,
-    compare_clocks,
-    connect,
-    connect_to_first,
-)
+from paceline.transport.peer_connections import FrameKind, PeerConnections, compare_clocks, connect
 
 __all__ = ["LivenessMonitor", "Members", "current", "join_team", "machine"]
 
@@ -203,8 +197,9 @@ def join_team(
     """
     global _current
     if _current is None:
-        if launch.joins is not None:
-            _current = _join_later(place, timeouts, say)
+        if launch.joins is not None:  # a worker that joins a running team is alone: the server knows the others
+            _current = _join_local(0, 1, Memory.create(Barrier.memory_size(1)), timeouts, say)
+            _current.rank = place.rank
         elif launch.control is not None or place.world_size == 1:
             size = Barrier.memory_size(place.world_size)
             memory = Memory.create(size) if launch.control is None else Memory.inherited(launch.control)
@@ -244,13 +239,6 @@ def _join_local(
     return Members(rank, size, barrier, liveness, store)
 
 
-def _join_later(place: Place, timeouts: Timeouts, say: Callable[[str], None]) -> Members:
-    """Members of a worker that joins a running team: itself alone, since the server knows the others."""
-    barrier = Barrier(Memory.create(Barrier.memory_size(1)), 0, 1, timeouts, say)
-    barrier.sign_in()
-    return Members(place.rank, 1, barrier, LivenessMonitor(barrier), None)
-
-
 def _join_machines(
     place: Place,
     roster: MemberList,
@@ -275,7 +263,7 @@ def _join_machines(
     connections, at = None, place.rank if elastic else number
     if elastic:
         hosts = [roster.hosts[roster.machine_of(rank)] for rank in range(place.world_size)]
-        connections = connect_to_first(place.rank, hosts, secret, *ways, patience)
+        connections = connect(place.rank, hosts, secret, *ways, patience, only_first=True)
         barrier = ElasticBarrier(place.rank, roster.machines, roster.hosts, local.barrier, connections, say)
     else:
         wide = local.share(MachinesBarrier.memory_size(place.world_size))

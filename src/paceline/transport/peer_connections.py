@@ -82,12 +82,8 @@ class PeerConnection:
         message = b"".join([_BYTES[kind], *parts])
         self._connection.send(make_frame("", self._index, self._sent, message))
 
-    def pull(self) -> None:
-        """Takes what has come; TeamError if it is not what a member sends."""
-        self._connection.pull()
-        self.check()
-
     def check(self) -> None:
+        """Raises TeamError if what has come is not what a member sends."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -169,34 +165,22 @@ Find = Callable[[int], int]
 
 
 def connect(
-    index: int, hosts: list[str], secret: Secret, publish: Publish, find: Find, patience: tuple[float, float]
-) -> PeerConnections:
-    """Connects the leads of all machines: each calls those before it and is called by those behind it.
-
-    patience: seconds until all must be connected, and later of a host's silence.
-    """
-    return _join(index, hosts, secret, publish, find, patience, range(index), range(index + 1, len(hosts)))
-
-
-def connect_to_first(
-    rank: int, hosts: list[str], secret: Secret, publish: Publish, find: Find, patience: tuple[float, float]
-) -> PeerConnections:
-    """Connects every member to rank 0: `hosts` gives each rank's host. The rest is as of `connect`."""
-    expect = range(0) if rank else range(1, len(hosts))
-    return _join(rank, hosts, secret, publish, find, patience, range(min(rank, 1)), expect)
-
-
-def _join(
     index: int,
     hosts: list[str],
     secret: Secret,
     publish: Publish,
     find: Find,
     patience: tuple[float, float],
-    call: range,
-    expect: range,
+    *,
+    only_first: bool = False,
 ) -> PeerConnections:
-    """call: members that this one calls. expect: members that call this one."""
+    """Connects all members, the leads of the machines: each calls those before it and is called by those behind it.
+
+    patience: seconds until all must be connected, and later of a host's silence. only_first: every member is connected
+    to rank 0 alone, and `hosts` gives each rank's host.
+    """
+    call = range(min(index, 1) if only_first else index)
+    expect = range(0) if only_first and index else range(index + 1, len(hosts))
     until = time.monotonic() + patience[0]
     poller, missing = Poller(), set(expect)
     connections: dict[int, PeerConnection] = {}
