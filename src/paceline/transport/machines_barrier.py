@@ -83,9 +83,6 @@ class MachinesBarrier(BarrierNotes):
     def spare(self, spare: bool) -> None:
         self._local.spare = spare
 
-    def sign_in(self) -> None:
-        self._local.sign_in()
-
     def sign_out(self) -> None:
         self._local.sign_out()
         if self._connections is not None:
@@ -107,9 +104,6 @@ class MachinesBarrier(BarrierNotes):
         return rank in self.departed or (
             self._connections is not None and self._connections.connections[self._machine_of[rank]].left
         )
-
-    def failed(self, rank: int) -> bool:
-        return rank in self._here and self._local.failed(self._here.index(rank))
 
     def gone(self, rank: int) -> str | None:
         """Why `rank` will not come any more, or None while it may, as far as is known here."""

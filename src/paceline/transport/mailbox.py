@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.config import Timeouts
 from paceline.errors import Mismatch, TeamError, TeamTimeout, WorkerLost, names
 from paceline.transport import segments
 from paceline.transport.futex import FutexArray
@@ -106,10 +105,6 @@ class Mailbox:
         return -(-FutexArray.STRIDE * size // 4096) * 4096 + RING * size * size
 
     @property
-    def timeouts(self) -> Timeouts:
-        return self._steps.timeouts
-
-    @property
     def unsent(self) -> bool:
         """True if something is to be sent for which there was no room yet."""
         return any(self._unsent)
@@ -148,7 +143,7 @@ class Mailbox:
             self._needed.set()
 
     def wait(self, transfer: Transfer, timeout: float | None = None) -> None:
-        limit = self.timeouts.barrier if timeout is None else timeout
+        limit = self._steps.timeouts.barrier if timeout is None else timeout
         since, spins = time.monotonic(), _SPINS
         with self._lock:
             self._waiting += 1
