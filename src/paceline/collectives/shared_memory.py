@@ -157,7 +157,7 @@ class SharedMemoryCollectives(SharedGroup):
     ) -> None:
         """Reduces this member's part, chunk by chunk."""
         kind, op, control = call.kind, call.op, self.control
-        views = self._views({rank: tuple(rows[rank][FIRST : FIRST + 3]) for rank in self.others()})
+        views = {rank: self.peers.view(rank, rows[rank][FIRST : FIRST + 3]) for rank in self.others()}
         wanting = self.others() if root is None else [root] if root != self.rank else []
         keeps = root is None or root == self.rank
         item, length = seen.itemsize, CHUNK // seen.itemsize
@@ -188,8 +188,7 @@ class SharedMemoryCollectives(SharedGroup):
     # -- moving ------------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        call, signature = operation(OpKind.BARRIER, torch.uint8, 0)
-        self.agree(call, signature)
+        self.agree(*operation(OpKind.BARRIER, torch.uint8, 0))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         call, signature = operation(OpKind.BROADCAST, tensor.dtype, tensor.numel(), Op.NONE, root)
@@ -239,9 +238,6 @@ class SharedMemoryCollectives(SharedGroup):
                 bytes_of(own).copy_(bytes_of(mine))
 
     # -- helpers -----------------------------------------------------------------------------------------------------
-
-    def _views(self, places: dict[int, tuple[int, ...]]) -> dict[int, View]:
-        return {rank: self.peers.view(rank, (place[0], place[1], place[2])) for rank, place in places.items()}
 
     def _read(self, kind: OpKind, view: View, rank: int, offset: int, into: torch.Tensor) -> torch.Tensor:
         start = time.perf_counter()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -136,7 +137,7 @@ class PeerMemory:
         self._used.append(box)
         return box
 
-    def view(self, rank: int, where: tuple[int, int, int]) -> View:
+    def view(self, rank: int, where: Sequence[int]) -> View:
         """The bytes that `rank` has exposed there."""
         number, descriptor, place = where
         if number == 0:
