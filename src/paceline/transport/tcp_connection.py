@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -32,7 +33,7 @@ _PREFIX = struct.Struct("!4sI")  # mark, number of parts
 _PREFIXES = [struct.Struct(f"!4sI{count}I") for count in range(_PARTS + 1)]
 """By number of parts, the prefix with their lengths."""
 _READ = 1 << 16
-"""Bytes that are read at once; longer parts are read where they stay."""
+"""Bytes that are read at once; the rest of a longer frame is read where it stays."""
 _JOINED = 1 << 14
 """Bytes up to which the parts of a frame are joined: one TLS record."""
 _TURN = 4 << 20
@@ -114,10 +115,10 @@ class TcpConnection:
         self._descriptor, self._encrypted = connection.fileno(), isinstance(connection, ssl.SSLSocket)
         self._buffer = memoryview(bytearray(_READ))
         self._incoming = b""
-        self._lengths: list[int] = []
-        """Of the parts that are still to come, of the frame that is coming."""
-        self._parts: list[Any] = []
+        self._lengths: Sequence[int] = ()
+        """Of the parts of the frame that is coming."""
         self._body: memoryview | None = None
+        """All of its parts, if it is long and some of them are still to come."""
         self._filled = 0
         self._outgoing: deque[memoryview] = deque()
         self._writes = False
@@ -214,36 +215,20 @@ class TcpConnection:
         if self._body is not None:
             if self._filled < len(self._body):
                 return
-            self._add(self._body)
-            self._body = None
+            body, self._body = self._body, None
+            self._deliver(_parts(body, self._lengths))
         data, start = self._incoming, 0
         view = memoryview(data)
-        while self.open:
-            if not self._lengths:
-                after = self._read_prefix(data, start)
-                if not after:
-                    break
-                start = after
-                if len(data) - start >= sum(self._lengths):  # the whole frame is here
-                    parts = []
-                    for length in self._lengths:
-                        parts.append(view[start : start + length])
-                        start += length
-                    self._lengths = []
-                    self._deliver(parts)
-                    if start == len(data):
-                        break
-                    continue
-            length = self._lengths[0]
-            have = len(data) - start
-            if have < length:
-                if length > _READ:
-                    self._body = memoryview(bytearray(length))
-                    self._body[:have] = view[start:]
+        while self.open and (begin := self._read_prefix(data, start)):
+            have, whole = len(data) - begin, sum(self._lengths)
+            if have < whole:
+                if whole > _READ:  # the rest is read into its place
+                    self._body = memoryview(bytearray(whole))
+                    self._body[:have] = view[begin:]
                     self._filled, start = have, len(data)
                 break
-            start += length
-            self._add(view[start - length : start])
+            start = begin + whole
+            self._deliver(_parts(view[begin:start], self._lengths))
         self._incoming = data[start:]
 
     def _read_prefix(self, data: bytes, start: int) -> int:
@@ -260,15 +245,8 @@ class TcpConnection:
         lengths = prefix.unpack_from(data, start)[2:]
         if sum(lengths) > self._largest:
             raise TeamError(f"{self.host} has sent a frame of {sum(lengths)} bytes; {self._largest} are allowed")
-        self._lengths = list(lengths)
+        self._lengths = lengths
         return int(start + prefix.size)
-
-    def _add(self, part: memoryview) -> None:
-        self._parts.append(part)
-        del self._lengths[0]
-        if not self._lengths:
-            parts, self._parts = self._parts, []
-            self._deliver(parts)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -283,6 +261,11 @@ class TcpConnection:
             self._poller.unwatch(self._descriptor)
             with contextlib.suppress(OSError):
                 self.socket.close()
+
+
+def _parts(body: memoryview, lengths: Sequence[int]) -> list[Any]:
+    """The parts of a frame, one after the other."""
+    return [body[stop - length : stop] for length, stop in zip(lengths, accumulate(lengths), strict=True)]
 
 
 def keep_alive(connection: socket.socket, patience: float) -> None:
