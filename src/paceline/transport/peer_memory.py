@@ -105,20 +105,18 @@ class PeerMemory:
             return False
         return True
 
-    def expose(self, tensor: torch.Tensor, keep: bool = True) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    def expose(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
         """Makes a contiguous tensor reachable; returns the tensor that the others see, and its place.
 
-        Where private memory cannot be reached that is a copy in shared memory, with its content if `keep`; the caller
-        copies back what it needs, and then calls `release`.
+        Where private memory cannot be reached that is a copy in shared memory; the caller copies back what it needs,
+        and then calls `release`.
         """
         segment = segments.find(tensor)
         if segment is None and self.private:
             return tensor, (0, 0, tensor.data_ptr())
         if segment is None:
             copied = self._scratch(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            if keep:
-                copied.copy_(tensor)
-            tensor, segment = copied, segments.find(copied)
+            tensor, segment = copied.copy_(tensor), segments.find(copied)
             assert segment is not None
         return tensor, (segment.number, segment.descriptor, tensor.data_ptr() - segment.start)
 
