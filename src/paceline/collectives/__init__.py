@@ -13,27 +13,12 @@ through the operation. So always use the returned tensor.
 All members' tensors must require grad alike, except for scatter, gather, all_gather and all_to_all.
 """
 
+# ruff: noqa: F403, F405
+
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.collectives.functions import (
-        all_gather,
-        all_reduce,
-        all_to_all,
-        attach,
-        barrier,
-        broadcast,
-        empty,
-        gather,
-        map_reduce,
-        observe,
-        pull,
-        push,
-        reduce,
-        reduce_scatter,
-        scatter,
-        wait,
-    )
+    from paceline.collectives.functions import *
 
 __all__ = [
     "all_gather",
