@@ -44,12 +44,8 @@ class _Card(msgspec.Struct):
     findings: Machine | None
 
 
-class _Row(msgspec.Struct):
-    """One worker's measurements of its links to workers of a lower rank."""
-
-    latency: dict[int, float]
-    out: dict[int, float]
-    back: dict[int, float]
+_Row = dict[int, tuple[float, float, float]]
+"""One worker's links to workers of a lower rank: seconds of latency, bytes per second to them and back."""
 
 
 class NetworkProbe:
@@ -84,7 +80,7 @@ class NetworkProbe:
             listener.settimeout(_PATIENCE)
             card = _Card(socket.gethostname(), address, listener.getsockname()[1], findings)
             cards = [msgspec.json.decode(text, type=_Card) for text in self._exchange("card", _json(card))]
-            row = _Row({}, {}, {}) if silent else self._take_turns(listener, cards, secret)
+            row = {} if silent else self._take_turns(listener, cards, secret)
         self._store.set(f"row/{rank}", _json(row))
         if rank:
             return None
@@ -94,7 +90,7 @@ class NetworkProbe:
 
     def _take_turns(self, listener: socket.socket, cards: list[_Card], secret: Secret) -> _Row:
         """Measure the pairs one after the other, so that they do not disturb each other."""
-        row = _Row({}, {}, {})
+        row: _Row = {}
         for low in range(self.place.world_size):
             for high in range(low + 1, self.place.world_size):
                 if self.place.rank == high:
@@ -103,7 +99,7 @@ class NetworkProbe:
                     address = self._master if is_loopback(card.address) else card.address
                     with socket.create_connection((address, card.port), _PATIENCE) as connection:
                         _greet(connection, secret, first=True)
-                        row.latency[low], row.out[low], row.back[low] = _lead(connection)
+                        row[low] = _lead(connection)
                 elif self.place.rank == low:
                     with _caller(listener, secret) as connection:
                         _follow(connection)
@@ -209,9 +205,9 @@ def _links(cards: list[_Card], rows: list[_Row]) -> LinkFindings:
     latency: list[list[float | None]] = [[None] * size for _ in range(size)]
     bandwidth: list[list[float | None]] = [[None] * size for _ in range(size)]
     for high, row in enumerate(rows):
-        for low in row.latency:
-            latency[high][low] = latency[low][high] = row.latency[low]
-            bandwidth[high][low], bandwidth[low][high] = row.out[low], row.back[low]
+        for low, (seconds, out, back) in row.items():
+            latency[high][low] = latency[low][high] = seconds
+            bandwidth[high][low], bandwidth[low][high] = out, back
     hosts = [card.host for card in cards]
     return LinkFindings(hosts=hosts, latency=latency, bandwidth=bandwidth, findings=judge(latency, bandwidth))
 
