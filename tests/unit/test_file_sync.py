@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.checkpoints import newest_checkpoint
 from paceline.cluster.engines.ray_cluster import Room, parse_each, parse_environment
-from paceline.cluster.file_sync import FileSync
+from paceline.cluster.file_sync import FileSync, newest_checkpoint
 from paceline.errors import UsageError
 
 

@@ -1,4 +1,4 @@
-"""Sends the files of a run's folder on a node to the driver. Plain Python, for the same reason as `ray_agent`."""
+"""Files of a run's folder: sends them from a node to the driver. Plain Python, for the same reason as `ray_agent`."""
 
 from __future__ import annotations
 
@@ -88,3 +88,9 @@ class FileSync:
     def close(self) -> None:
         if self._open is not None:
             self._open[1].close()
+
+
+def newest_checkpoint(folder: pathlib.Path) -> pathlib.Path | None:
+    """The checkpoint of a run that was written last."""
+    found = list((folder / "checkpoints").glob("*.pt"))
+    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name)) if found else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.cluster.checkpoints import newest_checkpoint
+from paceline.cluster.file_sync import newest_checkpoint
 from paceline.cluster.membership import Members
 from paceline.errors import UsageError
 from paceline.parameters.checkpoint_codec import pack, unpack

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paceline.cluster.checkpoints import newest_checkpoint
+from paceline.cluster.file_sync import newest_checkpoint
 from paceline.cluster.process_set import ProcessEnd
 from paceline.cluster.servers import StartServers
 from paceline.cluster.supervision import ExitStatus, Interrupted, Supervision, failures, interruptible

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from paceline.cluster.checkpoints import newest_checkpoint
 from paceline.cluster.engines.base import TICK, Engine, EngineCallbacks, EngineOption, Job, SupervisedRun
 from paceline.cluster.engines.ray_cluster import PLACEMENTS, RayCluster, Room, first_line, parse_each, parse_environment
+from paceline.cluster.file_sync import newest_checkpoint
 from paceline.cluster.process_set import ProcessEnd
 from paceline.cluster.servers import StartServers
 from paceline.cluster.supervision import ExitStatus
