@@ -6,6 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,8 @@ def contestant(name: str, task: CollectiveTask, size: int, gloo: Any) -> Step:
 
 def _direct(task: CollectiveTask, whole: torch.Tensor, part: torch.Tensor) -> Step:
     """The same through `paceline.collectives`, in the topology asked for."""
-    topology = task.topology
-    steps: dict[str, Step] = {
-        "all_reduce": lambda: collectives.all_reduce(whole, topology=topology),
-        "broadcast": lambda: collectives.broadcast(whole, topology=topology),
-        "all_gather": lambda: collectives.all_gather(part, topology=topology),
-        "reduce_scatter": lambda: collectives.reduce_scatter(whole, topology=topology),
-        "all_to_all": lambda: collectives.all_to_all(whole, topology=topology),
-    }
-    return steps[task.operation]
+    tensor = part if task.operation == "all_gather" else whole
+    return partial(getattr(collectives, task.operation), tensor, topology=task.topology)
 
 
 def _time(step: Step, seconds: float) -> float:

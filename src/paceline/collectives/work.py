@@ -15,8 +15,6 @@ from torch.futures import Future
 from paceline.collectives.op_queue import OpQueue, QueuedOp
 from paceline.transport.mailbox import Transfer
 
-Result = list[torch.Tensor]
-
 
 class PacelineWork(Work):
     """Handle of an operation; `outputs` are the tensors that it fills."""
@@ -103,7 +101,7 @@ class QueuedWork(PacelineWork):
 class P2PWork(PacelineWork):
     """Handle of a message that is sent or received."""
 
-    def __init__(self, transfer: Transfer, outputs: Result, back: Callable[[], None] | None = None) -> None:
+    def __init__(self, transfer: Transfer, outputs: list[torch.Tensor], back: Callable[[], None] | None = None) -> None:
         super().__init__(outputs)
         self._transfer, self._back = transfer, back
         self._lock = threading.Lock()
