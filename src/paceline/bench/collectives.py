@@ -29,7 +29,7 @@ def main() -> None:
     rank, gloo = distributed.get_rank(), None
     if "gloo" in task.contestants:
         gloo = distributed.new_group(backend="gloo")
-    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in task.contestants}
+    seconds: CollectiveTimes = {name: {} for name in task.contestants}
     gc.disable()
     for number in range(task.rounds):
         for size in task.sizes:
@@ -41,7 +41,7 @@ def main() -> None:
         if rank == 0:
             print(f"round {number + 1} of {task.rounds}", file=sys.stderr, flush=True)
     if rank == 0:
-        Path(task.output).write_bytes(msgspec.json.encode(CollectiveTimes(seconds)))
+        Path(task.output).write_bytes(msgspec.json.encode(seconds))
     distributed.destroy_process_group()
 
 

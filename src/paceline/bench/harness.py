@@ -49,15 +49,15 @@ def measure_collectives(task: CollectiveTask, workers: int, label: str = "") -> 
         return _run("collectives.py", task, CollectiveTimes, workers, None, label)
     # mpirun starts OpenMPI's processes, so each turn is a run of its own.
     ours = msgspec.structs.replace(task, contestants=[name for name in task.contestants if name != "mpi"], rounds=1)
-    together: dict[str, dict[str, list[float]]] = {}
+    together: CollectiveTimes = {}
     for number in range(task.rounds):
         said = f"{label} run {number + 1} of {task.rounds}:"
-        times = _run("collectives.py", ours, CollectiveTimes, workers, None, said).seconds
+        times = _run("collectives.py", ours, CollectiveTimes, workers, None, said)
         times["mpi"] = {size: [once] for size, once in _run_mpi(task, workers).items()}
         for name, by_size in times.items():
             for size, seconds in by_size.items():
                 together.setdefault(name, {}).setdefault(size, []).extend(seconds)
-    return CollectiveTimes(together)
+    return together
 
 
 def _run_mpi(task: CollectiveTask, workers: int) -> dict[str, float]:

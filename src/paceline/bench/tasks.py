@@ -29,10 +29,8 @@ class TrainTask(msgspec.Struct, frozen=True, kw_only=True):
     """Path for the times."""
 
 
-class TrainTimes(msgspec.Struct):
-    """Seconds per step of each contestant, one value per round."""
-
-    seconds: dict[str, list[float]]
+TrainTimes = dict[str, list[float]]
+"""Seconds per step of each contestant, one value per round."""
 
 
 class MemoryTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +77,5 @@ class CollectiveTask(msgspec.Struct, frozen=True, kw_only=True):
     """Path for the times."""
 
 
-class CollectiveTimes(msgspec.Struct):
-    """Seconds per operation by contestant and size (as text), one value per round."""
-
-    seconds: dict[str, dict[str, list[float]]]
+CollectiveTimes = dict[str, dict[str, list[float]]]
+"""Seconds per operation by contestant and size (as text), one value per round."""

@@ -27,7 +27,7 @@ def main() -> None:
         # All must make the same number of steps: that of the lead.
         once = _time(team, contestants[name], 5)
         counts[name] = max(5, int(task.seconds / team.per_replica(once)[0]))
-    seconds: dict[str, list[float]] = {name: [] for name in task.contestants}
+    seconds: TrainTimes = {name: [] for name in task.contestants}
     gc.collect()
     gc.disable()
     for number in range(task.rounds):
@@ -36,7 +36,7 @@ def main() -> None:
         if team.is_lead:
             print(f"round {number + 1} of {task.rounds}", file=sys.stderr, flush=True)
     if team.is_lead:
-        Path(task.output).write_bytes(msgspec.json.encode(TrainTimes(seconds)))
+        Path(task.output).write_bytes(msgspec.json.encode(seconds))
 
 
 def _time(team: paceline.Team, contestant: Contestant, count: int) -> float:

@@ -65,7 +65,7 @@ def train(
     task = _train_task(model, ["paceline", against], workers, batch, optimizer, precision, rounds, seconds)
     chosen = str(parse_strategy(strategy))
     result = measure(task, workers, chosen, label=f"{model}, {workers} workers:")
-    ours, theirs = result.seconds["paceline"], result.seconds[against]
+    ours, theirs = result["paceline"], result[against]
     facts: dict[str, Any] = {
         "model": model,
         "workers": workers,
@@ -77,11 +77,11 @@ def train(
         "ratio": min(theirs) / min(ours),
         "ratio_of_medians": statistics.median(theirs) / statistics.median(ours),
         "steps_per_second": {"paceline": 1 / min(ours), against: 1 / min(theirs)},
-        "rounds": result.seconds,
+        "rounds": result,
     }
     table = Table("", "best round", "median round", title=f"{model}, {workers} workers, batch {task.batch} each")
     for name in ("paceline", against):
-        times = result.seconds[name]
+        times = result[name]
         table.add_row(name, f"{min(times) * 1e3:.3g} ms/step", f"{statistics.median(times) * 1e3:.3g} ms/step")
     closing = f"{chosen} makes {facts['ratio']:.2f} times as many steps per second as {against}"
     _print(facts, json, table, closing)
@@ -118,7 +118,7 @@ def scaling(
                 contestants = ["paceline", "single", "alone", "alone-keeping"]
                 task = _train_task(model, contestants, count, size, optimizer, precise, rounds, seconds)
                 label = f"{model}, {count} workers, batch {size}, {precise}:"
-                best = {name: min(times) for name, times in measure(task, count, chosen, label).seconds.items()}
+                best = {name: min(times) for name, times in measure(task, count, chosen, label).items()}
                 points.append(
                     {
                         "workers": count,
@@ -254,7 +254,7 @@ def collectives_(
 def _collective_facts(task: CollectiveTask, workers: int, against: str, times: CollectiveTimes) -> dict[str, Any]:
     points = []
     for size in task.sizes:
-        best = {name: min(times.seconds[name][str(size)]) for name in task.contestants}
+        best = {name: min(times[name][str(size)]) for name in task.contestants}
         copy = best.pop("copy")
         seen: dict[str, dict[str, float]] = {}
         for name, seconds in best.items():
@@ -274,7 +274,7 @@ def _collective_facts(task: CollectiveTask, workers: int, against: str, times: C
         "topology": task.topology,
         "against": against,
         "points": points,
-        "rounds": times.seconds,
+        "rounds": times,
     }
 
 
