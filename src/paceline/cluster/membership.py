@@ -13,7 +13,8 @@ import msgspec
 import torch
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from paceline.cluster.rendezvous import MemberList, exchange_ports, find_members, machine, open_store
+from paceline.cluster.process_set import machine
+from paceline.cluster.rendezvous import MemberList, exchange_ports, find_members, open_store
 from paceline.config import Launch, Place, Timeouts
 from paceline.errors import JoinError, TeamTimeout
 from paceline.transport import Barrier, BarrierKind, ElasticBarrier, MachinesBarrier, Memory, StepCounter

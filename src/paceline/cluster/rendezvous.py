@@ -174,10 +174,3 @@ def exchange_ports(store: Store, timeouts: Timeouts) -> tuple[Callable[[int, int
             raise JoinError(f"got no answer from machine {machine} in {timeouts.join:g} s: {error}") from None
 
     return publish, find
-
-
-def machine() -> str:
-    """A name that is equal in two processes exactly if they see each other in /proc and share a network."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
-        boot = file.read().strip()
-    return "/".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])  # noqa: PTH115

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 import msgspec
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from paceline.cluster.rendezvous import addresses, machine, open_store
+from paceline.cluster.process_set import machine
+from paceline.cluster.rendezvous import addresses, open_store
 from paceline.config import Place, Timeouts
 from paceline.doctor.findings import Finding, LinkFindings, Machine, limits, ok
 from paceline.errors import JoinError, UsageError

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.cluster.file_sync import FileSync
-from paceline.cluster.process_set import ProcessSet
+from paceline.cluster.process_set import ProcessSet, machine
 
 _EVENTS = 2000
 """Events that wait for the driver; more make the worker wait."""
@@ -90,7 +90,7 @@ class Agent:
             "host": socket.gethostname(),
             "version": importlib.metadata.version("paceline"),
             "python": platform.python_version(),
-            "machine": _machine(),
+            "machine": machine(),
         }
 
     def port(self) -> int:
@@ -275,9 +275,3 @@ class Agent:
         self._lock.close()
         assert self._sweeper.stdin is not None
         self._sweeper.stdin.close()
-
-
-def _machine() -> str:
-    """As `rendezvous.machine`: equal in two processes that can share memory."""
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return "/".join([boot, *(str(pathlib.Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "net"))])
