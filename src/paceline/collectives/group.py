@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from paceline.cluster.membership import LivenessMonitor, machine
+from paceline.cluster.membership import LivenessMonitor
 from paceline.collectives.op_queue import OpQueue
 from paceline.collectives.operation import DTYPES, OpKind, operation
 from paceline.collectives.shared_memory import SharedMemoryCollectives
@@ -30,7 +30,6 @@ _MAGIC = 0x5061_6365
 class _MemberInfo(msgspec.Struct, array_like=True):
     """A member's process and memory, for the other members."""
 
-    machine: str
     pid: int
     descriptor: int
     address: int
@@ -46,7 +45,7 @@ class Group:
         mailbox_at = -(-ControlBlock.memory_size(size) // 4096) * 4096
         made = Memory.create(mailbox_at + Mailbox.memory_size(size)) if rank == 0 else None
         signature = torch.tensor([_MAGIC + rank])
-        info = _MemberInfo(machine(), os.getpid(), made.descriptor if made else -1, signature.data_ptr())
+        info = _MemberInfo(os.getpid(), made.descriptor if made else -1, signature.data_ptr())
         infos = [msgspec.json.decode(text, type=_MemberInfo) for text in exchange(msgspec.json.encode(info))]
         memory = made or _map(infos[0], rank)
         self.control = ControlBlock(memory, rank, size, Timeouts(barrier=timeouts.join, notice=timeouts.notice), say)
