@@ -183,7 +183,10 @@ class ElasticBarrier(MachinesBarrier):
                 self._depart(rank, _DIED)
                 return True
             if kind is FrameKind.NOTES:
-                self._take_note(rank, payload)
+                number, _, (note, *_) = self._notes_of(self.where(rank), [rank], payload, [rank])
+                if number != self._count:
+                    raise TeamError(f"{self.where(rank)} is at barrier {number}, rank 0 at {self._count}", [rank])
+                note.write(self._slots[self._count & 1][rank])
                 return True
         if connection.open and not connection.left:
             return False
@@ -191,12 +194,6 @@ class ElasticBarrier(MachinesBarrier):
             raise WorkerLost(f"{self.where(rank)} {self.gone(rank)}; rank 0 needs it at {topic.spoken}", [rank])
         self._depart(rank, _LEFT if connection.left else _DIED)
         return True
-
-    def _take_note(self, rank: int, payload: memoryview) -> None:
-        number, _, (note, *_) = self._notes_of(self.where(rank), [rank], payload, [rank])
-        if number != self._count:
-            raise TeamError(f"{self.where(rank)} is at barrier {number}, rank 0 at {self._count}", [rank])
-        note.write(self._slots[self._count & 1][rank])
 
     def _give_up(self, late: list[int], waited: float, topic: BarrierKind) -> None:
         """Gives up members that have not come in time: their machines may be cut off."""

@@ -135,17 +135,14 @@ class PeerConnections:
             self._poller.wait(seconds)
         for number, connection in self.connections.items():
             connection.check()
-            if self.heard is not None and connection.frames:
-                self._take_events(number, connection)
-
-    def _take_events(self, number: int, connection: PeerConnection) -> None:
-        assert self.heard is not None
-        for _ in range(len(connection.frames)):
-            kind, payload = connection.frames.popleft()
-            if kind is FrameKind.STREAM:
-                self.heard(number, payload)
-            else:
-                connection.frames.append((kind, payload))
+            if self.heard is None:
+                continue
+            for _ in range(len(connection.frames)):
+                kind, payload = connection.frames.popleft()
+                if kind is FrameKind.STREAM:
+                    self.heard(number, payload)
+                else:
+                    connection.frames.append((kind, payload))
 
     def settle(self, seconds: float) -> None:
         """Waits until all is sent, at most so many seconds."""

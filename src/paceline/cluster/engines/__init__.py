@@ -6,6 +6,7 @@ from paceline.cluster.engines.base import Engine
 from paceline.cluster.engines.local import LocalEngine
 from paceline.cluster.engines.ray import RayEngine
 from paceline.cluster.engines.torchrun import TorchrunEngine
+from paceline.config.checks import listed
 from paceline.errors import UsageError
 
 ENGINES: dict[str, type[Engine]] = {engine.NAME: engine for engine in (LocalEngine, RayEngine, TorchrunEngine)}
@@ -28,5 +29,4 @@ def find_engine(on: str) -> type[Engine]:
             scheme, separator, _ = selector.partition("://")
             if on == selector or (separator and on.startswith(scheme + separator)):
                 return engine
-    *most, last = [f"'{selector}'" for selector in selectors()]
-    raise UsageError(f"--on is '{on}'; it must be {', '.join(most)} or {last}")
+    raise UsageError(f"--on is '{on}'; it must be {listed(selectors())}")
