@@ -21,11 +21,13 @@ from paceline.transport import segments
 from paceline.transport.futex import FutexArray
 from paceline.transport.memory import Memory
 from paceline.transport.message_ring import (
+    HEAD,
     INLINE,
     PENDING,
     REFUSED,
     RING,
     SLOTS,
+    TAIL,
     TAKEN,
     TICKETS,
     IncomingMessage,
@@ -175,7 +177,7 @@ class Mailbox:
         """Takes what has come, and sends what could not be sent before."""
         with self._lock:
             for source, ring in enumerate(self._in):
-                if ring.tail < ring.head:
+                if ring.counts[TAIL] < ring.counts[HEAD]:
                     self._open(source, ring)
             for peer in range(self.size):
                 if self._without_receipt[peer]:
@@ -199,9 +201,9 @@ class Mailbox:
     def _post(self, peer: int) -> None:
         ring, queue = self._out[peer], self._unsent[peer]
         posted = False
-        while queue and ring.head - ring.tail < SLOTS:
+        while queue and ring.counts[HEAD] - ring.counts[TAIL] < SLOTS:
             sending = queue[0]
-            tensor, number = sending.tensor, ring.head
+            tensor, number = sending.tensor, ring.counts[HEAD]
             header = ring.header(number)
             header[0], header[1], header[2] = sending.tag, tensor.nbytes, self._numbers[tensor.dtype]
             if tensor.nbytes <= INLINE:
@@ -221,7 +223,7 @@ class Mailbox:
                 ring.receipts[ticket] = PENDING
                 self._without_receipt[peer][ticket] = sending
             queue.popleft()
-            ring.head = number + 1
+            ring.counts[HEAD] = number + 1
             posted = True
         if posted:
             self._wake(peer)
@@ -246,7 +248,7 @@ class Mailbox:
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def _open(self, source: int, ring: MessageRing) -> None:
-        number, head = ring.tail, ring.head
+        number, head = ring.counts[TAIL], ring.counts[HEAD]
         first = number
         while number < head:
             message = IncomingMessage(source, ring.header(number))
@@ -261,8 +263,8 @@ class Mailbox:
                     message.content = message.content.clone()  # the slot will be used again
                 self._unexpected.append(message)
             number += 1
-            ring.tail = number
-        if ring.head - first >= SLOTS:  # it was full meanwhile: its sender may wait for room
+            ring.counts[TAIL] = number
+        if ring.counts[HEAD] - first >= SLOTS:  # it was full meanwhile: its sender may wait for room
             self._wake(source)
 
     def _deliver(self, receiving: ReceiveTransfer, message: IncomingMessage) -> None:

@@ -19,6 +19,8 @@ _SLOT = _HEADER + INLINE
 _FIXED = 64 + 64 + 8 * TICKETS  # both counts, receipts
 RING = -(-(_FIXED + SLOTS * _SLOT) // 4096) * 4096
 """Bytes of a ring."""
+HEAD, TAIL = 0, 8
+"""Places of the counts, each in a cache line of its own."""
 PENDING, TAKEN, REFUSED = range(3)
 """States of a receipt."""
 
@@ -28,30 +30,13 @@ class MessageRing:
 
     def __init__(self, memory: Memory, start: int) -> None:
         control = memory.bytes(start, _FIXED)
-        self._counts = control.cast("q")
+        self.counts = control.cast("q")
+        """Messages that were ever put in, at `HEAD`, and ever taken out, at `TAIL`."""
         self.receipts = control[128:].cast("q")
         begin = start + _FIXED
         offsets = [begin + _SLOT * number for number in range(SLOTS)]
         self._headers = [memory.bytes(offset, _HEADER).cast("q") for offset in offsets]
         self._offsets, self._memory = offsets, memory
-
-    @property
-    def head(self) -> int:
-        """Messages that were ever put in."""
-        return self._counts[0]
-
-    @head.setter
-    def head(self, value: int) -> None:
-        self._counts[0] = value
-
-    @property
-    def tail(self) -> int:
-        """Messages that were ever taken out."""
-        return self._counts[8]
-
-    @tail.setter
-    def tail(self, value: int) -> None:
-        self._counts[8] = value
 
     def header(self, number: int) -> memoryview:
         return self._headers[number % SLOTS]
