@@ -23,12 +23,29 @@ from paceline.errors import UsageError
 from paceline.events import Message
 from paceline.topologies import Traffic
 from paceline.transport.channel import Channel, CountingChannel, PendingSend
+from paceline.transport.mailbox import Mailbox
 
 TOPOLOGIES = ("auto", "shared", *topologies.TOPOLOGIES)
+TAG = -21
+"""Tag of the messages of algorithms; users' tags are not negative."""
 Price = Callable[[int], float]
 """Seconds of an all-reduce, by its bytes."""
 _PROBES = ((1 << 10, 6), (1 << 17, 3), (1 << 20, 2))
 """Bytes and repetitions of the all-reduces from which costs are measured."""
+
+
+class MailChannel:
+    """A channel through a mailbox in shared memory."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.rank, self.size = mailbox.rank, mailbox.size
+        self._mailbox = mailbox
+
+    def send(self, peer: int, tensor: torch.Tensor, tag: int = TAG) -> PendingSend:
+        return self._mailbox.send(peer, tensor, tag)
+
+    def receive(self, peer: int, tensor: torch.Tensor, tag: int = TAG) -> None:
+        self._mailbox.receive(peer, tensor, tag).wait()
 
 
 class ObservedTraffic:

@@ -5,23 +5,48 @@ from __future__ import annotations
 import atexit
 import weakref
 
+import torch
 from torch import distributed
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup, Work, distributed_c10d
 
 from paceline.cluster import membership
 from paceline.cluster.membership import Members
-from paceline.collectives.channels import DistributedChannel, MailChannel
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import TAG, Communicator, MailChannel
 from paceline.collectives.group import Group
 from paceline.collectives.process_group import PacelineProcessGroup, say
 from paceline.config import Launch, Place
 from paceline.errors import UsageError
+from paceline.transport.channel import PendingSend
 
 GroupLike = ProcessGroup | Communicator | None
 """A process group of torch.distributed; None for its default group, or else for all workers of the team."""
 
 _by_group: weakref.WeakKeyDictionary[ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 _of_team: tuple[Members, Communicator] | None = None
+
+
+class DistributedChannel:
+    """A channel through any process group of torch.distributed."""
+
+    def __init__(self, group: ProcessGroup, rank: int) -> None:
+        self.rank, self.size = rank, group.size()
+        self._group = group
+        self._sending: list[Work] = []
+
+    def send(self, peer: int, tensor: torch.Tensor, tag: int = TAG) -> PendingSend:
+        work = distributed.isend(tensor, group=self._group, group_dst=peer, tag=_positive(tag))
+        assert work is not None
+        # Some backends drop a message when its handle is freed.
+        self._sending = [other for other in self._sending if not other.is_completed()] + [work]
+        return work
+
+    def receive(self, peer: int, tensor: torch.Tensor, tag: int = TAG) -> None:
+        distributed.recv(tensor, group=self._group, group_src=peer, tag=_positive(tag))
+
+
+def _positive(tag: int) -> int:
+    """Other backends have no tags below zero."""
+    return tag if tag >= 0 else hash((tag >> 32, tag & 0xFFFF_FFFF)) & 0x3FFF_FFFF | 0x4000_0000
 
 
 def communicator(group: GroupLike = None) -> Communicator:

@@ -18,8 +18,7 @@ import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from paceline.collectives import algorithms
-from paceline.collectives.channels import MailChannel
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, MailChannel
 from paceline.collectives.gloo import open_gloo
 from paceline.collectives.group import Group, StoreExchange
 from paceline.collectives.op_queue import OpQueue

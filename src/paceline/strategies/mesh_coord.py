@@ -11,8 +11,7 @@ import msgspec
 import torch
 
 from paceline.cluster.membership import Members
-from paceline.collectives.channels import MailChannel
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, MailChannel
 from paceline.collectives.group import Group
 from paceline.config import Mesh, Strategy, Tensor
 from paceline.transport import BarrierKind
