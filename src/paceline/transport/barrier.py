@@ -6,16 +6,19 @@ Notes lie in two alternating sets of slots, as no member can be at barrier n+1 b
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Self
 
+import msgspec
+
 from paceline.config import Timeouts
-from paceline.errors import Mismatch, TeamError, WorkerLost
-from paceline.transport.barrier_frames import SLOT, unpack_error
+from paceline.errors import Mismatch, TeamError, WorkerLost, error_from
 from paceline.transport.memory import Memory
 from paceline.transport.step_counter import LEFT, StepCounter, Topic
 
+SLOT = struct.Struct("=qqq")  # intent, length of the note, whether and how its writer has departed
 TROUBLE = -1
 """The intent of a member that has an error for all."""
 _PAGE = 4096
@@ -185,3 +188,19 @@ class Barrier(BarrierNotes, StepCounter):
         if excused:
             self.departed.add(peer)
         return excused
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    kind: str
+    message: str
+    ranks: list[int]
+
+
+def pack_error(error: TeamError) -> bytes:
+    """An error, for the other members."""
+    return msgspec.msgpack.encode(_Failure(type(error).__name__, str(error)[:2000], list(error.ranks)))
+
+
+def unpack_error(text: bytes | memoryview) -> TeamError:
+    failure = msgspec.msgpack.decode(text, type=_Failure)
+    return error_from(failure.kind, failure.message, failure.ranks)

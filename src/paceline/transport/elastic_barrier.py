@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.errors import TeamError, TeamTimeout, WorkerLost, still_waits, waited_too_long
-from paceline.transport.barrier import Barrier, BarrierKind
-from paceline.transport.barrier_frames import SLOT, pack_error, pack_notes, unpack_error
-from paceline.transport.machines_barrier import DIED, MachinesBarrier
+from paceline.transport.barrier import SLOT, Barrier, BarrierKind, pack_error, unpack_error
+from paceline.transport.machines_barrier import DIED, MachinesBarrier, pack_notes
 from paceline.transport.memory import Memory
 from paceline.transport.peer_connections import FrameKind, PeerConnection, PeerConnections
 from paceline.transport.step_counter import LEFT

@@ -15,22 +15,71 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from paceline.config import Timeouts
 from paceline.errors import TeamError, TeamTimeout, WorkerLost, names, still_waits, waited_too_long
-from paceline.transport.barrier import TROUBLE, Barrier, BarrierKind, BarrierNotes
-from paceline.transport.barrier_frames import SLOT, Note, pack_error, pack_notes, unpack_error, unpack_notes
+from paceline.transport.barrier import SLOT, TROUBLE, Barrier, BarrierKind, BarrierNotes, pack_error, unpack_error
 from paceline.transport.memory import Memory
 from paceline.transport.peer_connections import FrameKind, PeerConnections
 from paceline.transport.step_counter import LEFT
 
+_FRAME = struct.Struct("!qqq")  # number of the barrier, the rank that came last, how many ranks
+_RANK = struct.Struct("!qqqq")  # rank, intent, length, whether and how it has departed
 _STATE = struct.Struct("=qqq")  # bytes of a failure, who came last, number of the barrier
 DIED = "died, or its connection was closed"
 _PAGE = 4096
 _SLICE = 0.1
+
+
+class Note(NamedTuple):
+    """One member's note on the network."""
+
+    rank: int
+    intent: int
+    departed: int
+    """0 for a member that takes part."""
+    payload: memoryview
+
+    def write(self, slot: memoryview) -> None:
+        """Writes it into its slot, where the members of this machine read it."""
+        length = len(self.payload)
+        SLOT.pack_into(slot, 0, self.intent, length, self.departed)
+        if length:
+            slot[SLOT.size : SLOT.size + length] = self.payload
+
+
+def pack_notes(
+    number: int, last: int, ranks: Sequence[int], slots: Sequence[memoryview], departed: Mapping[int, int]
+) -> list[bytes | memoryview]:
+    """The notes of these ranks at one barrier. last: the rank that came last. departed: ranks without a note."""
+    parts: list[bytes | memoryview] = [_FRAME.pack(number, last, len(ranks))]
+    for rank in ranks:
+        intent, length, state = (0, 0, departed[rank]) if rank in departed else SLOT.unpack_from(slots[rank])
+        parts.append(_RANK.pack(rank, intent, length, state))
+        if length:
+            parts.append(slots[rank][SLOT.size : SLOT.size + length])
+    return parts
+
+
+def unpack_notes(payload: memoryview, capacity: int) -> tuple[int, int, list[Note]]:
+    """The number of the barrier, the rank that came last, and the notes; ValueError if it is no such frame."""
+    try:
+        number, last, count = _FRAME.unpack_from(payload)
+        offset, notes = _FRAME.size, []
+        for _ in range(count):
+            rank, intent, length, departed = _RANK.unpack_from(payload, offset)
+            offset += _RANK.size
+            if not 0 <= length <= min(capacity, len(payload) - offset):
+                raise ValueError("a note of another length")
+            notes.append(Note(rank, intent, departed, payload[offset : offset + length]))
+            offset += length
+    except struct.error as error:
+        raise ValueError(str(error)) from None
+    return number, last, notes
 
 
 class MachinesBarrier(BarrierNotes):
