@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
 from helpers.forks import done
+from helpers.formulas import traffic as traffic_of
 from helpers.groups import Pool
 from helpers.oracle import fold, seen
 from helpers.primitives import (
@@ -41,7 +42,6 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.default_group import communicator
 from paceline.errors import UsageError
 from paceline.topologies import Traffic
-from paceline.topologies import traffic as traffic_of
 from paceline.transport import segments
 
 torch.set_num_threads(1)

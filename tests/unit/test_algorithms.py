@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from helpers.formulas import COUNTS, traffic
 from helpers.in_memory import InMemoryChannel, run_in_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import topologies
 from paceline.collectives.algorithms import ALGORITHMS, OPERATIONS, find, ring
 from paceline.collectives.algorithms.messages import split
 from paceline.errors import Mismatch, UsageError
-from paceline.topologies import Link, Traffic, seconds, traffic
+from paceline.topologies import Link, Traffic, seconds
 from paceline.topologies.chunks import bounds
 from paceline.transport.channel import Channel, CountingChannel
 
@@ -30,8 +30,6 @@ Call = Callable[..., None]
 
 SIZES = [1, 2, 3, 4, 5, 8]
 TOPOLOGIES = list(ALGORITHMS)
-COUNTED = [name for name, topology in topologies.TOPOLOGIES.items() if topology.count is not None]
-"""Those with a formula for the messages of each rank."""
 POOL = ThreadPoolExecutor(32)
 LINK = Link(latency=10e-6, bandwidth=12.5e9 / 500)
 """A link of 100 Gbit/s, whose bandwidth is scaled so that 200 kB take as long as 100 MB."""
@@ -319,7 +317,7 @@ def counted(topology: str, size: int, length: int, operation: str = "all_reduce"
 
 
 @pytest.mark.parametrize("size", [*SIZES, 6, 7, 11, 16])
-@pytest.mark.parametrize("topology", COUNTED)
+@pytest.mark.parametrize("topology", COUNTS)
 def test_the_traffic_of_each_rank_is_as_foretold(topology: str, size: int) -> None:
     for length in (0, 5, 4 * size + 3):
         foretold = [traffic(topology, rank, size, 4 * length, itemsize=4) for rank in range(size)]
@@ -457,7 +455,7 @@ def test_one_rank_alone_needs_no_message() -> None:
     tensor = torch.arange(3.0)
     for topology in TOPOLOGIES:
         find(topology, "all_reduce")(Alone(), tensor, add)
-        assert topology not in COUNTED or traffic(topology, 0, 1, 12) == Traffic()
+        assert topology not in COUNTS or traffic(topology, 0, 1, 12) == Traffic()
         assert seconds(topology, 1, 12, LINK) == 0
     assert tensor.tolist() == [0, 1, 2]
 
@@ -548,4 +546,4 @@ def test_a_root_without_its_tensors_is_told(topology: str) -> None:
 def test_each_operation_has_a_check_and_each_topology_an_all_reduce() -> None:
     assert set(CHECKS) == set(OPERATIONS)
     assert all("all_reduce" in operations for operations in ALGORITHMS.values())
-    assert {"ring", "tree", "halving-doubling", "hub", "direct"} <= set(COUNTED)
+    assert {"ring", "tree", "halving-doubling", "hub", "direct"} <= set(COUNTS)

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from helpers.formulas import byteps_seconds, byteps_shares, lower_bound, textbook_tree
 from helpers.in_memory import InMemoryChannel, run_in_memory
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,14 +27,10 @@ from paceline.topologies import (
     ExchangeCost,
     Link,
     Topology,
-    byteps_seconds,
-    byteps_shares,
     choices,
-    lower_bound,
     quickest,
     seconds,
     sharded_servers,
-    textbook_tree,
     tree,
 )
 from paceline.transport.channel import Channel

@@ -1,4 +1,4 @@
-"""Pure: the topologies of collectives, their message counts, and one cost model.
+"""Pure: the topologies of collectives, and one cost model.
 
 Collectives, simulator and planner choose by the same costs. With N ranks, S bytes, bandwidth B:
 
@@ -11,34 +11,18 @@ Collectives, simulator and planner choose by the same costs. With N ranks, S byt
 | direct | 2(N−1), all at once | 2·latency + 2(N−1)/N·S/B | small tensors, on a network that joins every pair |
 """
 
-from paceline.topologies.costs import (
-    ExchangeCost,
-    Link,
-    ServerShares,
-    byteps_seconds,
-    byteps_shares,
-    lower_bound,
-    sharded_servers,
-    textbook_tree,
-)
-from paceline.topologies.counts import Traffic
-from paceline.topologies.registry import TOPOLOGIES, Topology, choices, quickest, seconds, traffic, with_costs
+from paceline.topologies.costs import ExchangeCost, Link, Traffic, sharded_servers
+from paceline.topologies.registry import TOPOLOGIES, Topology, choices, quickest, seconds, with_costs
 
 __all__ = [
     "TOPOLOGIES",
     "ExchangeCost",
     "Link",
-    "ServerShares",
     "Topology",
     "Traffic",
-    "byteps_seconds",
-    "byteps_shares",
     "choices",
-    "lower_bound",
     "quickest",
     "seconds",
     "sharded_servers",
-    "textbook_tree",
-    "traffic",
     "with_costs",
 ]

@@ -10,6 +10,8 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+import msgspec
+
 from paceline.errors import UsageError
 
 
@@ -42,20 +44,6 @@ class ExchangeCost(NamedTuple):
         return self.latencies * link.latency + self.volume * (size / link.bandwidth)
 
 
-def lower_bound(ranks: int, size: float, bandwidth: float) -> float:
-    """Seconds below which no all-reduce can be: each rank must send and receive this much (Patarasuk and Yuan)."""
-    return 2 * (ranks - 1) / ranks * size / bandwidth
-
-
-def textbook_tree(ranks: int, size: float, link: Link) -> float:
-    """Seconds of an all-reduce up and down one binary tree with one message per level, not pipelined.
-
-    No topology here is this tree: `tree` is a double binary tree, see `paceline.topologies.tree`.
-    """
-    levels = (ranks - 1).bit_length()  # ceil(log2 N)
-    return ExchangeCost(2 * levels, 2 * levels).seconds(size, link)
-
-
 def sharded_servers(workers: int, servers: int, size: float, link: Link) -> float:
     """Seconds of push and pull, with the parameters in equal shards on machines without workers.
 
@@ -67,33 +55,12 @@ def sharded_servers(workers: int, servers: int, size: float, link: Link) -> floa
     return ExchangeCost(2, 2 * max(1.0, workers / servers)).seconds(size, link)
 
 
-class ServerShares(NamedTuple):
-    """Bytes of the parameters that each machine serves."""
+class Traffic(msgspec.Struct):
+    """Messages and bytes that one rank has sent and received."""
 
-    spare: float
-    """By each machine without a worker."""
-    busy: float
-    """By each machine with one."""
-
-
-def byteps_shares(workers: int, spare: int, size: float) -> ServerShares:
-    """The shares that load all links alike, with one worker per machine and `spare` machines besides (BytePS).
-
-    A worker's machine also moves that worker's gradients, so it serves less than a spare one, and nothing once there
-    are as many spare machines as workers.
-    """
-    if workers == 1:
-        return ServerShares(0.0, size)
-    if spare >= workers:
-        return ServerShares(size / spare, 0.0)
-    whole = workers**2 + spare * workers - 2 * spare
-    return ServerShares(2 * (workers - 1) * size / whole, (workers - spare) * size / whole)
-
-
-def byteps_seconds(workers: int, spare: int, size: float, bandwidth: float) -> float:
-    """Seconds of push and pull under `byteps_shares` without latency: from all-reduce's lower bound down to S/B."""
-    if workers == 1:
-        return 0.0
-    helpful = min(spare, workers)  # with more, the workers' own links are the bottleneck
-    whole = workers**2 + helpful * workers - 2 * helpful
-    return 2 * workers * (workers - 1) / whole * size / bandwidth
+    sent: int = 0
+    """Messages."""
+    bytes_sent: int = 0
+    received: int = 0
+    """Messages."""
+    bytes_received: int = 0

@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: the exchanges of each rank, the cost, and the messages of a rank.
+"""Recursive halving and doubling: the exchanges of each rank, and the cost.
 
         chunks that eight ranks' partial sums cover, as rank 2 sees it
 
@@ -22,9 +22,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paceline.topologies.chunks import bounds
 from paceline.topologies.costs import ExchangeCost
-from paceline.topologies.counts import Traffic
 
 
 class ExchangeRound(NamedTuple):
@@ -58,15 +56,3 @@ def cost(size: int) -> ExchangeCost:
     power = hosts(size)
     guests = 0 if size == power else 2
     return ExchangeCost(guests + 2 * (power.bit_length() - 1), guests + 2 * (power - 1) / power)
-
-
-def count(rank: int, size: int, length: int) -> Traffic:
-    """A host or a guest, in elements."""
-    power = hosts(size)
-    if rank >= power:
-        return Traffic.both_ways(1, length)
-    edges, exchanges = bounds(length, power), rounds(rank, power)
-    # Chunks that are sent while halving are received while doubling, so in all a round moves the range that it divides.
-    divided = sum(edges[max(kept + given)] - edges[min(kept + given)] for _, kept, given in exchanges)
-    guests = int(rank + power < size)
-    return Traffic.both_ways(2 * len(exchanges) + guests, divided + guests * length)

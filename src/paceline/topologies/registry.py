@@ -10,9 +10,8 @@ import dataclasses
 from collections.abc import Callable
 
 from paceline.errors import UsageError
-from paceline.topologies import counts, halving_doubling, tree
+from paceline.topologies import halving_doubling, tree
 from paceline.topologies.costs import ExchangeCost, Link
-from paceline.topologies.counts import Traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,19 +20,17 @@ class Topology:
 
     cost: Callable[[int], ExchangeCost] | None = None
     """The cost of an all-reduce over N > 1 ranks. Without it the topology runs if asked for, but is never chosen."""
-    count: Callable[[int, int, int], Traffic] | None = None
-    """The traffic of a rank in an all-reduce, by rank, number of ranks and elements; for tests and documentation."""
     handicap: float = 1.1
     """Factor on the cost when topologies are compared: adding, which the cost leaves out, follows each message."""
 
 
 TOPOLOGIES: dict[str, Topology] = {
     # The ring alone is run in small messages, so that adding overlaps with the next message.
-    "ring": Topology(lambda size: ExchangeCost(2 * (size - 1), 2 * (size - 1) / size), counts.ring, handicap=1.0),
-    "tree": Topology(tree.cost, tree.count),
-    "halving-doubling": Topology(halving_doubling.cost, halving_doubling.count),
-    "hub": Topology(lambda size: ExchangeCost(2, 2 * (size - 1)), counts.hub),
-    "direct": Topology(lambda size: ExchangeCost(2, 2 * (size - 1) / size), counts.direct),
+    "ring": Topology(lambda size: ExchangeCost(2 * (size - 1), 2 * (size - 1) / size), handicap=1.0),
+    "tree": Topology(tree.cost),
+    "halving-doubling": Topology(halving_doubling.cost),
+    "hub": Topology(lambda size: ExchangeCost(2, 2 * (size - 1))),
+    "direct": Topology(lambda size: ExchangeCost(2, 2 * (size - 1) / size)),
 }
 
 
@@ -56,15 +53,6 @@ def seconds(topology: str, ranks: int, size: float, link: Link) -> float:
     if cost is None:
         raise UsageError(f"there is no formula for the topology {topology!r}; there are {', '.join(with_costs())}")
     return cost(ranks).seconds(size, link) if ranks > 1 else 0.0
-
-
-def traffic(topology: str, rank: int, ranks: int, size: int, *, itemsize: int = 1) -> Traffic:
-    """The traffic of a rank in an all-reduce of `size` bytes, in elements of `itemsize` bytes; rank 0 is the hub."""
-    count = TOPOLOGIES.get(topology, Topology()).count
-    if count is None:
-        counted = [name for name, known in TOPOLOGIES.items() if known.count is not None]
-        raise UsageError(f"there is no message count for the topology {topology!r}; there are {', '.join(counted)}")
-    return count(rank, ranks, size // itemsize).of_elements(itemsize)
 
 
 def quickest(ranks: int, size: float, link: Link, ring: Link | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The double binary tree: the place of each rank in both trees, the cost, and the messages of a rank.
+"""The double binary tree: the place of each rank in both trees, and the cost.
 
 In one binary tree half of the ranks are leaves, which send once and receive once, while an inner rank serves a parent
 and two children. So there are two trees, each for one half of the tensor, and a rank that is inner in one is a leaf in
@@ -17,7 +17,7 @@ that has a full tree (one place less than a power of two) on its left. Every eve
 tree rank r has place r. In the second tree all ranks move by one place or, if their number is even, are in reverse
 order; both turn an even place into an odd one. (With an odd number of ranks the last one is a leaf twice.)
 
-The tree of textbooks (`textbook_tree`) is a single one with ceil(log2 N) levels and a message of S bytes per level.
+The tree of textbooks is a single one with ceil(log2 N) levels and a message of S bytes per level.
 Here a level is two messages of half the size, which a parent receives one after the other, so a level also costs one
 latency and S/B. But a binary tree of N ranks has only floor(log2 N) levels below its top and, unless all of them are
 full, the longest path has one message less to wait for, up and down: S/(2B) each.
@@ -27,9 +27,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paceline.topologies.chunks import lengths
 from paceline.topologies.costs import ExchangeCost
-from paceline.topologies.counts import Traffic
 
 TREES = (0, 1)
 
@@ -64,16 +62,6 @@ def cost(size: int) -> ExchangeCost:
     levels = size.bit_length() - 1
     is_full = size + 1 == 2 << levels
     return ExchangeCost(2 * levels, 2 * levels - (not is_full))
-
-
-def count(rank: int, size: int, length: int) -> Traffic:
-    """A rank of the trees, in elements: one message with each neighbour in each tree, both ways."""
-    messages = elements = 0
-    for tree, half in zip(TREES, lengths(length, len(TREES)), strict=True):
-        parent, children = place(tree, rank, size)
-        neighbours = len(children) + (parent is not None)
-        messages, elements = messages + neighbours, elements + neighbours * half
-    return Traffic.both_ways(messages, elements)
 
 
 def _top(start: int, stop: int) -> int:
