@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from paceline.config.all_reduce import AllReduce
 from paceline.config.checks import one_of, positive
 from paceline.config.gradients import (
     Compression,
@@ -17,7 +16,7 @@ from paceline.config.gradients import (
     parse_servers,
     place_servers,
 )
-from paceline.config.launch import Launch, Place, Profiling, capacity
+from paceline.config.launch import Launch, Place, Profiling, Timeouts, capacity
 from paceline.config.model_parallel import (
     Mesh,
     Pipeline,
@@ -30,13 +29,13 @@ from paceline.config.run_spec import OptimizerSpec, ParameterSpec, RunSpec
 from paceline.config.slowness import Slowness, parse_slowness
 from paceline.config.strategy import (
     STRATEGIES,
+    AllReduce,
     Strategy,
     name_and_options,
     parse_strategy,
     search_beside,
     strategy_class,
 )
-from paceline.config.timeouts import Timeouts
 
 __all__ = [
     "STRATEGIES",

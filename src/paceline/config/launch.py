@@ -1,15 +1,29 @@
-"""Settings that a launcher passes to its workers, and a worker's place in its team."""
+"""Settings that a launcher passes to its workers, timeouts among them, and a worker's place in its team."""
 
 from __future__ import annotations
 
 import os
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from paceline.config.slowness import Slowness
-from paceline.config.timeouts import Timeouts
 from paceline.errors import UsageError
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Timeouts, in seconds. Every wait in Paceline ends by one of these."""
+
+    join: Positive = 120.0
+    """Until all members of the team have joined, counted from this one's join."""
+    barrier: Positive = 300.0
+    """For other workers, at an update, a barrier or the start of an epoch."""
+    notice: Positive = 5.0
+    """Until a waiting worker prints which workers it waits for."""
+    stop: Positive = 2.0
+    """For the other processes to end by themselves after one has failed; then they are stopped."""
 
 
 class Profiling(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.config.all_reduce import AllReduce
 from paceline.config.checks import listed, positive
-from paceline.config.strategy import Strategy, parse_strategy
+from paceline.config.strategy import AllReduce, Strategy, parse_strategy
 from paceline.errors import UsageError
 from paceline.schedules import SCHEDULES, shareable
 

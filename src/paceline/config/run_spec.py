@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from paceline.config.gradients import parse_compression
+from paceline.config.launch import Timeouts
 from paceline.config.strategy import parse_strategy
-from paceline.config.timeouts import Timeouts
 
 
 class ParameterSpec(msgspec.Struct, frozen=True, array_like=True):

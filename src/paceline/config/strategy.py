@@ -12,6 +12,7 @@ from pathlib import Path
 from paceline.config.checks import listed
 from paceline.config.spec import Spec, parse_options
 from paceline.errors import UsageError
+from paceline.topologies import choices
 
 
 class Strategy(Spec):
@@ -28,13 +29,24 @@ class Strategy(Spec):
             raise UsageError(f"option '{name}' of strategy '{self.spec}' is '{value}'; it must be {listed(allowed)}")
 
 
+class AllReduce(Strategy):
+    """Every worker contributes its gradient to one mean, and all go on with the same new version."""
+
+    spec = "all-reduce"
+    topology: str = "auto"
+    """The shape of messages between machines; inside a machine gradients are summed in shared memory."""
+
+    def __post_init__(self) -> None:
+        self.check_option("topology", choices())
+
+
 STRATEGIES: dict[str, str] = {
-    "all-reduce": "paceline.config.all_reduce:AllReduce",
+    "all-reduce": "paceline.config.strategy:AllReduce",
     "sync": "paceline.policies.synchronous:Sync",
     "async": "paceline.policies.asynchronous:Async",
     "k-sync": "paceline.policies.synchronous:KSync",
     "k-async": "paceline.policies.asynchronous:KAsync",
-    "backup": "paceline.policies.backup:Backup",
+    "backup": "paceline.policies.synchronous:Backup",
     "k-batch-sync": "paceline.policies.synchronous:KBatchSync",
     "k-batch-async": "paceline.policies.asynchronous:KBatchAsync",
     "ssp": "paceline.policies.bounded:Ssp",

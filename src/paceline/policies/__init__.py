@@ -5,12 +5,10 @@ from __future__ import annotations
 from paceline.policies.adaptive import Adaptive, best_k
 from paceline.policies.asynchronous import Async, KAsync, KBatchAsync
 from paceline.policies.auto import Auto
-from paceline.policies.backup import Backup
-from paceline.policies.base import Arrival, Decision, Order, Policy, parse_policy
+from paceline.policies.base import Arrival, Decision, Order, Policy, Rule, Timing, parse_policy
 from paceline.policies.bounded import Ssp
 from paceline.policies.groups import Groups
-from paceline.policies.synchronous import KBatchSync, KSync, Sync
-from paceline.policies.timing import Rule, Timing
+from paceline.policies.synchronous import Backup, KBatchSync, KSync, Sync
 
 __all__ = [
     "Adaptive",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.policies.base import Arrival, Decision, OfWorkers, Order, Policy, count, some
-from paceline.policies.timing import Rule, Timing
+from paceline.policies.base import Arrival, Decision, OfWorkers, Order, Policy, Rule, Timing, count, some
 
 
 class Async(Policy):

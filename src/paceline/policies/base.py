@@ -18,7 +18,6 @@ import msgspec
 
 from paceline.config import Strategy, parse_compression, parse_correction, parse_servers, parse_strategy
 from paceline.errors import UsageError
-from paceline.policies.timing import Timing
 
 
 class Order(Enum):
@@ -56,6 +55,24 @@ class Decision(msgspec.Struct, frozen=True):
     """Orders by rank. A worker that is not named goes on as before."""
     together: tuple[Arrival, ...] = ()
     """Gradients of one group that is complete now: they count as one from here on."""
+
+
+class Rule(Enum):
+    """A regular pattern of updates. N is the number that a policy gives with it."""
+
+    FRESH_WORKERS = "all workers start on each version, and the N-th of them to finish ends it"
+    FRESH_MINIBATCHES = "all workers start on each version, and the N-th finished minibatch ends it"
+    STALE_WORKERS = "an update needs pushes of N distinct workers, which wait for it; the others go on"
+    STALE_MINIBATCHES = "every N-th push is an update, and no worker waits"
+    BOUNDED = "every push is an update, and no worker is more than N steps ahead of the slowest"
+    ASYNC_GROUPS = "groups of N workers are synchronous inside, and every push of a group is an update"
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """The rule that a running policy follows."""
+
+    rule: Rule
+    number: int
 
 
 _STATE = {"workers", "version", "held", "waiting", "resting", "members"}

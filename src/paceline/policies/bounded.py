@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.errors import UsageError
-from paceline.policies.base import Arrival, Decision, Order, Policy
-from paceline.policies.timing import Rule, Timing
+from paceline.policies.base import Arrival, Decision, Order, Policy, Rule, Timing
 
 
 class Ssp(Policy):

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from paceline.errors import UsageError
 from paceline.policies.asynchronous import Async
-from paceline.policies.base import Arrival, Decision, Order, Policy, parse_policy
-from paceline.policies.timing import Rule, Timing
+from paceline.policies.base import Arrival, Decision, Order, Policy, Rule, Timing, parse_policy
 
 
 class Groups(Policy):

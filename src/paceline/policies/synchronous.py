@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import ClassVar
 
-from paceline.policies.base import Arrival, Decision, OfK, OfWorkers, Order, Policy, some
-from paceline.policies.timing import Rule, Timing
+from paceline.errors import UsageError
+from paceline.policies.base import Arrival, Decision, OfK, OfWorkers, Order, Policy, Rule, Timing, some
 
 
 class _OfThisVersion(OfK):
@@ -65,6 +65,24 @@ class KSync(WorkersOfThisVersion):
         # K^2 + bK - bP = 0 with b = start^2 / (P - start) * fallen, in a form that stays exact when b is large.
         b = start**2 / (workers - start) * fallen
         return 2 * workers / (1 + math.sqrt(1 + 4 * workers / b)) if b else 0.0
+
+
+class Backup(WorkersOfThisVersion):
+    """The server updates once all but `b` workers have pushed: K-sync with K = P - b, for any number P of workers.
+
+    As in Chen et al. 2016, 'Revisiting Distributed Synchronous SGD'.
+    """
+
+    spec = "backup"
+    b: int
+
+    def begin(self) -> None:
+        workers = len(self.workers)
+        if isinstance(self.b, bool) or not isinstance(self.b, int) or not 0 <= self.b < workers:
+            raise UsageError(
+                f"b is {self.b!r}, with {workers} workers; it must be a whole number from 0 to {workers - 1}"
+            )
+        self.k = workers - self.b
 
 
 class Sync(WorkersOfThisVersion):
