@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.events import Compute, Join, Metric, Pull, Push, Update
-from paceline.simulate.calibrate import Calibration, calibrate, calibration_summary
+from paceline.simulate.calibrate import Calibration, calibrate
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.distributions import Constant, Exponential, Gamma
 from paceline.simulate.fitting import survival
@@ -124,7 +124,7 @@ def test_losses_are_taken_along(tmp_path: Path) -> None:
     known = calibrate(tmp_path)
     assert known.losses == [(float(n), 2.0 / (n + 1)) for n in range(50)]
     assert "learned from 100 updates of 2 workers under async" in known.description
-    assert calibration_summary(known).workers == 2
+    assert known.summary["workers"] == 2
 
 
 def event_file(path: Path, *events: Any) -> Path:

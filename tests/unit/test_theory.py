@@ -163,7 +163,9 @@ def test_with_heavy_tails_to_wait_for_the_old_ones_is_slower_than_to_cancel_them
 
 
 def test_sync_over_async_is_p_times_its_harmonic_number() -> None:
-    assert theory.sync_over_async(EXP, 8) == pytest.approx(8 * theory.harmonic(8))
+    sync = theory.k_sync(EXP, 8, 8)
+    assert sync is not None
+    assert sync / theory.k_batch_async(EXP, 8, 1) == pytest.approx(8 * theory.harmonic(8))
 
 
 @pytest.mark.parametrize("spec", ["sync", "k-sync:k=3", "k-batch-sync:k=3", "async", "k-batch-async:k=3", "ssp:s=2"])

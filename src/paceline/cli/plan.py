@@ -24,7 +24,7 @@ from paceline.planner.candidates import asked_for
 from paceline.planner.choose import Choice, rank, simplest
 from paceline.planner.profile import profile
 from paceline.schedules import SCHEDULES
-from paceline.simulate.calibrate import Calibration, calibrate, calibration_summary
+from paceline.simulate.calibrate import Calibration, calibrate
 from paceline.simulate.convergence import Convergence, fit_runs, observed
 from paceline.simulate.replica import Model
 
@@ -190,7 +190,7 @@ def plan(
             "servers": best.servers,
             "balance": best.balance,
             "run": line,
-            "learned": msgspec.to_builtins(calibration_summary(known[0]), str_keys=True),
+            "learned": msgspec.to_builtins(known[0].summary, str_keys=True),
             "cuts": msgspec.to_builtins(cuts, str_keys=True),
             "choices": msgspec.to_builtins(choices),
         }

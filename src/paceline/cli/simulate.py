@@ -19,7 +19,7 @@ from paceline.cli.clusters import described, with_links, with_trouble
 from paceline.errors import UsageError
 from paceline.report.page import write_report
 from paceline.report.source import open_run
-from paceline.simulate.calibrate import Calibration, calibrate, calibration_summary
+from paceline.simulate.calibrate import Calibration, calibrate
 from paceline.simulate.cluster import Cores, SimulatedCluster
 from paceline.simulate.convergence import Convergence, fit_runs
 from paceline.simulate.predict import predict, simulate
@@ -156,7 +156,7 @@ def simulate_command(
         if theory:
             answer["theory"] = msgspec.to_builtins(predict(spec, cluster, model))
         if known:
-            answer["learned"] = msgspec.to_builtins(calibration_summary(known[0]), str_keys=True)
+            answer["learned"] = msgspec.to_builtins(known[0].summary, str_keys=True)
         if convergence is not None and goal is not None:
             answer["goal"] = msgspec.to_builtins(convergence.reach(goal, told))
         answers.append(answer)

@@ -55,6 +55,20 @@ class Calibration:
             f"a message {cluster.link.latency:.2g} s, an update {cluster.update_seconds:.2g} s"
         )
 
+    @property
+    def summary(self) -> dict[str, object]:
+        """The facts that `--json` prints."""
+        return {
+            "workers": self.cluster.workers,
+            "seconds_per_step": self.cluster.compute.mean(),
+            "jitter": self.jitter,
+            "uneven": self.uneven,
+            "latency": self.cluster.link.latency,
+            "update_seconds": self.cluster.update_seconds,
+            "size": self.cluster.size,
+            "measured_seconds_per_update": self.seconds_per_update,
+        }
+
     def for_workers(self, count: int | None) -> SimulatedCluster:
         """The same kind of cluster with `count` workers.
 
@@ -155,30 +169,3 @@ def _cores(path: Path, count: int) -> Cores | None:
         return None
     drawn = {rank for rank, how in slow.items() if how.where == "computing" and how.factor == 1.0}
     return Cores(cores, fixed=tuple(rank in drawn for rank in range(count))) if cores > 0 else None
-
-
-class CalibrationSummary(msgspec.Struct, kw_only=True):
-    """A calibration as `--json` prints it."""
-
-    workers: int
-    seconds_per_step: float
-    jitter: float
-    uneven: dict[int, float]
-    latency: float
-    update_seconds: float
-    size: float
-    measured_seconds_per_update: float
-
-
-def calibration_summary(known: Calibration) -> CalibrationSummary:
-    cluster = known.cluster
-    return CalibrationSummary(
-        workers=cluster.workers,
-        seconds_per_step=cluster.compute.mean(),
-        jitter=known.jitter,
-        uneven=known.uneven,
-        latency=cluster.link.latency,
-        update_seconds=cluster.update_seconds,
-        size=cluster.size,
-        measured_seconds_per_update=known.seconds_per_update,
-    )

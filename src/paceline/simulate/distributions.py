@@ -19,11 +19,6 @@ Draws = NDArray[np.float64]
 class Distribution(ABC):
     """A distribution of seconds; draws are independent."""
 
-    @property
-    def constant(self) -> bool:
-        """True if all draws are equal."""
-        return False
-
     @abstractmethod
     def mean(self) -> float:
         """Seconds."""
@@ -43,10 +38,6 @@ class Constant(Distribution):
     """Always the same length."""
 
     seconds: float
-
-    @property
-    def constant(self) -> bool:
-        return True
 
     def mean(self) -> float:
         return self.seconds

@@ -14,7 +14,7 @@ from paceline.policies import Arrival, Decision, Order, Policy
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.core_sharing import SharedCores
 from paceline.simulate.distributions import Distribution
-from paceline.simulate.network import FreeNetwork, ServerNetwork, SimulatedNetwork
+from paceline.simulate.network import ServerNetwork, SimulatedNetwork
 from paceline.simulate.result import Result, TimeShares, result
 from paceline.simulate.trace import SimulatedTrace
 
@@ -69,11 +69,11 @@ class EventLoop:
         self._draw = [_stream(*cluster.steps_of(rank), own, most) for rank, own in enumerate(source.spawn(count))]
         self._faults = source.spawn(1)[0]
         """The random numbers of spells and failures."""
-        self._network = network or (ServerNetwork(cluster) if cluster.has_messages else FreeNetwork())
+        self._network = network or (ServerNetwork(cluster) if cluster.has_messages else None)
+        """None if messages take no time."""
         self._loss = loss
         self._cores = SharedCores(cluster) if cluster.shares_cores else None
         self._grouped = bool(policy.members)
-        self._direct = isinstance(self._network, FreeNetwork)
         self._version = [0] * count
         self._step = [0] * count
         """The number of each worker's step, by which the end of a cancelled step is recognized."""
@@ -104,7 +104,7 @@ class EventLoop:
                 self._await_death(rank)
         for rank in range(self._cluster.workers):
             self._begin(rank, 0.0)
-        heap, moments, steps, direct = self._heap, self.moments, self._step, self._direct
+        heap, moments, steps, network = self._heap, self.moments, self._step, self._network
         verdict = None
         limit = _PATIENCE * self._cluster.workers
         while len(moments) < updates:
@@ -115,11 +115,11 @@ class EventLoop:
             if kind <= _ARRIVED:
                 if step != steps[rank]:
                     continue  # the step was cancelled, or the worker has left
-                if direct or kind == _ARRIVED:
+                if network is None or kind == _ARRIVED:
                     self._arrive(rank)
                 else:
                     self._does[rank] = _SENDING
-                    arrival = self._network.push(rank, self.now, self._ends[rank])
+                    arrival = network.push(rank, self.now, self._ends[rank])
                     heapq.heappush(heap, (arrival, _ARRIVED, rank, step))
             elif kind <= _FINISHED:
                 self._share_cores(kind, rank, step)
@@ -176,7 +176,7 @@ class EventLoop:
             return
         newest = self._policy.version
         versions = [self._version[rank] if order is Order.STAY else newest for rank, order in gone]
-        if self._direct:
+        if self._network is None:
             starts = [moment] * len(gone)
         else:
             ranks = [rank for rank, _ in gone]
@@ -198,7 +198,6 @@ class EventLoop:
             return True
         if self._does[rank] == _COMPUTING and order is Order.CANCEL:
             self.cancelled += 1
-            self._shares[rank].cancelled += max(0.0, moment - self._began[rank])
             if self._trace is not None:
                 self._trace.cancelled(rank, self._began[rank], moment, self._version[rank])
             return True
@@ -314,18 +313,17 @@ class EventLoop:
                 shares.computing += max(0.0, min(end, self._ends[rank]) - self._began[rank])
         if self._trace is not None:
             self._trace.over(end)
-        return result(
+        outcome = result(
             strategy=strategy,
             cluster=self._cluster,
             moments=np.array(self.moments),
             used=self.used,
             ages=self.ages,
-            cancelled=self.cancelled,
-            dropped=self.dropped,
             shares=self._shares,
             total=end,
-            traffic=self._network.traffic(),
-            failures=self._failures,
-            verdict=verdict,
-            starved=[rank for rank, used in enumerate(self._useful) if not used],
         )
+        outcome.cancelled, outcome.dropped, outcome.failures = self.cancelled, self.dropped, self._failures
+        outcome.traffic = {} if self._network is None else self._network.traffic()
+        outcome.verdict = verdict
+        outcome.starved = [rank for rank, used in enumerate(self._useful) if not used]
+        return outcome

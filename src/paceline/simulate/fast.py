@@ -140,16 +140,17 @@ class _Alike:
         return self._result(moments, 1, histogram, TimeShares(total - waiting, 0.0, waiting), 0)
 
     def _result(self, moments: Moments, k: int, ages: Counter[int], shares: TimeShares, cancelled: int) -> Result:
-        return result(
+        outcome = result(
             strategy=self._name,
             cluster=self._cluster,
             moments=moments,
             used=k * self._updates,
             ages=ages,
-            cancelled=cancelled,
             shares=[shares] * self._cluster.workers,
             total=float(moments[-1]),
         )
+        outcome.cancelled = cancelled
+        return outcome
 
     def _blocks(self, draws: int) -> list[int]:
         """The numbers of updates to draw at a time."""

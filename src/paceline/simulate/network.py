@@ -41,19 +41,9 @@ class SimulatedNetwork(ABC):
         Versions that are sent at once share the ports, so all arrive with the last one.
         """
 
+    @abstractmethod
     def traffic(self) -> dict[str, list[float]]:
         """Bytes through every port, by direction."""
-        return {}
-
-
-class FreeNetwork(SimulatedNetwork):
-    """Messages take no time."""
-
-    def push(self, rank: int, now: float, ready: float) -> float:
-        return ready
-
-    def pull(self, ranks: Sequence[int], now: float, new: Sequence[bool]) -> list[float]:
-        return [now] * len(ranks)
 
 
 class ServerNetwork(SimulatedNetwork):

@@ -17,7 +17,7 @@ from paceline.schedules import SCHEDULES, PassTimes, step_seconds
 from paceline.schedules.timing import ScheduleTiming
 from paceline.simulate import theory
 from paceline.simulate.cluster import SimulatedCluster, narrowest
-from paceline.simulate.distributions import Distribution, Empirical
+from paceline.simulate.distributions import Constant, Distribution, Empirical
 from paceline.simulate.engine import EventLoop
 from paceline.simulate.fast import simulate_collective, simulate_fast
 from paceline.simulate.network import CollectiveNetwork
@@ -132,14 +132,12 @@ class _Simulation:
 
     def mesh(self, mesh: Mesh) -> Result:
         cluster, split = self.cluster, mesh.pipeline * mesh.tensor
-        if min(mesh.data, mesh.pipeline, mesh.tensor) < 1 or mesh.data * split != cluster.workers:
+        if mesh.data * split != cluster.workers:
             raise UsageError(
                 f"strategy '{mesh}': {mesh.data} × {mesh.pipeline} × {mesh.tensor} devices for {cluster.workers} "
                 "workers; the product must be the number of workers"
             )
         between = parse_strategy(mesh.sync)
-        if isinstance(between, Pipeline | Tensor | Mesh):
-            raise UsageError(f"strategy '{mesh}': sync is '{mesh.sync}'; it must be a data-parallel strategy")
         source = np.random.default_rng(self.seed)
         replicas = [_part(cluster, number * split, split) for number in range(mesh.data)]
         steps = [
@@ -279,7 +277,7 @@ def predict(spec: str | Strategy, cluster: SimulatedCluster, model: Model | None
     if extra is not None:
         longest = theory.k_sync(cluster.compute, cluster.workers, cluster.workers)
         return Theory(None if longest is None else longest + extra, 0.0)
-    if alike and isinstance(strategy, Pipeline) and cluster.compute.constant:
+    if alike and isinstance(strategy, Pipeline) and isinstance(cluster.compute, Constant):
         return Theory(_pipeline(strategy, cluster, model or Model()), 0.0)
     return Theory(None, None)
 

@@ -46,12 +46,6 @@ def all_reduce_seconds(topology: str, ranks: int, size: float, link: Link) -> fl
     return seconds(quickest(ranks, size, link) if topology == "auto" else topology, ranks, size, link)
 
 
-def tensor_seconds(cluster: SimulatedCluster, model: Model, degree: int) -> float:
-    """Seconds of a tensor split's all-reduces in one step."""
-    each = all_reduce_seconds("auto", degree, model.activations, cluster.narrowest())
-    return 4 * model.layers * each
-
-
 def pipeline_steps(
     cluster: SimulatedCluster,
     model: Model,
@@ -71,9 +65,10 @@ def pipeline_steps(
     draws = np.stack(columns, axis=1)
     lengths = np.repeat(shares, shares) if max(shares) > 1 else np.array(model.stages.get(stages, 1.0))
     per_stage: Draws = draws.reshape(count, -1, degree).max(axis=2) * lengths
-    agree = tensor_seconds(cluster, model, degree) if degree > 1 else 0.0
-    share = (per_stage / degree + agree) / (sum(shares) * max(1, split.microbatches))
     link = cluster.narrowest()
+    # Two all-reduces forward and two backward in each layer that is split.
+    agree = 4 * model.layers * all_reduce_seconds("auto", degree, model.activations, link)
+    share = (per_stage / degree + agree) / (sum(shares) * max(1, split.microbatches))
     transfer = link.latency + model.activations / max(1, split.microbatches) / link.bandwidth
     return evaluate(
         split.schedule,

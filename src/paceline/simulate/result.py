@@ -31,7 +31,6 @@ class TimeShares:
     computing: float = 0.0
     communicating: float = 0.0
     waiting: float = 0.0
-    cancelled: float = 0.0
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -79,14 +78,8 @@ def result(
     moments: NDArray[np.float64],
     used: int,
     ages: Counter[int],
-    cancelled: int = 0,
-    dropped: int = 0,
     shares: list[TimeShares],
     total: float,
-    traffic: dict[str, list[float]] | None = None,
-    failures: int = 0,
-    verdict: str | None = None,
-    starved: list[int] | None = None,
 ) -> Result:
     """The result of a run whose updates were made at these moments."""
     updates, seconds = len(moments), float(moments[-1]) if len(moments) else 0.0
@@ -105,15 +98,9 @@ def result(
         minibatches_per_second=rate,
         samples_per_second=rate * cluster.batch,
         staleness=Staleness.of(ages),
-        cancelled=cancelled,
-        dropped=dropped,
-        failures=failures,
         waiting=[one.waiting / total for one in shares],
         communicating=[one.communicating / total for one in shares],
         computing=[one.computing / total for one in shares],
-        traffic=traffic or {},
-        verdict=verdict,
-        starved=starved or [],
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from paceline.errors import UsageError
-from paceline.simulate.distributions import Distribution, Exponential, Pareto
+from paceline.simulate.distributions import Constant, Distribution, Exponential, Pareto
 
 
 def harmonic(n: int) -> float:
@@ -37,7 +37,7 @@ def order_statistic(of: Distribution, workers: int, k: int) -> float | None:
             - gamma(workers - k + 1)
             - gamma(workers + 1 - 1 / of.shape)
         )
-    return of.mean() if of.constant else None
+    return of.mean() if isinstance(of, Constant) else None
 
 
 k_sync = order_statistic
@@ -51,7 +51,7 @@ def k_batch_sync(of: Distribution, workers: int, k: int) -> float | None:
         return k * of.scale / workers
     if k == 1:
         return order_statistic(of, workers, 1)
-    return math.ceil(k / workers) * of.mean() if of.constant else None
+    return math.ceil(k / workers) * of.mean() if isinstance(of, Constant) else None
 
 
 def k_async(of: Distribution, workers: int, k: int) -> float | None:
@@ -90,9 +90,3 @@ def staleness_k_batch_async(workers: int, k: int) -> float:
 def staleness_groups(count: int) -> float:
     """Mean staleness, in updates, of groups that are asynchronous between each other."""
     return count - 1.0
-
-
-def sync_over_async(of: Distribution, workers: int) -> float | None:
-    """Seconds per update under sync over those under async."""
-    slowest = order_statistic(of, workers, workers)
-    return None if slowest is None else workers * slowest / of.mean()
