@@ -19,7 +19,7 @@ from paceline.events.reader import Reader
 from paceline.report.page import write_report
 from paceline.report.png import find_browser, take_pictures
 from paceline.report.source import RunSource, open_run
-from paceline.report.text import print_text
+from paceline.report.text import text_report
 
 _LIMIT = 100_000
 """Intervals drawn on a page, over all its runs."""
@@ -60,8 +60,9 @@ def report(
     titles = names or _titles(sources)
     facts = [source.facts(name=name, pictures=not json) for source, name in zip(sources, titles, strict=True)]
     if text:
+        console = Console(highlight=False)
         for source, known in zip(sources, facts, strict=True):
-            print_text(source, known)
+            console.print(text_report(source, known, console.width))
     elif json:
         print(msgspec.json.format(msgspec.json.encode(facts[0] if len(facts) == 1 else facts), indent=2).decode())
     else:

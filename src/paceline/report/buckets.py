@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.report.rows import Numbers, busy_until
 
@@ -21,7 +21,7 @@ class Buckets:
         self.width = _NARROWEST
         self._used = 0
         """Buckets in use, counted from the first."""
-        self._series: dict[tuple[object, ...], NDArray[np.float64]] = {}
+        self._series: defaultdict[tuple[object, ...], Numbers] = defaultdict(lambda: np.zeros(MOST))
 
     def add_intervals(self, key: tuple[object, ...], starts: Numbers, seconds: Numbers) -> None:
         """Adds the seconds of successive intervals to the buckets that they overlap."""
@@ -32,7 +32,7 @@ class Buckets:
         low, high = self._index(first), self._index(last)
         edges: Numbers = self.start + self.width * np.arange(low, high + 2, dtype=np.float64)
         busy = busy_until(starts, seconds)(edges)
-        self._of(key)[low : high + 1] += np.diff(busy)
+        self._series[key][low : high + 1] += np.diff(busy)
 
     def add_points(self, key: tuple[object, ...], moments: Numbers, amounts: Numbers) -> None:
         """Adds amounts to the buckets of their moments."""
@@ -40,7 +40,7 @@ class Buckets:
             return
         self._reach(float(moments.min()), float(moments.max()))
         index = np.clip(((moments - self.start) / self.width).astype(int), 0, MOST - 1)
-        np.add.at(self._of(key), index, amounts)
+        np.add.at(self._series[key], index, amounts)
 
     def get(self, key: tuple[object, ...], count: int) -> list[float]:
         """The first `count` sums."""
@@ -49,15 +49,10 @@ class Buckets:
 
     def count(self, last: float) -> int:
         """Buckets from the start until a moment."""
-        return min(MOST, self._index(last) + 1)
+        return self._index(last) + 1
 
     def _index(self, moment: float) -> int:
         return max(0, min(MOST - 1, int((moment - self.start) / self.width)))
-
-    def _of(self, key: tuple[object, ...]) -> NDArray[np.float64]:
-        if key not in self._series:
-            self._series[key] = np.zeros(MOST)
-        return self._series[key]
 
     def _reach(self, first: float, last: float) -> None:
         """Widens and shifts the buckets until they contain these moments."""

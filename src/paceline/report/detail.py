@@ -31,7 +31,7 @@ class Detail:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._piece = max(128, limit // 48)
-        self.pieces: list[DetailPiece] = []
+        self._pieces: list[DetailPiece] = []
         self._numbers: list[int] = []
         """The numbers of the pieces, counted from the start of the run."""
         self._every = 1
@@ -41,12 +41,8 @@ class Detail:
         self._pushes: list[Rows] = []
         self._pending = 0
         self._slowest: dict[int, Rows] = {}
-        self._dropped = False
-
-    @property
-    def whole(self) -> bool:
+        self.whole = True
         """True if nothing was left out."""
-        return not self._dropped
 
     def add(self, rows: Rows, pushes: Rows) -> None:
         """Adds rows and pushes, in the order of their starts."""
@@ -70,29 +66,29 @@ class Detail:
             first = float(part["start"][0]) if begin else -np.inf
             last = float(rows["start"][begin + self._piece]) if begin + self._piece < len(rows) else np.inf
             low, high = np.searchsorted(pushes["start"], (first, last))
-            self.pieces.append(DetailPiece(part.copy(), pushes[low:high].copy()))
+            self._pieces.append(DetailPiece(part.copy(), pushes[low:high].copy()))
             self._numbers.append(self._count)
             self._count += 1
             self._thin()
         self._rows, self._pushes, self._pending = [], [], 0
 
     def _thin(self) -> None:
-        while sum(len(piece.rows) for piece in self.pieces) > self._limit and len(self.pieces) > _FIRST + _LAST + 1:
+        while sum(len(piece.rows) for piece in self._pieces) > self._limit and len(self._pieces) > _FIRST + _LAST + 1:
             self._every *= 2
             self._keep()
-            self._dropped = True
+            self.whole = False
         if self._every > 1:
             self._keep()
 
     def _keep(self) -> None:
         """Keeps the pieces at both ends, and evenly spread ones between them."""
-        count = len(self.pieces)
+        count = len(self._pieces)
         kept = [
             place
             for place, number in enumerate(self._numbers)
             if place < _FIRST or place >= count - _LAST or number % self._every == 0
         ]
-        self.pieces, self._numbers = [self.pieces[place] for place in kept], [self._numbers[place] for place in kept]
+        self._pieces, self._numbers = [self._pieces[place] for place in kept], [self._numbers[place] for place in kept]
 
     def _collected(self) -> tuple[Rows, Rows]:
         rows = np.concatenate([np.zeros(0, ROW), *self._rows])
@@ -103,7 +99,7 @@ class Detail:
     def seal(self) -> list[DetailPiece]:
         """All pieces, with the pending rows as the last one."""
         rows, pushes = self._collected()
-        return [*self.pieces, DetailPiece(rows, pushes)] if len(rows) else self.pieces
+        return [*self._pieces, DetailPiece(rows, pushes)] if len(rows) else self._pieces
 
     def slowest(self, rank: int, above: float) -> Rows:
         """A worker's slowest steps of more than `above` seconds, the slowest first."""

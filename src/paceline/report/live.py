@@ -46,36 +46,27 @@ class CurrentFacts:
     """The facts of a run, recomputed on request, at most once per refresh interval."""
 
     def __init__(self, source: RunSource) -> None:
-        self._source = source
+        self.source = source
         self._facts: dict[str, Any] = {}
         self._made = 0.0
         self._lock = asyncio.Lock()
 
-    @property
-    def going(self) -> bool:
-        """True if the run is not over."""
-        return self._source.going
-
-    @property
-    def behind(self) -> bool:
-        """True if not all recorded events are read."""
-        return self._source.share < 1.0
-
     async def facts(self) -> dict[str, Any]:
         async with self._lock:
-            old = time.monotonic() - self._made >= _INTERVAL * 0.9 or (not self.going and not self._facts.get("over"))
-            if not self._facts or old or self.behind:
+            ended = not self.source.going and not self._facts.get("over")
+            old = ended or time.monotonic() - self._made >= _INTERVAL * 0.9
+            if not self._facts or old or self.source.share < 1.0:
                 self._facts = await asyncio.to_thread(self._make)
                 self._made = time.monotonic()
             return self._facts
 
     def _make(self) -> dict[str, Any]:
         if not self._facts.get("over"):
-            over = not self._source.going
-            self._source.follow(_INTERVAL)
-            share = self._source.share
+            over = not self.source.going
+            self.source.follow(_INTERVAL)
+            share = self.source.share
             known = {"over": over and share == 1.0, "now": time.perf_counter(), "read": share}
-            self._facts = self._source.facts(columns=_COLUMNS) | known
+            self._facts = self.source.facts(columns=_COLUMNS) | known
         return self._facts
 
 
@@ -172,7 +163,7 @@ async def _stream(current: CurrentFacts) -> AsyncIterator[bytes]:
             return
         # A busy machine refreshes less often; the last refresh comes at once.
         until = time.monotonic() + max(_INTERVAL, 3 * (time.monotonic() - began))
-        while current.going and not current.behind and time.monotonic() < until:
+        while current.source.going and current.source.share == 1.0 and time.monotonic() < until:
             await asyncio.sleep(0.1)
 
 

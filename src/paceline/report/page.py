@@ -34,16 +34,12 @@ def html(title: str, scripts: str) -> str:
     return page.substitute(title=escape(title), style=static("page.css"), scripts=scripts)
 
 
-def _inline(script: str) -> str:
-    safe = script.replace("</script", "<\\/script")
-    return f"<script>{safe}</script>"
-
-
 def write_report(path: Path, title: str, runs: list[dict[str, Any]]) -> None:
     """Writes the page for the facts of these runs."""
     data = msgspec.json.encode({"title": title, "runs": runs}).decode().replace("<", "\\u003c")
     scripts = [plotly(), static("timeline.js"), static("page.js"), f"report({data});"]
-    page = html(title, "\n".join(_inline(script) for script in scripts))
+    safe = (script.replace("</script", "<\\/script") for script in scripts)
+    page = html(title, "\n".join(f"<script>{script}</script>" for script in safe))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -93,8 +93,3 @@ def _table(facts: dict[str, Any]) -> Table:
             str(worker["rank"]), *seconds, pace, f"{worker['ratio']:.2f}", f"{worker['blame']:.2f}", style=style
         )
     return table
-
-
-def print_text(source: RunSource, facts: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    console.print(text_report(source, facts, console.width))
