@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 from paceline.errors import UsageError
 from paceline.topologies import ExchangeCost, Link, Traffic
-from paceline.topologies.chunks import bounds, lengths
+from paceline.topologies.chunks import bounds
 from paceline.topologies.halving_doubling import hosts, rounds
 from paceline.topologies.tree import TREES, place
+
+
+def lengths(length: int, count: int) -> list[int]:
+    """The length of each of `count` chunks of `length` elements."""
+    return [stop - start for start, stop in pairwise(bounds(length, count))]
 
 
 def both_ways(messages: int, elements: int) -> Traffic:

@@ -85,14 +85,42 @@ def rank(
         raise UsageError("a loss as the goal needs runs that reported theirs")
     usual = list(among) if among is not None else candidates(cluster, split=split)
     every = list(dict.fromkeys([*usual, *also]))
+
+    def judge(place: int, steps: int) -> Choice:
+        candidate = every[place]
+        where = dataclasses.replace(cluster, servers=candidate.servers)
+        if candidate.balance:
+            where = _balanced(where)
+        updates = max(300, min(5000, steps // cluster.workers))
+        outcome, _ = simulate(candidate.strategy, where, updates=updates, seed=seed, model=model)
+        choice = Choice(
+            strategy=candidate.strategy,
+            servers=candidate.servers,
+            balance=candidate.balance,
+            runnable=candidate.runnable,
+            seconds_per_update=outcome.seconds_per_update,
+            samples_per_second=outcome.samples_per_second,
+            staleness=outcome.staleness.mean,
+            waiting=sum(outcome.waiting) / len(outcome.waiting) if outcome.waiting else 0.0,
+            memory=_memory(candidate, cluster, outcome),
+            score=1 / outcome.samples_per_second if outcome.samples_per_second else None,
+            place=place,
+        )
+        if outcome.verdict is not None:
+            choice.score, choice.reason = None, outcome.verdict
+        elif goal is not None and convergence is not None:
+            reached = convergence.reach(goal, outcome)
+            choice.score, choice.low, choice.high = reached.seconds, reached.low, reached.high
+        return choice
+
     found = []
-    for number, candidate in enumerate(every):
+    for number in range(len(every)):
         tick(number, len(every))
-        found.append(_judge(candidate, cluster, convergence, goal, model, seed, _GLANCE, number))
+        found.append(judge(number, _GLANCE))
     best = min((choice.score for choice in found if choice.score is not None), default=math.inf)
     close = [one for one in found if one.score is not None and (one.score <= _NEAR * best or one.is_plain)]
     for choice in close:
-        found[choice.place] = _judge(every[choice.place], cluster, convergence, goal, model, seed, _STEPS, choice.place)
+        found[choice.place] = judge(choice.place, _STEPS)
     tick(len(every), len(every))
     if memory is not None:
         kept = [choice for choice in found if choice.memory <= memory]
@@ -140,42 +168,6 @@ def simplest(choices: Sequence[Choice]) -> Choice | None:
         return None
     best = min(choice.score or 0.0 for choice in able)
     return min((one for one in able if (one.score or 0.0) <= best * _ABOUT), key=lambda one: one.place)
-
-
-def _judge(
-    candidate: Candidate,
-    cluster: SimulatedCluster,
-    convergence: Convergence | None,
-    goal: float | None,
-    model: Model | None,
-    seed: int,
-    steps: int,
-    place: int,
-) -> Choice:
-    where = dataclasses.replace(cluster, servers=candidate.servers)
-    if candidate.balance:
-        where = _balanced(where)
-    updates = max(300, min(5000, steps // cluster.workers))
-    outcome, _ = simulate(candidate.strategy, where, updates=updates, seed=seed, model=model)
-    choice = Choice(
-        strategy=candidate.strategy,
-        servers=candidate.servers,
-        balance=candidate.balance,
-        runnable=candidate.runnable,
-        seconds_per_update=outcome.seconds_per_update,
-        samples_per_second=outcome.samples_per_second,
-        staleness=outcome.staleness.mean,
-        waiting=sum(outcome.waiting) / len(outcome.waiting) if outcome.waiting else 0.0,
-        memory=_memory(candidate, cluster, outcome),
-        score=1 / outcome.samples_per_second if outcome.samples_per_second else None,
-        place=place,
-    )
-    if outcome.verdict is not None:
-        choice.score, choice.reason = None, outcome.verdict
-    elif goal is not None and convergence is not None:
-        reached = convergence.reach(goal, outcome)
-        choice.score, choice.low, choice.high = reached.seconds, reached.low, reached.high
-    return choice
 
 
 def _balanced(cluster: SimulatedCluster) -> SimulatedCluster:

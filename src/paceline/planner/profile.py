@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -28,39 +27,29 @@ def profile(
     tick: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> list[Path]:
     """Trains for `seconds` under each strategy; returns the folders of the recorded runs."""
-    return [_run(script, arguments, workers, options, spec, seconds, folder, tick) for spec in STRATEGIES]
-
-
-def _run(
-    script: Path,
-    arguments: Sequence[str],
-    workers: int,
-    options: Sequence[str],
-    strategy: str,
-    seconds: float,
-    folder: Path,
-    tick: Callable[[str, float], None],
-) -> Path:
-    where = folder / strategy
-    where.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "paceline", "run", str(script.resolve()), "--workers", str(workers), "--quiet"]
-    command += ["--strategy", strategy, "--name", "profile", *options, "--", *arguments]
-    with (
-        (where / "output.txt").open("wb") as output,
-        subprocess.Popen(
-            command, cwd=where, stdout=output, stderr=subprocess.STDOUT, env=os.environ, start_new_session=True
-        ) as process,
-    ):
-        try:
-            _watch(process, where / "runs" / "profile", strategy, seconds, tick)
-        finally:
-            _stop(process)
-    if process.returncode not in (0, 130):
-        lines = (where / "output.txt").read_text(errors="replace").strip().splitlines()
-        why = next((line for line in lines if " failed: " in line), lines[-1] if lines else "")
-        why = why.removeprefix("paceline: ") or f"it ended with code {process.returncode}"
-        raise UsageError(f"the script could not be profiled under {strategy}: {why}")
-    return where / "runs" / "profile"
+    runs: list[Path] = []
+    for strategy in STRATEGIES:
+        where = folder / strategy
+        where.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "paceline", "run", str(script.resolve()), "--workers", str(workers), "--quiet"]
+        command += ["--strategy", strategy, "--name", "profile", *options, "--", *arguments]
+        with (
+            (where / "output.txt").open("wb") as output,
+            subprocess.Popen(
+                command, cwd=where, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            ) as process,
+        ):
+            try:
+                _watch(process, where / "runs" / "profile", strategy, seconds, tick)
+            finally:
+                _stop(process)
+        if process.returncode not in (0, 130):
+            lines = (where / "output.txt").read_text(errors="replace").strip().splitlines()
+            why = next((line for line in lines if " failed: " in line), lines[-1] if lines else "")
+            why = why.removeprefix("paceline: ") or f"it ended with code {process.returncode}"
+            raise UsageError(f"the script could not be profiled under {strategy}: {why}")
+        runs.append(where / "runs" / "profile")
+    return runs
 
 
 def _watch(

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.policies.base import Arrival, Decision, OfWorkers, Order, Policy, Rule, Timing, count, some
+from paceline.policies.base import Arrival, Decision, OfWorkers, Order, Policy, Rule, count, some
 
 
 class Async(Policy):
     """The server updates with every push; no worker waits."""
 
     spec = "async"
+    _rule = Rule.STALE_MINIBATCHES
 
     def arrive(self, push: Arrival) -> Decision:
         self.version += 1
         return Decision("every gradient is an update", use=(push,), orders={push.worker: Order.RENEW})
-
-    @property
-    def timing(self) -> Timing:
-        return Timing(Rule.STALE_MINIBATCHES, 1)
 
 
 class KAsync(OfWorkers):
     """The server updates once K workers have pushed, which wait for it; the others go on, stale."""
 
     spec = "k-async"
+    _rule = Rule.STALE_WORKERS
     k: int
 
     def arrive(self, push: Arrival) -> Decision:
@@ -38,10 +36,6 @@ class KAsync(OfWorkers):
             return self.update(f"{why}, and no more than {len(self.held)} workers can push", {})
         return Decision(why)
 
-    @property
-    def timing(self) -> Timing:
-        return Timing(Rule.STALE_WORKERS, self.k)
-
     @classmethod
     def candidates(cls, workers: int) -> Iterable[Policy]:
         return [cls(k=k) for k in some(range(2, workers))]
@@ -51,6 +45,7 @@ class KBatchAsync(Policy):
     """The server updates once K minibatches have come, of any version; no worker waits."""
 
     spec = "k-batch-async"
+    _rule = Rule.STALE_MINIBATCHES
     k: int
 
     def begin(self) -> None:
@@ -66,10 +61,6 @@ class KBatchAsync(Policy):
         if self.held and not self.computing:
             return self.update(f"{why}, and no more than {len(self.held)} minibatches can come", {})
         return Decision(why)
-
-    @property
-    def timing(self) -> Timing:
-        return Timing(Rule.STALE_MINIBATCHES, self.k)
 
     @classmethod
     def candidates(cls, workers: int) -> Iterable[Policy]:

@@ -12,7 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import msgspec
 
@@ -98,6 +98,8 @@ class Policy(Strategy, ABC):
 
     fresh_only = False
     """True if a gradient counts only if it was computed on the newest version."""
+    _rule: ClassVar[Rule | None] = None
+    """The rule of `timing`, with K as its number."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -172,7 +174,7 @@ class Policy(Strategy, ABC):
     @property
     def timing(self) -> Timing | None:
         """The rule that updates follow, if it is a known one; a simulation finds out the rest."""
-        return None
+        return None if self._rule is None else Timing(self._rule, self.k)
 
     @property
     def spare(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.policies.base import Arrival, Decision, OfK, OfWorkers, Order, Policy, Rule, Timing, some
+from paceline.policies.base import Arrival, Decision, OfK, OfWorkers, Order, Policy, Rule, some
 
 
 class _OfThisVersion(OfK):
@@ -44,10 +44,7 @@ class WorkersOfThisVersion(_OfThisVersion, OfWorkers):
 
     after_push = Order.WAIT
     what = "workers' gradients"
-
-    @property
-    def timing(self) -> Timing:
-        return Timing(Rule.FRESH_WORKERS, self.k)
+    _rule = Rule.FRESH_WORKERS
 
 
 class KSync(WorkersOfThisVersion):
@@ -128,16 +125,13 @@ class KBatchSync(_OfThisVersion):
     spec = "k-batch-sync"
     after_push = Order.STAY
     what = "minibatches"
+    _rule = Rule.FRESH_MINIBATCHES
     k: int
 
     @property
     def needed(self) -> int:
         """Fewer than K once no worker computes."""
         return self.k if self.computing else 1
-
-    @property
-    def timing(self) -> Timing:
-        return Timing(Rule.FRESH_MINIBATCHES, self.k)
 
     @classmethod
     def candidates(cls, workers: int) -> Iterable[Policy]:

@@ -9,14 +9,7 @@ empty; they are sent all the same, so that the number of messages does not depen
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 
 def bounds(length: int, count: int) -> list[int]:
     """The start of each of `count` chunks of `length` elements, then the end of the last one."""
     return [length * index // count for index in range(count + 1)]
-
-
-def lengths(length: int, count: int) -> list[int]:
-    """The length of each of `count` chunks of `length` elements."""
-    return [stop - start for start, stop in pairwise(bounds(length, count))]
