@@ -10,8 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from paceline.events import Leave, Update
-from paceline.events.schema import read
+from paceline.events import Leave, Update, read
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "transformer.py"
 ROUNDS = 2

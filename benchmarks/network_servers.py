@@ -180,8 +180,7 @@ def hidden(options: argparse.Namespace) -> None:
 
     import paceline
     from paceline.bench.workloads import WORKLOADS
-    from paceline.events import Compute, Send
-    from paceline.events.schema import read
+    from paceline.events import Compute, Send, read
 
     workload = WORKLOADS[WORKLOAD]
     model = _model()

@@ -17,8 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from paceline.events import Metric, Update
-from paceline.events.schema import read
+from paceline.events import Metric, Update, read
 
 WORKERS = 4
 SMOOTHED = 8

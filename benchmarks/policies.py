@@ -14,8 +14,7 @@ from pathlib import Path
 
 from harness.runs import MINIBATCHES, train
 
-from paceline.events import Update
-from paceline.events.schema import read
+from paceline.events import Update, read
 
 WORKERS = 4
 FIRST, LAST = 10, 10

@@ -20,7 +20,7 @@ from harness.runs import ENVIRONMENT, train
 SWITCH = """
 import time
 
-from paceline.events import Recorder
+from paceline.events.recorder import Recorder
 
 add = Recorder.add
 

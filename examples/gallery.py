@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.events.schema import read
+from paceline.events import read
 from paceline.report import timeline
 
 SCRIPT = Path(__file__).resolve().with_name("train_paceline.py")

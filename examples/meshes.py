@@ -6,8 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.events import Leave
-from paceline.events.schema import read
+from paceline.events import Leave, read
 from paceline.report import timeline
 
 SCRIPT = Path(__file__).resolve().with_name("transformer.py")

@@ -71,7 +71,7 @@ def work() -> None:
 
 
 def main(folder: Path, names: list[str]) -> int:
-    from paceline.events.schema import read
+    from paceline.events import read
     from paceline.report import timeline
 
     folder.mkdir(parents=True, exist_ok=True)

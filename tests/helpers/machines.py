@@ -23,8 +23,7 @@ from helpers import forks
 from helpers.hosts import Host
 from helpers.support import answered
 from paceline.config import Launch, Timeouts
-from paceline.events import Event
-from paceline.events.schema import read
+from paceline.events import Event, read
 from paceline.events.summary import merge
 from paceline.transport.keys import VARIABLE, new_key
 

@@ -23,8 +23,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.config import Launch, Slowness, Timeouts
-from paceline.events import Cancel, Compute, Event, Push, Return, Update
-from paceline.events.schema import read
+from paceline.events import Cancel, Compute, Event, Push, Return, Update, read
 from paceline.events.summary import merge
 
 VICTIM = 1

@@ -35,8 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Team, TeamError, UsageError
 from paceline.config import Launch, Timeouts
 from paceline.errors import Mismatch, TeamTimeout, WorkerLost
-from paceline.events import Compute, Reduce, Update
-from paceline.events.schema import read
+from paceline.events import Compute, Reduce, Update, read
 from paceline.events.summary import merge
 from paceline.strategies.blocks import blocks
 from paceline.strategies.fully_sharded import FullyShardedTrainer

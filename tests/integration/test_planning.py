@@ -10,8 +10,7 @@ from helpers.support import PACELINE, Outcome, write_script
 from helpers.teams import run_command, run_script
 
 from paceline.config import Launch, parse_slowness
-from paceline.events import Compute, Event, LeaseGiven, Push, Return, Switch, Update
-from paceline.events.schema import read
+from paceline.events import Compute, Event, LeaseGiven, Push, Return, Switch, Update, read
 from paceline.events.summary import Summary, merge
 
 SCRIPT = """

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Team
 from paceline.errors import Mismatch
-from paceline.events import LeaseGiven, Push
-from paceline.events.schema import read
+from paceline.events import LeaseGiven, Push, read
 from paceline.events.summary import merge
 
 pytestmark = pytest.mark.usefixtures("warm")

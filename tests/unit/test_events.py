@@ -24,7 +24,6 @@ from paceline.events import (
     Pass,
     Pull,
     Push,
-    Recorder,
     Reduce,
     Refused,
     Return,
@@ -35,9 +34,10 @@ from paceline.events import (
     Update,
     Wait,
     decode,
+    read,
     recorder,
 )
-from paceline.events.schema import read
+from paceline.events.recorder import Recorder
 from paceline.events.summary import merge
 
 EVERY_KIND: list[Event] = [

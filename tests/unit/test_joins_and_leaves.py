@@ -11,8 +11,9 @@ import torch
 
 from paceline.data.ledger import Ledger
 from paceline.data.orphaned_samples import OrphanedSamples
-from paceline.events import Leave, Recorder
+from paceline.events import Leave
 from paceline.events.reader import Reader
+from paceline.events.recorder import Recorder
 from paceline.parameters.model_buffers import ModelBuffers
 from paceline.policies import Arrival, Order, Policy, parse_policy
 from paceline.transport import Memory

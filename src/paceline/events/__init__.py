@@ -1,63 +1,326 @@
-"""Events: one typed record of each thing that happens. Reports, figures and test oracles are made from these only."""
+"""Events: one typed record of each thing that happens. Reports, figures and test oracles are made from these only.
 
-from paceline.events.recorder import Recorder, ReplicaRecorder, folder_of
-from paceline.events.schema import (
-    Balance,
-    Brought,
-    Cancel,
-    Compute,
-    Epoch,
-    Event,
-    Join,
-    LeaseGiven,
-    Leave,
-    Load,
-    Lost,
-    Message,
-    Metric,
-    Pass,
-    Pull,
-    Push,
-    Reduce,
-    Refused,
-    Return,
-    Roster,
-    Seen,
-    Send,
-    Switch,
-    Update,
-    Wait,
-    decode,
+A record is one JSON object per line, its kind in `event`, times in seconds of the monotonic clock, which counts from
+the machine's start and is the same in all its processes; `Join.wall` relates it to Unix time. Names here are stable:
+scripts and exports rely on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+
+class _Event(msgspec.Struct, frozen=True, array_like=False, tag_field="event", tag=str.lower, gc=False):
+    rank: int
+    """The worker, or below 0 the server, -1 being the first."""
+    start: float
+    """The time at which it began."""
+
+
+class Join(_Event, frozen=True, gc=False):
+    """A worker joined the team."""
+
+    pid: int
+    host: str
+    device: str
+    strategy: str
+    wall: float
+    """Unix time at `start`."""
+
+
+class Leave(_Event, frozen=True, gc=False):
+    """A worker left the team."""
+
+
+class Lost(_Event, frozen=True, gc=False):
+    """A worker died."""
+
+
+class Roster(_Event, frozen=True, gc=False):
+    """The members of a run changed: a worker has joined or is gone."""
+
+    workers: list[int]
+    version: int
+    """Version of the parameters at that time."""
+
+
+class Load(_Event, frozen=True, gc=False):
+    """A worker loaded its next batch: from the script's request until it had it."""
+
+    seconds: float
+
+
+class Compute(_Event, frozen=True, gc=False):
+    """A worker computed a gradient: from the batch until the gradient was ready."""
+
+    seconds: float
+    version: int
+    """Version of the parameters that it used."""
+    minibatches: int
+    """Minibatches in the gradient; more than one if gradients are accumulated."""
+    samples: int
+    slowed: float = 0.0
+    """Seconds at the end that were slowness added with --slow."""
+    forward: float = 0.0
+    """Seconds until the backward pass began."""
+    core: float = 0.0
+    """Core seconds, loading included: fewer than it took if others needed the core, too."""
+
+
+class Pass(_Event, frozen=True, gc=False):
+    """A worker ran a microbatch through its part of a split model, forward or backward."""
+
+    seconds: float
+    kind: str
+    """`F` forward, `B` backward, `W` the gradients of the weights if those are separate."""
+    stage: int
+    """The stage of the model."""
+    chunk: int
+    """Its number among the worker's own stages."""
+    microbatch: int
+    size: int
+    """Samples of the microbatch."""
+    version: int
+    """Version of the parameters that it used."""
+
+    @property
+    def forward(self) -> float:
+        """Seconds of a forward pass."""
+        return self.seconds if self.kind == "F" else 0.0
+
+    @property
+    def samples(self) -> int:
+        """Samples whose gradient this completes; counted at the first stage, since all stages see the same ones."""
+        return self.size if self.kind == "B" and self.stage == 0 else 0
+
+    @property
+    def minibatches(self) -> int:
+        """Minibatches whose gradient this completes."""
+        return int(self.kind == "B" and self.chunk == 0 and self.microbatch == 0)
+
+
+class Wait(_Event, frozen=True, gc=False):
+    """A worker waited for another one: a bubble."""
+
+    seconds: float
+    on: int
+    """The worker that was waited for: the last one to arrive."""
+
+
+class Reduce(_Event, frozen=True, gc=False):
+    """A worker reduced its shard of the gradient, or gathered the others' shards."""
+
+    seconds: float
+    bytes: int
+    """Bytes read from other workers' memory."""
+
+
+class Update(_Event, frozen=True, gc=False):
+    """A worker summed its shard of the gradients and wrote its shard of the next version."""
+
+    seconds: float
+    version: int
+    """The new version."""
+    bytes: int = 0
+    """Bytes read from other workers' memory."""
+    workers: int = 1
+    """Gradients in the mean."""
+    skipped: bool = False
+    """True if the gradients were not finite, so that the parameters stayed as they were."""
+    pushes: list[int] = []
+    """The tickets of the gradients that a server used."""
+    rate: float = 1.0
+    """The factor on the learning rate for the staleness of the gradients."""
+
+
+class Push(_Event, frozen=True, gc=False):
+    """A worker's gradient arrived at the server, and the policy decided on it."""
+
+    ticket: int
+    version: int
+    """The version that it was computed on."""
+    staleness: int
+    samples: int
+    leases: list[int]
+    bytes: int
+    """Bytes of the push, after compression."""
+    saved: int
+    """Bytes saved by compression."""
+    outcome: str
+    """`used` at once, `held` for a later update, `dropped`, or `skipped` because it was not finite."""
+    reason: str
+
+
+class Send(_Event, frozen=True, gc=False):
+    """A worker's gradient was sent to other machines: from its first bytes until all had arrived."""
+
+    seconds: float
+    bytes: int
+
+
+class Refused(_Event, frozen=True, gc=False):
+    """A machine's relay rejected input from the network, without any effect."""
+
+    machine: int
+    why: str
+    count: int
+
+
+class Brought(_Event, frozen=True, gc=False):
+    """A worker's part of its replica's gradient is ready for the server to read."""
+
+    replica: int
+    push: int
+    """The number of the replica's push that it is part of, from 1."""
+    version: int
+    """The version that it was computed on."""
+    parts: int
+    """Parameters of the model that are this worker's."""
+    of: int
+    """All parameters of the model."""
+
+
+class Pull(_Event, frozen=True, gc=False):
+    """A worker pushed its gradient and pulled its next version, without waiting for another worker."""
+
+    seconds: float
+    version: int
+
+
+class Cancel(_Event, frozen=True, gc=False):
+    """A worker cancelled a step whose gradient could no longer be used."""
+
+    seconds: float
+    """Seconds spent on the step."""
+    version: int
+    """The version that it computed on."""
+    leases: list[int]
+
+
+class LeaseGiven(_Event, frozen=True, gc=False, tag="lease"):
+    """A worker was leased samples to train on."""
+
+    number: int
+    loader: int
+    epoch: int
+    first: int
+    """Index of the first sample in the order of the epoch."""
+    samples: int
+
+
+class Return(_Event, frozen=True, gc=False):
+    """A worker's samples go to another worker: it was cancelled, its gradient dropped, or it is gone."""
+
+    leases: list[int]
+    why: str
+
+
+class Seen(_Event, frozen=True, gc=False):
+    """A worker used samples without a gradient, such as for evaluation."""
+
+    leases: list[int]
+
+
+class Epoch(_Event, frozen=True, gc=False):
+    """An epoch began, or ended for all."""
+
+    loader: int
+    epoch: int
+    samples: int
+    over: bool = False
+
+
+class Balance(_Event, frozen=True, gc=False):
+    """The split of the global batch changes from this round on."""
+
+    round: int
+    shares: list[int]
+
+
+class Switch(_Event, frozen=True, gc=False):
+    """The strategy `auto` has chosen a policy."""
+
+    version: int
+    """The last version under the previous policy."""
+    strategy: str
+    reason: str
+
+
+class Message(_Event, frozen=True, gc=False):
+    """A worker sent or received a message of a collective; recorded inside `collectives.observe()`."""
+
+    seconds: float
+    """Seconds; of a receive, including the wait."""
+    operation: str
+    topology: str
+    direction: str
+    """`send` or `receive`; in shared memory `read` or `write`."""
+    peer: int
+    bytes: int
+
+
+class Metric(_Event, frozen=True, gc=False):
+    """Values that the script reported with `team.report`."""
+
+    version: int
+    values: dict[str, float | None]
+    """None for a value that is not finite, which JSON cannot express."""
+
+
+Event = (
+    Join
+    | Leave
+    | Lost
+    | Roster
+    | Load
+    | Compute
+    | Pass
+    | Wait
+    | Reduce
+    | Update
+    | Push
+    | Send
+    | Refused
+    | Brought
+    | Pull
+    | Cancel
+    | LeaseGiven
+    | Return
+    | Seen
+    | Epoch
+    | Balance
+    | Switch
+    | Message
+    | Metric
 )
 
-__all__ = [
-    "Balance",
-    "Brought",
-    "Cancel",
-    "Compute",
-    "Epoch",
-    "Event",
-    "Join",
-    "LeaseGiven",
-    "Leave",
-    "Load",
-    "Lost",
-    "Message",
-    "Metric",
-    "Pass",
-    "Pull",
-    "Push",
-    "Recorder",
-    "Reduce",
-    "Refused",
-    "ReplicaRecorder",
-    "Return",
-    "Roster",
-    "Seen",
-    "Send",
-    "Switch",
-    "Update",
-    "Wait",
-    "decode",
-    "folder_of",
-]
+ACTIVITIES: dict[type, str] = {
+    Compute: "computing",
+    Pass: "computing",
+    Load: "loading",
+    Reduce: "communicating",
+    Pull: "communicating",
+    Update: "updating",
+    Wait: "waiting",
+    Cancel: "cancelled",
+}
+"""Events that last some time, each with the name of the activity in timelines and exports."""
+
+_DECODER = msgspec.json.Decoder(Event)
+
+
+def decode(line: bytes) -> Event:
+    """The event of one line."""
+    event: Event = _DECODER.decode(line)
+    return event
+
+
+def read(path: Path) -> Iterator[Event]:
+    """The events of a file, in order, without an incomplete last line."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield _DECODER.decode(line)

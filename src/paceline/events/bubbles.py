@@ -8,7 +8,7 @@ import msgspec
 
 from paceline.config import Mesh, Pipeline, parse_strategy
 from paceline.errors import UsageError
-from paceline.events.schema import Pass
+from paceline.events import Pass
 from paceline.schedules import EVEN, PassTimes, bubble
 
 _MOST = 10_000

@@ -10,7 +10,7 @@ from typing import IO, Any
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.events.schema import ACTIVITIES, Compute, Event, Join, Metric, Push
+from paceline.events import ACTIVITIES, Compute, Event, Join, Metric, Push
 
 
 def write_trace(path: Path, events: Iterable[Event]) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from paceline.errors import UsageError
-from paceline.events.schema import Event
+from paceline.events import Event
 
 _BLOCK = 8 << 20
 """Bytes read at once."""

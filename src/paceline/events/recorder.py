@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.events.schema import Event
+from paceline.events import Event
 
 _INTERVAL = 0.5
 """Seconds between writes, by which a reader of the file can lag."""

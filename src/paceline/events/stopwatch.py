@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from paceline.config import Slowness
+from paceline.events import Cancel, Compute, Load, Reduce
 from paceline.events.recorder import Recorder
-from paceline.events.schema import Cancel, Compute, Load, Reduce
 
 _NOTABLE = 2e-5
 """Seconds of loading that are worth an event."""

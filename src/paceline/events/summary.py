@@ -12,9 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from paceline.events.bubbles import Bubble, Bubbles
-from paceline.events.reader import Reader
-from paceline.events.schema import (
+from paceline.events import (
     Cancel,
     Compute,
     Event,
@@ -29,6 +27,8 @@ from paceline.events.schema import (
     Update,
     Wait,
 )
+from paceline.events.bubbles import Bubble, Bubbles
+from paceline.events.reader import Reader
 
 
 class Staleness(msgspec.Struct, kw_only=True):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.cluster.membership import Members
 from paceline.config import Pipeline
-from paceline.events import Recorder
+from paceline.events.recorder import Recorder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.events import Recorder, Wait
+from paceline.events import Wait
+from paceline.events.recorder import Recorder
 from paceline.transport.mailbox import Mailbox, ReceiveTransfer
 
 _HEADER_BYTES = 512

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from paceline import events
-from paceline.events import Recorder, folder_of
 from paceline.events.forwarding import FIRST_MACHINE
+from paceline.events.recorder import Recorder, folder_of
 from paceline.relay.chunks import ChunkMap, GradientUpload, cut
 from paceline.relay.messages import Chunk, Fetch, RelayConfig, Span, TransferDone, TransferEnd
 from paceline.server.memory import RunMemory

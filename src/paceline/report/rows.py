@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.events import Event, Push
-from paceline.events.schema import ACTIVITIES
+from paceline.events import ACTIVITIES, Event, Push
 
 Rows = NDArray[np.void]
 Numbers = NDArray[np.float64]

@@ -15,7 +15,7 @@ from typing import Any
 from paceline import events
 from paceline.config import RunSpec
 from paceline.errors import Mismatch, ServerLost, TeamError, TeamTimeout, WorkerLost, still_waits, waited_too_long
-from paceline.events import Recorder, ReplicaRecorder
+from paceline.events.recorder import Recorder, ReplicaRecorder
 from paceline.parameters.hyperparameters import Hyperparameters
 from paceline.parameters.worker_table import WorkerTable
 from paceline.policies import Arrival, Decision, Order, Policy, parse_policy

@@ -10,7 +10,7 @@ import msgspec
 from paceline import events
 from paceline.data.ledger import Lease, Ledger
 from paceline.errors import Mismatch
-from paceline.events import Recorder
+from paceline.events.recorder import Recorder
 from paceline.policies import Decision, Policy
 from paceline.server.messages import (
     BeginEpoch,

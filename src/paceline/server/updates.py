@@ -12,7 +12,7 @@ import msgspec
 from paceline import events
 from paceline.config import RunSpec, parse_correction
 from paceline.errors import Mismatch, TeamTimeout
-from paceline.events import Recorder
+from paceline.events.recorder import Recorder
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.hyperparameters import RateScaling, multiplied
 from paceline.parameters.reduction import combine_norms

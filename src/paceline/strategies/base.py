@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from paceline.cluster.membership import Members
 from paceline.config import Launch, Strategy
 from paceline.errors import TeamError, UsageError
-from paceline.events import Recorder, Wait
+from paceline.events import Wait
+from paceline.events.recorder import Recorder
 from paceline.events.stopwatch import Stopwatch
 from paceline.strategies.optimizer_patch import OptimizerPatch
 from paceline.transport import BarrierKind, MachinesBarrier

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from paceline.cluster.membership import Members
 from paceline.data import TeamLoader
 from paceline.data.leased_loader import LeasedLoader
-from paceline.events import Balance, Recorder
+from paceline.events import Balance
+from paceline.events.recorder import Recorder
 from paceline.events.stopwatch import Stopwatch
 from paceline.strategies import Trainer
 from paceline.transport import BarrierKind

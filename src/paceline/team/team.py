@@ -36,7 +36,8 @@ from paceline.data import TeamLoader
 from paceline.data.leased_loader import LeasedLoader
 from paceline.data.loader import check_loader
 from paceline.errors import UsageError
-from paceline.events import Join, Leave, Metric, Recorder, folder_of
+from paceline.events import Join, Leave, Metric
+from paceline.events.recorder import Recorder, folder_of
 from paceline.events.stopwatch import Stopwatch
 from paceline.events.summary import merge
 from paceline.parameters.variables import Mirrored, PerReplica
