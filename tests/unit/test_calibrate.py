@@ -10,10 +10,9 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.events import Compute, Join, Metric, Pull, Push, Update
-from paceline.simulate.calibrate import Calibration, calibrate
+from paceline.simulate.calibrate import Calibration, calibrate, survival
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.distributions import Constant, Exponential, Gamma
-from paceline.simulate.fitting import survival
 from paceline.simulate.predict import simulate
 from paceline.topologies import Link
 

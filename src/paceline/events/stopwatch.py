@@ -28,10 +28,8 @@ class Stopwatch:
         self._recorder, self._rank = recorder, rank
         self._slowness = slowness if slowness is not None and slowness.where == "computing" else None
         """Of a step as a whole."""
-        self._parts: dict[str, Slowness] = {}
+        self._parts = {} if slowness is None or self._slowness is not None else {slowness.where: slowness}
         """Of one part of it."""
-        if slowness is not None and self._slowness is None:
-            self._parts[slowness.where] = slowness
         self._source = random.Random(f"{seed}/{rank}")
         self._started: float | None = None
         self._last = time.perf_counter()

@@ -12,21 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from paceline.events import (
-    Cancel,
-    Compute,
-    Event,
-    Join,
-    Load,
-    Metric,
-    Pass,
-    Pull,
-    Push,
-    Reduce,
-    Refused,
-    Update,
-    Wait,
-)
+from paceline import events
 from paceline.events.bubbles import Bubble, Bubbles
 from paceline.events.reader import Reader
 
@@ -111,40 +97,40 @@ class Summariser:
         self._first, self._final = float("inf"), float("-inf")
         self._bubbles = Bubbles()
 
-    def add(self, event: Event) -> None:
+    def add(self, event: events.Event) -> None:
         """Adds an event."""
         end = event.start + getattr(event, "seconds", 0.0)
         self._first, self._final = min(self._first, event.start), max(self._final, end)
         worker = self._workers.setdefault(event.rank, WorkerSummary()) if event.rank >= 0 else _server
         match event:
-            case Compute() | Pass():
+            case events.Compute() | events.Pass():
                 self._count_computed(event, worker, end)
-            case Load():
+            case events.Load():
                 worker.loading += event.seconds
-            case Wait():
+            case events.Wait():
                 worker.waiting += event.seconds
-            case Reduce() | Pull() | Update():
+            case events.Reduce() | events.Pull() | events.Update():
                 worker.communicating += event.seconds
-                if isinstance(event, Update) and not event.skipped:
+                if isinstance(event, events.Update) and not event.skipped:
                     self._updates[event.version] = max(self._updates.get(event.version, 0.0), end)
-            case Push():
+            case events.Push():
                 self._count_push(event)
-            case Cancel():
+            case events.Cancel():
                 self._cancelled += 1
-            case Refused():
+            case events.Refused():
                 self._refused[event.why] += event.count
-            case Metric():
+            case events.Metric():
                 for name, value in event.values.items():
                     if name not in self._last or event.rank <= self._last[name][0]:
                         self._last[name] = (event.rank, value)
-            case Join():
+            case events.Join():
                 self._strategy = event.strategy
 
-    def _count_computed(self, event: Compute | Pass, worker: WorkerSummary, end: float) -> None:
+    def _count_computed(self, event: events.Compute | events.Pass, worker: WorkerSummary, end: float) -> None:
         worker.computing += event.seconds
         worker.minibatches += event.minibatches
         worker.samples += event.samples
-        if isinstance(event, Pass):
+        if isinstance(event, events.Pass):
             self._bubbles.add(event)
             if not event.samples:
                 return
@@ -152,7 +138,7 @@ class Summariser:
         self._gradients[0].append(end)
         self._gradients[1].append(event.samples)
 
-    def _count_push(self, push: Push) -> None:
+    def _count_push(self, push: events.Push) -> None:
         self._ages[push.staleness] += 1
         self._bytes += push.bytes
         self._saved += push.saved
@@ -198,8 +184,8 @@ def merge(folder: Path, world_size: int) -> Summary:
     starts, places = array("d"), array("q")  # start; file, first and last offset of each event
     for number, path in enumerate(streams):
         reader = Reader(path)
-        for events in reader.all():
-            for event, (begin, end) in zip(events, reader.places, strict=True):
+        for block in reader.all():
+            for event, (begin, end) in zip(block, reader.places, strict=True):
                 summariser.add(event)
                 starts.append(event.start)
                 places.extend((number, begin, end))

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
 
@@ -134,11 +134,8 @@ def application(source: RunSource, token: str | None) -> Starlette:
     async def index(_: Request) -> Response:
         return Response(page, media_type="text/html")
 
-    def serve(name: str) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(_: Request) -> Response:
-            return Response(script(name), media_type="text/javascript")
-
-        return answer
+    async def serve(request: Request) -> Response:
+        return Response(script(request.url.path.removeprefix("/")), media_type="text/javascript")
 
     async def stream(_: Request) -> Response:
         return StreamingResponse(_stream(current), media_type="text/event-stream")
@@ -151,7 +148,7 @@ def application(source: RunSource, token: str | None) -> Starlette:
         return Response(metrics(await current.facts()), media_type=CONTENT_TYPE)
 
     routes = [Route("/", index), Route("/stream", stream), Route("/facts.json", facts), Route("/metrics", prometheus)]
-    return Starlette(routes=[*routes, *(Route(f"/{name}", serve(name)) for name in names)])
+    return Starlette(routes=[*routes, *(Route(f"/{name}", serve) for name in names)])
 
 
 async def _stream(current: CurrentFacts) -> AsyncIterator[bytes]:
