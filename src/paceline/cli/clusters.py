@@ -3,34 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from paceline.cli import quantities
 from paceline.errors import UsageError
 from paceline.simulate.cluster import Failures, SimulatedCluster, Spells
-from paceline.simulate.distributions import parse_distribution
 from paceline.topologies import Link
-
-
-def described(
-    cluster: SimulatedCluster,
-    plain: dict[str, Any],
-    *,
-    compute: str | None,
-    size: str | None,
-    push_seconds: str | None,
-    update_seconds: str | None,
-) -> SimulatedCluster:
-    """The cluster with the values of the options that were given."""
-    changes = {name: value for name, value in plain.items() if value is not None}
-    if compute is not None:
-        changes |= {"compute": parse_distribution(compute), "factors": (), "own": ()}
-    if size is not None:
-        changes["size"] = quantities.size("--size", size)
-    for name, given in (("push_seconds", push_seconds), ("update_seconds", update_seconds)):
-        if given is not None:
-            changes[name] = quantities.seconds("--" + name.replace("_", "-"), given)
-    return dataclasses.replace(cluster, **changes)
 
 
 def with_links(

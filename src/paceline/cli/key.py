@@ -10,9 +10,7 @@ import typer
 from paceline.transport.keys import VARIABLE, new_key
 
 
-def key(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-) -> None:
+def key(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
     """Print a new key for a run over several machines.
 
     Set it in the environment of every worker, on every machine. Without it a process can neither read nor push.

@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import quantities
-from paceline.cli.clusters import described, with_links, with_trouble
+from paceline.cli.clusters import with_links, with_trouble
 from paceline.errors import UsageError
 from paceline.report.page import write_report
 from paceline.report.source import open_run
 from paceline.simulate.calibrate import Calibration, calibrate
 from paceline.simulate.cluster import Cores, SimulatedCluster
 from paceline.simulate.convergence import Convergence, fit_runs
+from paceline.simulate.distributions import parse_distribution
 from paceline.simulate.predict import predict, simulate
 from paceline.simulate.replica import Model
 
@@ -130,17 +131,20 @@ def simulate_command(
         per_machine = 1  # each worker has its own link
     if per_machine is None and cores is not None:
         per_machine = base.workers
-    plain = {
+    changes: dict[str, Any] = {
         "cores": None if cores is None else dataclasses.replace(base.cores or Cores(cores), count=cores),
         "batch": batch,
         "compress": compress,
         "overlap": overlap,
         "per_machine": per_machine,
         "servers": servers,
+        "size": None if size is None else quantities.size("--size", size),
+        "push_seconds": None if push_seconds is None else quantities.seconds("--push-seconds", push_seconds),
+        "update_seconds": None if update_seconds is None else quantities.seconds("--update-seconds", update_seconds),
     }
-    cluster = described(
-        base, plain, compute=compute, size=size, push_seconds=push_seconds, update_seconds=update_seconds
-    )
+    if compute is not None:
+        changes |= {"compute": parse_distribution(compute), "factors": (), "own": ()}
+    cluster = dataclasses.replace(base, **{name: value for name, value in changes.items() if value is not None})
     cluster = with_links(cluster, latency, bandwidth, link or [], server_bandwidth)
     cluster = with_trouble(cluster, slow or [], spells, failures)
     forward = known[0].forward if known else None

@@ -17,14 +17,7 @@ from paceline.config.gradients import (
     place_servers,
 )
 from paceline.config.launch import Launch, Place, Profiling, Timeouts, capacity
-from paceline.config.model_parallel import (
-    Mesh,
-    Pipeline,
-    Tensor,
-    between_replicas,
-    check_workers,
-    workers_of,
-)
+from paceline.config.model_parallel import Mesh, Pipeline, Tensor, between_replicas, check_workers, workers_of
 from paceline.config.run_spec import OptimizerSpec, ParameterSpec, RunSpec
 from paceline.config.slowness import Slowness, parse_slowness
 from paceline.config.strategy import (

@@ -53,11 +53,7 @@ def profile(
 
 
 def _watch(
-    process: subprocess.Popen[bytes],
-    run: Path,
-    strategy: str,
-    seconds: float,
-    tick: Callable[[str, float], None],
+    process: subprocess.Popen[bytes], run: Path, strategy: str, seconds: float, tick: Callable[[str, float], None]
 ) -> None:
     """Waits for `seconds` from the start of training, or until the process ends."""
     begin, trained = time.monotonic(), None

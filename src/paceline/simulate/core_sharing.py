@@ -108,13 +108,10 @@ class CoreShortage:
         computing = np.cumsum(np.concatenate([ones, -ones])[order])
         busy = np.cumsum(np.concatenate([shares, -shares])[order]) / cores
         short = np.clip((busy - _IDLE) / (_FULL - _IDLE), 0.0, 1.0)
-        self._lost = short * np.maximum(0.0, 1 - cores / np.maximum(computing, 0.5))
-        self._until = np.concatenate([[0.0], np.cumsum(self._lost[:-1] * np.diff(self._moments))])
+        lost = short * np.maximum(0.0, 1 - cores / np.maximum(computing, 0.5))
+        self._until = np.concatenate([[0.0], np.cumsum(lost[:-1] * np.diff(self._moments))])
 
     def between(self, start: Moments, end: Moments) -> Moments:
         """Seconds between `start` and `end` in which a worker had no core."""
-        return self._at(end) - self._at(start)
-
-    def _at(self, moment: Moments) -> Moments:
-        place = np.clip(np.searchsorted(self._moments, moment, "right") - 1, 0, len(self._moments) - 1)
-        return np.asarray(self._until[place] + self._lost[place] * (moment - self._moments[place]))
+        until_start, until_end = (np.interp(moments, self._moments, self._until) for moments in (start, end))
+        return np.asarray(until_end - until_start)
