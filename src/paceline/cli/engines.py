@@ -10,9 +10,7 @@ import typer
 
 from paceline.cluster.engines import ENGINES, selectors
 from paceline.cluster.engines.base import Engine
-from paceline.config import parse_servers, parse_strategy
 from paceline.errors import UsageError
-from paceline.policies import Policy
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -67,10 +65,3 @@ def check_given(engine: type[Engine], context: typer.Context) -> None:
 
 def _spelled(parameter: str) -> str:
     return "--" + parameter.replace("_", "-")
-
-
-def server_processes(strategy: str | None, servers: str | None) -> int:
-    """Number of server processes that a run will have, as far as the command line determines it."""
-    policy = strategy is not None and isinstance(parse_strategy(strategy), Policy)
-    where = parse_servers(servers or "1")
-    return where if isinstance(where, int) and (policy or servers is not None) else 0

@@ -13,14 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from paceline.cli.engines import (
-    ON_HELP,
-    ON_METAVAR,
-    RESTARTS_DEFAULT,
-    check_given,
-    server_processes,
-    with_engine_options,
-)
+from paceline.cli.engines import ON_HELP, ON_METAVAR, RESTARTS_DEFAULT, check_given, with_engine_options
 from paceline.cli.live import LivePage
 from paceline.cli.progress import Progress, shown
 from paceline.cluster.engines import detected_engine, find_engine
@@ -159,7 +152,7 @@ def run(
         raise UsageError("--restarts needs a parameter server; under all-reduce the others go on with --elastic")
     for one in correct or []:
         parse_correction(one)
-    parse_servers(servers or "1")
+    where = parse_servers(servers or "1")
     parse_compression(compress or "none")
     slowness = parse_slowness(slow or [], workers, capacity(workers))
     launch = Launch(
@@ -179,7 +172,8 @@ def run(
             script=script,
             arguments=arguments or [],
             workers=workers,
-            servers=server_processes(chosen, servers),
+            # As far as the command line determines it.
+            servers=where if isinstance(where, int) and (policy or servers is not None) else 0,
             restarts=restarts,
             on=on,
             options=engine_options,

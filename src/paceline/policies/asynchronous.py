@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.policies.base import Arrival, Decision, OfWorkers, Order, Policy, Rule, count, some
+from paceline.policies.base import Arrival, Decision, OfK, OfWorkers, Order, Policy, Rule, some
 
 
 class Async(Policy):
@@ -41,15 +41,12 @@ class KAsync(OfWorkers):
         return [cls(k=k) for k in some(range(2, workers))]
 
 
-class KBatchAsync(Policy):
+class KBatchAsync(OfK):
     """The server updates once K minibatches have come, of any version; no worker waits."""
 
     spec = "k-batch-async"
     _rule = Rule.STALE_MINIBATCHES
     k: int
-
-    def begin(self) -> None:
-        self.k = count("k", self.k, len(self.workers))
 
     def arrive(self, push: Arrival) -> Decision:
         decision = self.hold(push, Order.RENEW, f"{len(self.held) + 1} of {self.k} minibatches are here")

@@ -290,9 +290,9 @@ class OfK(Policy):
         self.k = count("k", self.k, len(self.workers))
 
     @property
-    @abstractmethod
     def needed(self) -> int:
-        """How many gradients make an update now."""
+        """How many gradients make an update now: fewer than K once no worker computes."""
+        return self.k if self.computing else 1
 
 
 class OfWorkers(OfK):

@@ -128,11 +128,6 @@ class KBatchSync(_OfThisVersion):
     _rule = Rule.FRESH_MINIBATCHES
     k: int
 
-    @property
-    def needed(self) -> int:
-        """Fewer than K once no worker computes."""
-        return self.k if self.computing else 1
-
     @classmethod
     def candidates(cls, workers: int) -> Iterable[Policy]:
         return [cls(k=k) for k in some(range(2, workers + 1))]

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -79,7 +79,5 @@ def _staleness(histogram: dict[int, int]) -> Metric:
 
 def metrics(facts: dict[str, Any]) -> bytes:
     """The text of the metrics endpoint."""
-    registry = CollectorRegistry()
-    registry.register(_Facts(facts))
-    text: bytes = generate_latest(registry)
+    text: bytes = generate_latest(_Facts(facts))
     return text

@@ -27,6 +27,7 @@ class RunSource:
     def __init__(self, path: Path, limit: int = 100_000) -> None:
         """limit: single intervals to keep for the zoomed timeline."""
         self.folder = path if path.is_dir() else path.parent
+        self._streams = self.folder / "streams"
         self.name = self.folder.resolve().name if path.is_dir() else path.name
         self._only = None if path.is_dir() else path
         if not path.exists():
@@ -46,10 +47,6 @@ class RunSource:
             return [self._only]
         merged = self.folder / "events.jsonl"
         return [merged] if merged.exists() and not self.going else sorted(self._streams.glob("*.jsonl"))
-
-    @property
-    def _streams(self) -> Path:
-        return self.folder / "streams"
 
     @property
     def going(self) -> bool:
