@@ -233,7 +233,7 @@ def test_who_is_never_used_is_named() -> None:
 
 
 def test_a_worker_may_have_steps_of_its_own_kind() -> None:
-    on = SimulatedCluster(workers=2, compute=Constant(1.0), own=(None, Empirical.of([3.0, 5.0])))
+    on = SimulatedCluster(workers=2, compute=Constant(1.0), own=(None, Empirical((3.0, 5.0))))
     told = ask("sync", on, updates=4000)
     assert told.seconds_per_update == pytest.approx(4.0, rel=0.02)
     assert ask("async", on, updates=4000).seconds_per_update == pytest.approx(1 / 1.25, rel=0.02)

@@ -252,7 +252,7 @@ def test_what_is_no_distribution_is_refused(spec: str) -> None:
 
 @pytest.mark.parametrize(
     "of",
-    [Constant(2.0), SHIFTED, Pareto(1.0, 3.5), Gamma(2.0, 0.5), Lognormal(1.0, 0.3), Empirical.of([1.0, 2.0, 6.0])],
+    [Constant(2.0), SHIFTED, Pareto(1.0, 3.5), Gamma(2.0, 0.5), Lognormal(1.0, 0.3), Empirical((1.0, 2.0, 6.0))],
 )
 def test_draws_have_the_mean_of_their_distribution(of: Exponential) -> None:
     import numpy as np

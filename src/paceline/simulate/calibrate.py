@@ -210,14 +210,14 @@ def fit_steps(
     own: list[Distribution | None] = [None] * count
     for rank, of in scaled.items():
         if len(scaled) > 1 and _differs(of, np.concatenate([scaled[other] for other in scaled if other != rank])):
-            own[rank] = Empirical.of((of * factors[rank]).tolist())
+            own[rank] = Empirical(tuple((of * factors[rank]).tolist()))
     alike = [of for rank, of in scaled.items() if own[rank] is None]
     if alike and len(alike) < len(scaled):
         pooled = np.concatenate([_thinned(of, _POINTS // len(alike) + 1) for of in alike])
         pooled = pooled * (base / float(pooled.mean()))
     jitter = float(np.mean([of.std() / of.mean() for of in scaled.values()]))
     uneven = tuple(factors) if any(factor != 1.0 for factor in factors) else ()
-    return Empirical.of(pooled.tolist()), uneven, tuple(own) if any(own) else (), jitter
+    return Empirical(tuple(pooled.tolist())), uneven, tuple(own) if any(own) else (), jitter
 
 
 def survival(lengths: Sequence[float], left: Sequence[float]) -> Draws:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,12 +112,6 @@ class Empirical(Distribution):
     """Measured lengths, drawn with replacement."""
 
     seconds: tuple[float, ...]
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Empirical:
-        if not seconds:
-            raise UsageError("an empirical distribution needs at least one measured step")
-        return cls(tuple(float(value) for value in seconds))
 
     def mean(self) -> float:
         return math.fsum(self.seconds) / len(self.seconds)

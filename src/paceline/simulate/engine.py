@@ -73,7 +73,6 @@ class EventLoop:
         """None if messages take no time."""
         self._loss = loss
         self._cores = SharedCores(cluster) if cluster.shares_cores else None
-        self._grouped = bool(policy.members)
         self._version = [0] * count
         self._step = [0] * count
         """The number of each worker's step, by which the end of a cancelled step is recognized."""
@@ -146,7 +145,7 @@ class EventLoop:
         cluster = self._cluster
         moment = max(now, self._server_free) + cluster.push_seconds
         decision = self._policy.arrive(push)
-        if self._grouped:
+        if self._policy.members:
             # A group pushes as one worker, after its all-reduce.
             self.ages[staleness] += len(decision.together)
         elif push not in decision.drop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -10,15 +11,13 @@ from paceline.config import parse_servers
 from paceline.simulate.cluster import SimulatedCluster
 
 
+@dataclasses.dataclass(slots=True)
 class Port:
     """One direction of a machine's link; messages queue while it is busy."""
 
-    __slots__ = ("bandwidth", "bytes", "free")
-
-    def __init__(self, bandwidth: float) -> None:
-        self.bandwidth = bandwidth
-        self.free = 0.0
-        self.bytes = 0.0
+    bandwidth: float
+    free: float = 0.0
+    bytes: float = 0.0
 
     def take(self, now: float, size: float) -> float:
         """Queues a message of `size` bytes; returns the time at which it has passed."""

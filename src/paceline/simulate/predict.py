@@ -153,7 +153,7 @@ class _Simulation:
         whole = dataclasses.replace(
             cluster,
             workers=mesh.data,
-            compute=Empirical.of(pooled.tolist()),
+            compute=Empirical(tuple(pooled.tolist())),
             factors=factors,
             own=(),
             cores=None,
