@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.errors import UsageError
+from paceline.tensor_parallel.layers import Role
 from paceline.tensor_parallel.partial_tensor import RULES, name_of
 from paceline.tensor_parallel.placement import Placement, shard_of, unshard
 from paceline.tensor_parallel.plans import find_plan
-from paceline.tensor_parallel.roles import Role
 from paceline.tensor_parallel.rule_result import LocalRule, RuleRefusal, TensorSpec
 
 WORKERS = 2

@@ -19,10 +19,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten, tree_map
 
 from paceline.tensor_parallel.call_graph import CallGraph, GraphCall, Ref
-from paceline.tensor_parallel.layers import CONVOLUTIONS
+from paceline.tensor_parallel.layers import CONVOLUTIONS, Role
 from paceline.tensor_parallel.partial_tensor import RULES
 from paceline.tensor_parallel.placement import Placement
-from paceline.tensor_parallel.roles import Role
 from paceline.tensor_parallel.rule_result import REFUSED, RuleRefusal, TensorSpec
 
 _FLOPS = 2e10

@@ -152,8 +152,7 @@ def spatial(args: Sequence[Any], kwargs: dict[str, Any], workers: int, dimension
 
 def interpolate_(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
     """`interpolate`: all dimensions but the first two change."""
-    placement = placement_of(args[0])
-    return REFUSED if placement is None or placement.dim > 1 else LocalRule(args, kwargs, placement)
+    return spatial(args, kwargs, workers, len(args[0].shape) - 2)
 
 
 def pad(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:

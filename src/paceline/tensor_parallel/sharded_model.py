@@ -14,10 +14,9 @@ from paceline.cluster.membership import Members
 from paceline.errors import UsageError
 from paceline.graph.opaque_layers import OpaqueLayers
 from paceline.tensor_parallel.comm_functions import ShardGroup
-from paceline.tensor_parallel.layers import install, layer_shards
+from paceline.tensor_parallel.layers import Role, install, layer_shards
 from paceline.tensor_parallel.partial_tensor import full_tensor
 from paceline.tensor_parallel.placement import Placement, shard_of, unshard
-from paceline.tensor_parallel.roles import Role
 
 Shards = Callable[[str], list[torch.Tensor]]
 """All workers' shards of a parameter or buffer, by its name in the model."""
@@ -38,7 +37,12 @@ class ShardedModel:
         self._opaque = OpaqueLayers(self._layers)
         self._undo: list[Callable[[], None]] = []
         for name, role in roles.items():
-            self._add_placements(name, role)
+            layer = self._layers[name]
+            for own, placement in layer_shards(layer, role).items():
+                tensor: Any = layer._parameters.get(own)
+                tensor = layer._buffers[own] if tensor is None else tensor
+                self.placements[id(tensor)] = placement
+                self.names.setdefault(id(tensor), f"{name}.{own}")
         self.full_values = {self.names[key]: tensor.detach() for key, tensor in self._by_id().items()}
         """The whole values, by name, until they are in shared memory."""
         for name, role in roles.items():
@@ -47,14 +51,6 @@ class ShardedModel:
             placement = self.placements[id(tensor)]
             tensor.data = shard_of(tensor.data, placement, group.rank, group.size).clone()
         self._hook()
-
-    def _add_placements(self, name: str, role: Role) -> None:
-        layer = self._layers[name]
-        for shard in layer_shards(layer, role):
-            tensor: Any = layer._parameters.get(shard.name)
-            tensor = layer._buffers[shard.name] if tensor is None else tensor
-            self.placements[id(tensor)] = shard.placement
-            self.names.setdefault(id(tensor), f"{name}.{shard.name}")
 
     def _by_id(self) -> dict[int, torch.Tensor]:
         everything = [*self._model.named_parameters(), *self._model.named_buffers()]
@@ -93,8 +89,11 @@ class ShardedModel:
     # -- the whole model ---------------------------------------------------------------------------------------------
 
     def _hook(self) -> None:
+        # A function, since torch sets attributes on it.
         def export(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-            self._export(layer, state, prefix)  # a function, since torch sets attributes on it
+            for name, value in self._own(layer):
+                if prefix + name in state:
+                    state[prefix + name] = self.full_tensor(value)
 
         self._gather = self._model.register_forward_hook(_gather_outputs)
         self._undo.append(_gather_for_custom_gradients())
@@ -121,11 +120,6 @@ class ShardedModel:
     def _own(self, layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
         named = [*layer._parameters.items(), *layer._buffers.items()]
         return [(name, value) for name, value in named if value is not None and id(value) in self.placements]
-
-    def _export(self, layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        for name, value in self._own(layer):
-            if prefix + name in state:
-                state[prefix + name] = self.full_tensor(value)
 
     def _import(self, layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
         for name, value in self._own(layer):
