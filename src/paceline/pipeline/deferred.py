@@ -17,13 +17,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
+from paceline.tensor_parallel.partial_tensor import name_of
 
 if TYPE_CHECKING:
     from paceline.pipeline.batch_run import BatchRun
 
 Tensor = torch.Tensor
-_descriptors: Any = torch.Tensor
-"""The class itself, untyped: its attributes are descriptors."""
+_FORCING = """item tolist numpy equal allclose isclose is_nonzero __repr__ __format__ __array__ __deepcopy__
+__reduce_ex__ __float__ __int__ __bool__ __index__ __complex__"""
+FORCING = frozenset(_FORCING.split())
+"""Functions that need values."""
+_METADATA = "shape dtype device ndim layout is_sparse is_leaf grad_fn size dim numel __len__ is_floating_point"
+METADATA = frozenset(_METADATA.split())
+"""Functions that read what a deferred tensor has without values."""
 
 
 class Autocast:
@@ -68,25 +74,12 @@ class Deferred(torch.Tensor):
     @staticmethod
     def result(run: BatchRun, meta: Tensor, index: int) -> Deferred:
         """The model's result of this index."""
-        return Deferred._new(run, meta, index, None, (), {}, -1)
-
-    @staticmethod
-    def _new(
-        run: BatchRun,
-        meta: Tensor,
-        index: int,
-        function: Callable[..., Any] | None,
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-        item: int,
-    ) -> Deferred:
         new: Any = torch.Tensor._make_wrapper_subclass(
             Deferred, meta.shape, dtype=meta.dtype, device=torch.device("cpu"), requires_grad=False
         )
-        new.run, new.meta, new.result_index, new.function = run, meta, index, function
-        new.arguments, new.options, new.item_index, new.known = arguments, options, item, None
-        new.autocast = Autocast()
-        new.inputs = new.named = None
+        new.run, new.meta, new.result_index, new.autocast = run, meta, index, Autocast()
+        new.arguments, new.options, new.item_index = (), {}, -1
+        new.function = new.known = new.inputs = new.named = None
         deferred: Deferred = new
         return deferred
 
@@ -95,19 +88,19 @@ class Deferred(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = name_of(func)
         if func == torch.Tensor.backward:
             loss, gradient = args[0], (args[1:2] or (options.get("gradient"),))[0]
             if gradient is not None:
                 raise UsageError("backward of a split model's loss takes no gradient; multiply the loss by it instead")
             loss.run.backward(loss)
             return None
-        if func in _FORCING or name in _FORCING_NAMES:
+        if name in FORCING:
             return _applied(func, args, options)
-        if func in _PLAIN:
+        if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **options)
-        if func == _descriptors.requires_grad.__get__:
+        if name == "requires_grad":
             return args[0].meta.is_floating_point()
         if name.endswith("_") and not name.endswith("__"):
             raise UsageError(f"'{name}' changes a split model's output in place; use '{name[:-1]}'")
@@ -165,10 +158,16 @@ def _recorded(func: Any, name: str, args: tuple[Any, ...], options: dict[str, An
             "call it after that, or under torch.no_grad()"
         ) from None
     (run,) = runs.values()
+
+    def deferred(meta: Tensor, item: int) -> Deferred:
+        new = Deferred.result(run, meta, 0)
+        new.function, new.arguments, new.options, new.item_index = func, args, options, item
+        return new
+
     if isinstance(result, Tensor):
-        return Deferred._new(run, result, 0, func, args, options, -1)
+        return deferred(result, -1)
     if isinstance(result, tuple | list) and any(isinstance(one, Tensor) for one in result):
-        items = [Deferred._new(run, one, 0, func, args, options, item) for item, one in enumerate(result)]
+        items = [deferred(one, item) for item, one in enumerate(result)]
         # Also for named tuples, such as the result of a sort.
         return type(result)(items) if type(result).__module__ in ("builtins", "torch.return_types") else tuple(items)
     return result
@@ -256,44 +255,6 @@ def replay(
         result = value.function(*args, **options)
     selected: Tensor = result if value.item_index < 0 else result[value.item_index]
     return selected
-
-
-_FORCING = {
-    torch.Tensor.item,
-    torch.Tensor.tolist,
-    torch.Tensor.numpy,
-    torch.Tensor.__repr__,
-    torch.Tensor.__format__,
-    torch.Tensor.__array__,
-    torch.Tensor.__deepcopy__,
-    torch.Tensor.__reduce_ex__,
-}
-_FORCING_NAMES = {
-    "__float__",
-    "__int__",
-    "__bool__",
-    "__index__",
-    "__complex__",
-    "is_nonzero",
-    "equal",
-    "allclose",
-    "isclose",
-}
-_PLAIN = {
-    _descriptors.shape.__get__,
-    _descriptors.dtype.__get__,
-    _descriptors.device.__get__,
-    _descriptors.ndim.__get__,
-    _descriptors.layout.__get__,
-    _descriptors.is_sparse.__get__,
-    _descriptors.is_leaf.__get__,
-    _descriptors.grad_fn.__get__,
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.__len__,
-    torch.Tensor.is_floating_point,
-}
 
 
 @functools.cache

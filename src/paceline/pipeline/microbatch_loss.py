@@ -15,16 +15,8 @@ Tensor = torch.Tensor
 Results = Sequence[Tensor] | Mapping[int, Tensor]
 """The model's results for a microbatch, by index."""
 
-_SYNONYMS = {
-    "rmul": "mul",
-    "imul": "mul",
-    "radd": "add",
-    "iadd": "add",
-    "isub": "sub",
-    "truediv": "div",
-    "itruediv": "div",
-    "true_divide": "div",
-}
+_SYNONYMS = {"rmul": "mul", "imul": "mul", "radd": "add", "iadd": "add", "isub": "sub"}
+_SYNONYMS |= {"truediv": "div", "itruediv": "div", "true_divide": "div"}
 _LINEAR = {"mul", "div", "add", "sub", "rsub", "neg", "float", "double", "to", "type", "clone", "reshape", "view"}
 """Operations on a scalar that give the same before and after the sum over microbatches."""
 ELEMENTWISE = _LINEAR | {"pow", "rpow", "rdiv", "rtruediv", "maximum", "minimum", "where", "lerp", "fmod", "remainder"}
@@ -130,9 +122,8 @@ class MicrobatchLoss:
                 return tensor[: self.sizes[microbatch] * len(tensor) // self._batch]
             with_rows = tensor.dim() and tensor.shape[0] in counts and tensor is not class_weights
             if with_rows and operation_name(of.function) in ELEMENTWISE:
-                with_rows = (
-                    tensor.dim() == of.meta.dim()
-                )  # otherwise its first dimension is broadcast against a later one
+                # A tensor of fewer dimensions has its first one broadcast against a later one.
+                with_rows = tensor.dim() == of.meta.dim()
             return self.rows(tensor, microbatch) if with_rows else tensor
 
         if of.meta.dim():
