@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from paceline.pipeline.ownership import Ownership
-from paceline.pipeline.stage_assignment import StageAssignment
 from paceline.pipeline.stage_links import StageLinks
+from paceline.pipeline.stages import StageAssignment
 
 
 class Nobody:

@@ -15,9 +15,9 @@ from paceline.errors import UsageError
 from paceline.graph.model_profile import model_profile, undivided
 from paceline.graph.partition import Device, partition
 from paceline.graph.trace import ModelTrace, trace
-from paceline.pipeline.context import PipelineContext
-from paceline.pipeline.runtime import PipelineRuntime, Traceable
-from paceline.pipeline.stage_assignment import StageAssignment
+from paceline.pipeline.context import PipelineContext, Traceable
+from paceline.pipeline.runtime import PipelineRuntime
+from paceline.pipeline.stages import StageAssignment
 from paceline.transport import BarrierKind
 
 _SLACK = 0.02

@@ -10,6 +10,9 @@ from paceline.cluster.membership import Members
 from paceline.config import Pipeline
 from paceline.events.recorder import Recorder
 
+Traceable = Callable[[], contextlib.AbstractContextManager[None]]
+"""Puts the model into a traceable state until the context exits."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineContext:
@@ -31,8 +34,7 @@ class PipelineContext:
     """Relative speed of each of the pipeline's workers; 1 unless it is made slow on purpose."""
     version: Callable[[], int]
     """Version of the parameters."""
-    traceable: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    """Puts the model's layers into a traceable state until the context exits."""
+    traceable: Traceable = contextlib.nullcontext
     in_step: bool = False
     """True if other workers run the same passes on shards of the same layers, so that no pass may be run early."""
     counts_samples: bool = True

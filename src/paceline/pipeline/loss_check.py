@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from paceline.errors import UsageError
 from paceline.pipeline.deferred import Deferred, deferred_inputs
 from paceline.pipeline.microbatch_loss import ELEMENTWISE, MicrobatchLoss, operation_name
-from paceline.pipeline.result_exchange import ResultExchange
+from paceline.pipeline.stage_links import ResultExchange
 
 Tensor = torch.Tensor
 

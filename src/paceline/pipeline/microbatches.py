@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -45,11 +44,12 @@ class Microbatches:
         """The script's loss, during the backward pass."""
         self.results: dict[int, list[torch.Tensor]] = {}
         self.losses: dict[int, list[torch.Tensor]] = {}
-        self._autocast = Autocast()
+        self.autocast = Autocast()
+        """The state in which the script called the model."""
 
     def kind(self, microbatch: int) -> Any:
         """Equal for microbatches whose values at every stage have equal shapes and dtypes."""
-        return (self.call.kind, self._autocast.key, self.training, self.sizes[microbatch])
+        return (self.call.kind, self.autocast.key, self.training, self.sizes[microbatch])
 
     def input(self, number: int, microbatch: int) -> Any:
         """A microbatch's rows of an input of the model; the input itself if it has no row per sample."""
@@ -63,13 +63,6 @@ class Microbatches:
         """Seed of a microbatch's random numbers; each operation derives its own from it."""
         mixed = hash((self.call.seed, self.call.number, microbatch))
         return mixed & 0x7FFF_FFFF_FFFF_FFFF
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The autocast state in which the script called the model."""
-        return self._autocast.enter()
-
-    def add_results(self, results: list[torch.Tensor], microbatch: int) -> None:
-        self.results[microbatch] = [result.detach() for result in results]
 
     def loss_of(self, results: list[torch.Tensor], microbatch: int) -> torch.Tensor:
         """The microbatch's term of the loss."""

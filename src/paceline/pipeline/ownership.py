@@ -16,8 +16,8 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.events import Reduce
-from paceline.pipeline.stage_assignment import StageAssignment
 from paceline.pipeline.stage_links import StageLinks
+from paceline.pipeline.stages import StageAssignment
 from paceline.transport.mailbox import ReceiveTransfer
 
 _UPDATED, _PRESENT, _GRADIENT = -8, -9, -10

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from paceline.collectives.group import Group
 from paceline.graph.batch_dim import batch_size, is_batched
-from paceline.graph.module_attributes import module_attributes
+from paceline.graph.module_attributes import ModuleAttributes, module_attributes
 from paceline.graph.trace import GraphTrace, ModelTrace
-from paceline.pipeline.context import PipelineContext
+from paceline.parameters.step_snapshot import StepSnapshot
+from paceline.pipeline.context import PipelineContext, Traceable
 from paceline.pipeline.loss_check import LossChecker
 from paceline.pipeline.microbatches import Microbatches
 from paceline.pipeline.ownership import Ownership
-from paceline.pipeline.result_exchange import ResultExchange
-from paceline.pipeline.shape_inference import infer_outputs
-from paceline.pipeline.stage_assignment import StageAssignment
-from paceline.pipeline.stage_graph import check_buffers, stage_graph
-from paceline.pipeline.stage_links import StageLinks
+from paceline.pipeline.stage_links import ResultExchange, StageLinks
 from paceline.pipeline.stage_runner import StageRunner
+from paceline.pipeline.stages import StageAssignment, check_buffers, stage_graph
 from paceline.schedules import SCHEDULES, Order, StageOperation, shared_orders
 from paceline.transport import BarrierKind
 
 _TRACES = 256
 """Most traces, and shapes of outputs, that are kept."""
-
-Traceable = Callable[[], contextlib.AbstractContextManager[None]]
-"""Puts the model into a traceable state until the context exits."""
 
 
 class PipelineRuntime:
@@ -64,11 +58,11 @@ class PipelineRuntime:
         self._output_shapes: dict[Any, list[torch.Tensor]] = {}
         self._orders: dict[int, Order] = {}
         self._parameters = list(model.parameters())
-        self._ownership = Ownership(assignment, self._parameters, self._links)
+        self.ownership = Ownership(assignment, self._parameters, self._links)
         runner = self._runner(trace, bounds)
-        self.own = self._ownership.assign()
+        self.own = self.ownership.assign()
         """The parameters that this worker updates."""
-        self._ownership.find_routes()
+        self.ownership.find_routes()
         for parameter in self._parameters:
             parameter.grad = None
         self._traces[self.key(*example)] = (trace, runner)
@@ -102,7 +96,7 @@ class PipelineRuntime:
                 trace = self._first
             bounds = self._bounds(trace)
             runner = self._runner(trace, bounds)
-            self._ownership.find_routes()
+            self.ownership.find_routes()
             _evict(self._traces)
             self._traces[key] = (trace, runner)
         self._traces[key] = self._traces.pop(key)  # last in the order of use
@@ -120,7 +114,7 @@ class PipelineRuntime:
         stages: list[int] = []
         for operation in trace.operations:
             before = stages[-1] if stages else 0
-            first = [self._ownership.first_stage(numbers[name]) for name in operation.parameters]
+            first = [self.ownership.first_stage(numbers[name]) for name in operation.parameters]
             stages.append(max(before, self._stage_of_name.get(operation.name, before), *first, 0))
         allowed = [0, *trace.cuts(), len(stages)]
         bounds = []
@@ -134,7 +128,7 @@ class PipelineRuntime:
         key = (kind, batch, torch.is_autocast_enabled("cpu"))
         if key not in self._output_shapes:
             with self._traceable():
-                outputs = infer_outputs(self._model, args, kwargs)
+                outputs = _infer_outputs(self._model, args, kwargs)
             _evict(self._output_shapes)
             self._output_shapes[key] = self._traces[kind][0].computed(outputs)
         return self._output_shapes[key]
@@ -147,7 +141,7 @@ class PipelineRuntime:
         for stage, (start, end) in enumerate(itertools.pairwise([0, *bounds])):
             for operation in trace.operations[start:end]:
                 for name in operation.parameters:
-                    self._ownership.add_user(numbers[name], stage)
+                    self.ownership.add_user(numbers[name], stage)
         return StageRunner(graph, self._assignment, self._links, self._context)
 
     def _parameter_numbers(self) -> dict[str, int]:
@@ -169,7 +163,7 @@ class PipelineRuntime:
         self._run(order, microbatches)
 
     def _run(self, order: Order, microbatches: Microbatches) -> None:
-        self._ownership.wait_for_updates()
+        self.ownership.wait_for_updates()
         self._traces[microbatches.call.kind][1].run(order, microbatches)
 
     def _own_turns(self, order: Order) -> Order:
@@ -198,17 +192,43 @@ class PipelineRuntime:
 
     def reduce_gradients(self, microbatches: int) -> None:
         """Sums every parameter's gradients at its owner."""
-        self._ownership.reduce_gradients()
+        self.ownership.reduce_gradients()
         if microbatches < max(self._assignment.counts):
             # A worker without a microbatch may be late, still reading the version that an update would overwrite.
             self._context.members.barrier.wait(BarrierKind.BARRIER)
-
-    def announce_update(self) -> None:
-        """Tells the workers that share a stage with this one that its optimizer step is done."""
-        self._ownership.announce_update()
 
 
 def _evict(cache: dict[Any, Any]) -> None:
     """Makes room for one more entry by dropping the oldest."""
     if len(cache) == _TRACES:
         del cache[next(iter(cache))]
+
+
+def _infer_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's outputs as meta tensors; random state, buffers and plain attributes are restored."""
+    attributes = ModuleAttributes(model)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            outputs = _run_fake(model, args, kwargs)
+        except Exception:  # a layer that reads values cannot run on fake tensors
+            snapshot = StepSnapshot(model)
+            snapshot.take()
+            try:
+                outputs = model(*args, **kwargs)
+            finally:
+                snapshot.restore()
+    attributes.restore()
+    return pytree.tree_map_only(torch.Tensor, _meta, outputs)
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _run_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Tensors that a model creates, or has besides its parameters and buffers, such as a mask, are not fake.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        weights: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor.detach()) for name, tensor in tensors}
+        fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+        return torch.func.functional_call(model, weights, fake_args, fake_kwargs)

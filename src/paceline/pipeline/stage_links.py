@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,9 +12,12 @@ import torch
 
 from paceline.events import Wait
 from paceline.events.recorder import Recorder
+from paceline.pipeline.stages import StageAssignment
 from paceline.transport.mailbox import Mailbox, ReceiveTransfer
 
 _HEADER_BYTES = 512
+_RESULT = -7
+"""Tag of the messages of `ResultExchange`; `ownership` uses those below."""
 _NOTABLE = 5e-6
 """Seconds below which a wait is not recorded."""
 
@@ -90,19 +94,48 @@ class StageLinks:
         self.receive(peer, data, tag)
         return TensorHeader.decode(data)
 
-    def send_described(self, peers: Sequence[int], value: torch.Tensor, tag: int) -> torch.Tensor:
+
+class ResultExchange:
+    """Collects the results of the last stage on its first worker, the root; sends values from there to all workers."""
+
+    def __init__(self, links: StageLinks, assignment: StageAssignment) -> None:
+        self._links = links
+        self._root, *self._others = assignment.workers[-1]
+        self.is_root = links.rank == self._root
+
+    def gather(self, own: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
+        """Tensors by microbatch: on the root those of all workers of the last stage, elsewhere `own`."""
+        if self._links.rank in self._others:
+            counts = [[microbatch, len(values)] for microbatch, values in own.items()]
+            self._send([self._root], torch.tensor(counts, dtype=torch.long).view(-1, 2))
+            for value in itertools.chain(*own.values()):
+                self._send([self._root], value)
+        elif self.is_root:
+            for other in self._others:
+                for microbatch, count in self._receive(other).tolist():
+                    own[microbatch] = [self._receive(other) for _ in range(count)]
+        return dict(sorted(own.items()))
+
+    def broadcast(self, value: torch.Tensor | None) -> torch.Tensor:
+        """The root's tensor, on every worker."""
+        if not self.is_root:
+            return self._receive(self._root)
+        assert value is not None
+        return self._send((peer for peer in range(self._links.size) if peer != self._root), value)
+
+    def _send(self, peers: Iterable[int], value: torch.Tensor) -> torch.Tensor:
         """Sends a tensor whose shape the peers do not know; returns a detached tensor of the same values."""
         header = TensorHeader.of(value)
         packed = value.detach().permute(header.order).contiguous()
-        sent = [self.mailbox.send(peer, part, tag) for peer in peers for part in (header.encode(), packed)]
-        for transfer in sent:
+        parts = (header.encode(), packed)
+        for transfer in [self._links.mailbox.send(peer, part, _RESULT) for peer in peers for part in parts]:
             transfer.wait()
         return from_memory_order(packed, header.order)
 
-    def receive_described(self, peer: int, tag: int) -> torch.Tensor:
+    def _receive(self, peer: int) -> torch.Tensor:
         data = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-        self.mailbox.receive(peer, data, tag).wait()
+        self._links.mailbox.receive(peer, data, _RESULT).wait()
         header = TensorHeader.decode(data)
         packed = header.empty()
-        self.mailbox.receive(peer, packed, tag).wait()
+        self._links.mailbox.receive(peer, packed, _RESULT).wait()
         return from_memory_order(packed, header.order)

@@ -22,9 +22,8 @@ from paceline.events import Pass
 from paceline.pipeline.context import PipelineContext
 from paceline.pipeline.microbatches import Microbatches
 from paceline.pipeline.split_backward import backward_of_inputs, separable
-from paceline.pipeline.stage_assignment import StageAssignment
-from paceline.pipeline.stage_graph import Stage, StageGraph
 from paceline.pipeline.stage_links import StageLinks, TensorHeader, from_memory_order
+from paceline.pipeline.stages import Stage, StageAssignment, StageGraph
 from paceline.schedules import StageOperation
 from paceline.tensor_parallel.partial_tensor import full_tensor
 from paceline.transport.mailbox import ReceiveTransfer, SendTransfer
@@ -34,6 +33,7 @@ _backward = torch.autograd.backward
 _HEADER, _DATA, _GRADIENT = range(3)
 """Kinds of messages."""
 _MICROBATCHES = 1 << 16
+Tensors = list[torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -109,15 +109,12 @@ class StageRunner:
     def _forward(self, stage: Stage, microbatch: int, microbatches: Microbatches) -> None:
         inputs = {number: self._input(stage, number, microbatch, microbatches) for number in stage.inputs}
         start = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(microbatches.autocast())
-            stack.enter_context(torch.set_grad_enabled(microbatches.training))
-            if stage.part.random:
-                stack.enter_context(_seeded(microbatches.seed(microbatch)))
+        seeded = _seeded(microbatches.seed(microbatch)) if stage.part.random else contextlib.nullcontext()
+        with microbatches.autocast.enter(), torch.set_grad_enabled(microbatches.training), seeded:
             values = [full_tensor(value) for value in stage.part.run([inputs[number] for number in stage.part.inputs])]
         outputs = dict(zip(stage.part.outputs, values, strict=True))
         if stage.index == self._graph.last:
-            microbatches.add_results(self._results(inputs, outputs), microbatch)
+            microbatches.results[microbatch] = [result.detach() for result in self._results(inputs, outputs)]
         self._record("F", stage, microbatch, microbatches, start)
         if microbatches.training:
             self._activations[stage.index, microbatch] = _Activations(inputs, outputs)
@@ -163,12 +160,7 @@ class StageRunner:
             self._send(self._graph.producers[number], stage.index, number, microbatch, _GRADIENT, gradient)
 
     def _split_backward(
-        self,
-        kind: Any,
-        stage: Stage,
-        outputs: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        inputs: list[torch.Tensor],
+        self, kind: Any, stage: Stage, outputs: Tensors, gradients: Tensors, inputs: Tensors
     ) -> Callable[[], None] | None:
         """Computes the gradients of the inputs; returns the computation of those of the weights, if it is left."""
         if kind not in self._separable:

@@ -79,7 +79,7 @@ class PipelineTrainer(Trainer):
         self.version += 1
         if self._pipelined.runtime is not None:
             self._shared_state.share_new_state()
-            self._pipelined.runtime.announce_update()
+            self._pipelined.runtime.ownership.announce_update()
             self._shared_state.publish(self._steps)
         end = time.perf_counter()
         self._recorder.add(Update(self._rank, start, end - start, self.version))
