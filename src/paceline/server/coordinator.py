@@ -44,7 +44,7 @@ from paceline.server.messages import (
     Thaw,
 )
 from paceline.server.sessions import Session, Sessions, SessionState
-from paceline.server.shard_set import ShardSet
+from paceline.server.shard import ShardSet
 from paceline.server.tuner import Tuner
 from paceline.server.updates import PendingPush, Updates
 from paceline.transport.unix_connection import Closed, Listener

@@ -333,43 +333,13 @@ class ShardAnswer(_Message, frozen=True, gc=False):
     value: float = 0.0
 
 
-FromWorker = (
-    Hello
-    | ShardHello
-    | MessagePart
-    | GradientReady
-    | PushGradient
-    | StepCancelled
-    | BeginEpoch
-    | EpochOrder
-    | RequestLease
-    | LeaseDone
-    | LeaveEpoch
-    | EnterBarrier
-    | BuffersCopied
-    | Freeze
-    | Thaw
-    | ShareReduced
-    | LeaveTeam
-    | Dismiss
-    | ShardAnswer
-    | RunFailed
-    | MachineLost
-)
-ToWorker = (
-    Ready
-    | SessionOpened
-    | MessagePart
-    | Proceed
-    | CancelStep
-    | DrawOrder
-    | LeaseGranted
-    | EpochOver
-    | CopyBuffers
-    | BarrierDone
-    | ReduceShare
-    | Frozen
-    | RunFailed
-)
+_Membership = Hello | ShardHello | EnterBarrier | BuffersCopied | LeaveTeam | Dismiss | RunFailed | MachineLost
+_Samples = BeginEpoch | EpochOrder | RequestLease | LeaseDone | LeaveEpoch
+_Gradients = GradientReady | PushGradient | StepCancelled | ShareReduced | Freeze | Thaw
+FromWorker = MessagePart | _Membership | _Samples | _Gradients | ShardAnswer
+WithVersion = SessionOpened | Proceed | LeaseGranted | EpochOver | Frozen
+"""Messages that name the version that a worker goes on with."""
+_Requests = CancelStep | DrawOrder | CopyBuffers | ReduceShare
+ToWorker = MessagePart | WithVersion | _Requests | Ready | BarrierDone | RunFailed
 ShardRequest = ApplyUpdate | AddGradient | MeasureDistance | ReloadState
 ToShard = MessagePart | Ready | ShardRequest

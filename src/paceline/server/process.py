@@ -28,8 +28,7 @@ from paceline.server.messages import (
     send_parts,
 )
 from paceline.server.sessions import Session
-from paceline.server.shard import Shard
-from paceline.server.shard_set import ShardSet
+from paceline.server.shard import Shard, ShardSet
 from paceline.transport.unix_connection import Closed, Listener, UnixConnection, connect, deserted
 
 _LOOK = 0.5

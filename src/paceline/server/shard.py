@@ -1,4 +1,4 @@
-"""One shard of the parameters: its gradients, optimizer and versions."""
+"""One shard of the parameters: its gradients, optimizer and versions; and the shards of all servers together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.config import OptimizerSpec, ParameterSpec, RunSpec, parse_compression, parse_correction
+from paceline.errors import ServerLost, TeamTimeout
 from paceline.parameters.compression import Codec, codec_class
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.gradients import Gradients
@@ -21,9 +22,10 @@ from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.parameters.whole import WholeOptimizer
 from paceline.parameters.worker_table import WorkerTable
+from paceline.server import messages
 from paceline.server.flags import SharedFlags
 from paceline.server.memory import RunMemory
-from paceline.server.messages import AddGradient, ApplyUpdate, GradientRef, MeasureDistance, ReloadState, ShardRequest
+from paceline.transport.unix_connection import Closed, UnixConnection
 
 
 def describe_parameters(named: list[tuple[str, torch.nn.Parameter]], optimizer: Optimizer) -> tuple[ParameterSpec, ...]:
@@ -131,20 +133,20 @@ class Shard:
 
     # -- operations --------------------------------------------------------------------------------------------------
 
-    def handle(self, request: ShardRequest) -> float:
+    def handle(self, request: messages.ShardRequest) -> float:
         """The value of a request's answer; 0 if it has none."""
         match request:
-            case ApplyUpdate():
+            case messages.ApplyUpdate():
                 return self.apply(request)
-            case AddGradient():
+            case messages.AddGradient():
                 self.add(request)
-            case MeasureDistance():
+            case messages.MeasureDistance():
                 return self.distance(request)
-            case ReloadState():
+            case messages.ReloadState():
                 self._optimizer.adopt_state()
         return 0.0
 
-    def add(self, message: AddGradient) -> None:
+    def add(self, message: messages.AddGradient) -> None:
         """Adds a gradient to the sum, so that its worker can use its buffer again."""
         source = message.source
         self._newest = message.old
@@ -168,7 +170,7 @@ class Shard:
             self._used_sum = bytes(a | b for a, b in zip(self._used_sum, used, strict=True))
         self._has_sum = True
 
-    def _add_used(self, total: torch.Tensor, flat: int, begin: int, end: int, source: GradientRef) -> None:
+    def _add_used(self, total: torch.Tensor, flat: int, begin: int, end: int, source: messages.GradientRef) -> None:
         """As `add`, parameter by parameter; a parameter without a gradient so far is zero."""
         for slot, first, last in self._slots(flat, begin, end):
             place = total[first - begin : last - begin]
@@ -177,7 +179,7 @@ class Shard:
             if source.used is None or source.used[slot.index]:
                 place.add_(self._dense(source.buffer, flat, first, last), alpha=source.weight)
 
-    def apply(self, message: ApplyUpdate) -> float:
+    def apply(self, message: messages.ApplyUpdate) -> float:
         """Writes the next version, or only makes the mean gradient and returns its norm."""
         if message.groups is not None:
             self._optimizer.set_hyperparameters([_tuples(group) for group in message.groups])
@@ -193,7 +195,7 @@ class Shard:
             self._has_sum, self._used_sum = False, None
         return 0.0
 
-    def distance(self, message: MeasureDistance) -> float:
+    def distance(self, message: messages.MeasureDistance) -> float:
         """The squared distance of two versions in this shard."""
         first, second = self._versions.buffers[message.first], self._versions.buffers[message.second]
         total = 0.0
@@ -218,7 +220,7 @@ class Shard:
             if first < last:
                 yield slot, first, last
 
-    def _used(self, sources: list[GradientRef]) -> list[bytes] | None:
+    def _used(self, sources: list[messages.GradientRef]) -> list[bytes] | None:
         """Per source and parameter, 1 if it has a gradient; None if all have, everywhere."""
         if self._used_sum is None and all(source.used is None for source in sources):
             return None
@@ -232,7 +234,7 @@ class Shard:
             flags[buffer] = self._everything if used is None else used
         return flags
 
-    def _collect(self, message: ApplyUpdate, weights: Weights, used: list[bytes] | None) -> float:
+    def _collect(self, message: messages.ApplyUpdate, weights: Weights, used: list[bytes] | None) -> float:
         """Makes the mean gradient of this shard; returns its norm to the power of its order, which shards can add."""
         norm = message.norm or 2.0
         parts: list[float] = [0.0]
@@ -271,3 +273,43 @@ class Shard:
     def _mix(self, total: torch.Tensor, flat: int, start: int, stop: int, weights: Weights, scale: float) -> None:
         parts = tuple(self._dense(buffer, flat, start, stop) for buffer, _ in weights)
         weighted_sum(total, parts, [(place, weight) for place, (_, weight) in enumerate(weights)], scale)
+
+
+class ShardSet:
+    """The shards of all servers, as the first server calls them: runs one operation on all at once."""
+
+    def __init__(self, own: Shard, others: dict[int, UnixConnection[Any]], patience: float) -> None:
+        self._own, self._others, self._patience = own, others, patience
+
+    @property
+    def size(self) -> int:
+        """Bytes of an uncompressed gradient."""
+        return self._own.size
+
+    @property
+    def collected(self) -> int:
+        """Number of the buffer that stands for the sum of the added gradients."""
+        return self._own.collected
+
+    def close(self) -> None:
+        """Ends the other servers."""
+        for connection in self._others.values():
+            connection.close()
+
+    def handle(self, request: messages.ShardRequest) -> list[float]:
+        """The answers of all shards, this server's first."""
+        try:
+            for index, connection in self._others.items():  # noqa: B007  (an error names it)
+                connection.send(request)
+            values = [self._own.handle(request)]
+            for index, connection in self._others.items():
+                answer = connection.receive_within(self._patience)
+                if answer is None:
+                    raise TeamTimeout(f"server {index} did not answer in {self._patience:g} s")
+                if isinstance(answer, messages.RunFailed):
+                    raise ServerLost(f"server {index} failed: {answer.message}")
+                assert isinstance(answer, messages.ShardAnswer)
+                values.append(answer.value)
+        except Closed:
+            raise ServerLost(f"server {index}, which holds a shard of the parameters, died") from None
+        return values

@@ -16,17 +16,9 @@ from paceline.events.recorder import Recorder
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.hyperparameters import RateScaling, multiplied
 from paceline.parameters.reduction import combine_norms
-from paceline.server.messages import (
-    AddGradient,
-    ApplyUpdate,
-    GradientRef,
-    MeasureDistance,
-    PushGradient,
-    ReduceShare,
-    ShareReduced,
-)
+from paceline.server import messages
 from paceline.server.sessions import Sessions
-from paceline.server.shard_set import ShardSet
+from paceline.server.shard import ShardSet
 from paceline.transport.unix_connection import Closed
 
 
@@ -36,7 +28,7 @@ class PendingPush:
 
     ticket: int
     rank: int
-    message: PushGradient
+    message: messages.PushGradient
     groups: list[dict[str, Any]]
     """Hyperparameters of its worker's optimizer."""
     used: bytes | None
@@ -81,7 +73,11 @@ class Updates:
     def hold(self, pushed: PendingPush, staleness: int) -> None:
         """Adds a gradient that has arrived."""
         if self._spec.corrections:
-            pushed.rate = self._rate_of(pushed, staleness)
+            distance, newest = 0.0, self._sessions.pool.newest
+            if self._corrections.needs_distance and pushed.buffer != newest:
+                distance = sum(self._shards.handle(messages.MeasureDistance(newest, pushed.buffer)))
+            rate = float(pushed.groups[0].get("lr", 1.0)) if pushed.groups else 1.0
+            pushed.rate = self._corrections.rate(staleness, distance, rate)
         self.held[pushed.ticket] = pushed
 
     def leases_of(self, rank: int) -> list[int]:
@@ -92,24 +88,17 @@ class Updates:
         """True if a gradient of this worker is held."""
         return any(held.rank == rank for held in self.held.values())
 
-    def _rate_of(self, pushed: PendingPush, staleness: int) -> float:
-        distance, newest = 0.0, self._sessions.pool.newest
-        if self._corrections.needs_distance and pushed.buffer != newest:
-            distance = sum(self._shards.handle(MeasureDistance(newest, pushed.buffer)))
-        rate = float(pushed.groups[0].get("lr", 1.0)) if pushed.groups else 1.0
-        return self._corrections.rate(staleness, distance, rate)
-
     def collect(self, rank: int) -> None:
         """Adds a worker's held gradient to the sum, because the worker is about to overwrite its buffer."""
         for pushed in self.held.values():
             if pushed.rank == rank and pushed.source == rank:
                 source = self._source(pushed, pushed.weight * pushed.message.factor)
-                self._shards.handle(AddGradient(source, self._sessions.pool.newest))
+                self._shards.handle(messages.AddGradient(source, self._sessions.pool.newest))
                 pushed.source = self._shards.collected
 
-    def _source(self, pushed: PendingPush, weight: float) -> GradientRef:
+    def _source(self, pushed: PendingPush, weight: float) -> messages.GradientRef:
         base = pushed.buffer if self._corrections.compensates else -1
-        return GradientRef(pushed.source, weight, base, pushed.used, pushed.message.factor)
+        return messages.GradientRef(pushed.source, weight, base, pushed.used, pushed.message.factor)
 
     def apply(self, tickets: list[int], version: int) -> list[PendingPush]:
         """Makes this version from these gradients, which are not held any longer."""
@@ -122,7 +111,7 @@ class Updates:
         groups = self._hyperparameters(pushes[0].groups, rate, version)
         pool = self._sessions.pool
         old, new = pool.newest, pool.take()
-        message = ApplyUpdate(self._sources(pushes, total), old, new, groups)
+        message = messages.ApplyUpdate(self._sources(pushes, total), old, new, groups)
         clips = [pushed.message.clip for pushed in pushes if pushed.message.clip is not None]
         if clips:
             message = self._clip(message, *clips[0])
@@ -134,15 +123,15 @@ class Updates:
         self._recorder.add(events.Update(-1, start, seconds, version, read, len(pushes), pushes=used, rate=rate))
         return pushes
 
-    def _sources(self, pushes: list[PendingPush], total: float) -> list[GradientRef]:
-        sources: dict[int, GradientRef] = {}
+    def _sources(self, pushes: list[PendingPush], total: float) -> list[messages.GradientRef]:
+        sources: dict[int, messages.GradientRef] = {}
         for pushed in pushes:
             source = pushed.source
             if source == self._shards.collected:
-                sources[source] = GradientRef(source, 1.0 / total)
+                sources[source] = messages.GradientRef(source, 1.0 / total)
             elif source >= self._spec.capacity:  # a group's mean
                 mass = sum(other.weight for other in pushes if other.source == source)
-                sources[source] = GradientRef(source, mass / total)
+                sources[source] = messages.GradientRef(source, mass / total)
             else:
                 sources[source] = self._source(pushed, pushed.weight * pushed.message.factor / total)
         return list(sources.values())
@@ -155,7 +144,7 @@ class Updates:
         self._last = (groups, factor)
         return multiplied(groups, factor)
 
-    def _clip(self, message: ApplyUpdate, limit: float, norm: float) -> ApplyUpdate:
+    def _clip(self, message: messages.ApplyUpdate, limit: float, norm: float) -> messages.ApplyUpdate:
         """Makes the mean gradient and measures its norm; returns the update that uses it, scaled."""
         parts = self._shards.handle(msgspec.structs.replace(message, norm=norm))
         length = combine_norms(parts, norm)
@@ -164,8 +153,8 @@ class Updates:
         scale = min(1.0, limit / (length + 1e-6))
         if math.isnan(length):  # it must stay one, as in plain torch
             scale = length
-        collected = GradientRef(self._shards.collected, 1.0)
-        return ApplyUpdate([collected], message.old, message.new, None, scale)
+        collected = messages.GradientRef(self._shards.collected, 1.0)
+        return messages.ApplyUpdate([collected], message.old, message.new, None, scale)
 
     def reduce_group(self, group: int, tickets: list[int]) -> None:
         """Has the members of a group sum their gradients, each a part of them."""
@@ -178,7 +167,7 @@ class Updates:
         total = sum(pushed.weight for pushed in pushes) or 1.0
         weights = [pushed.weight * pushed.message.factor / total for pushed in pushes]
         for session in sessions:
-            self._sessions.send(session, ReduceShare([pushed.rank for pushed in pushes], weights, group))
+            self._sessions.send(session, messages.ReduceShare([pushed.rank for pushed in pushes], weights, group))
         whole = True
         for session in sessions:
             try:
@@ -188,7 +177,7 @@ class Updates:
                 continue
             if answer is None:
                 raise TeamTimeout(f"rank {session.rank} did not sum its part of its group's gradient", [session.rank])
-            if not isinstance(answer, ShareReduced):
+            if not isinstance(answer, messages.ShareReduced):
                 raise Mismatch(f"rank {session.rank} sent a {type(answer).__name__} instead of a sum", [session.rank])
         for pushed in pushes if whole else ():
             pushed.source = self._spec.capacity + group
