@@ -20,36 +20,16 @@ from paceline.events.forwarding import FIRST_MACHINE
 from paceline.relay.context import RelayContext
 from paceline.relay.coordinator_sessions import CoordinatorSessions
 from paceline.relay.messages import MemberGone
+from paceline.server import messages
 from paceline.server.memory import MEMORIES
-from paceline.server.messages import (
-    BuffersCopied,
-    CancelStep,
-    EpochOver,
-    FromWorker,
-    Frozen,
-    GradientReady,
-    Hello,
-    LeaseGranted,
-    LeaveTeam,
-    Proceed,
-    PushGradient,
-    Ready,
-    RunFailed,
-    SessionOpened,
-    ShardHello,
-    StepCancelled,
-    Thaw,
-    ToShard,
-    ToWorker,
-)
 from paceline.transport.unix_connection import Closed, Listener, UnixConnection
 
 _READS = 64
 """Messages of one session that are handled before others have their turn."""
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_worker = msgspec.msgpack.Decoder(ToWorker)
-_to_shard = msgspec.msgpack.Decoder(ToShard)
+_to_worker = msgspec.msgpack.Decoder(messages.ToWorker)
+_to_shard = msgspec.msgpack.Decoder(messages.ToShard)
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,19 +43,14 @@ class LocalSession:
     answers: deque[Any] = dataclasses.field(default_factory=deque)
     """Messages to the worker, in order, until what they name is here."""
     fetching: bool = False
+    fetched: bool = False
+    """True if everything that the first answer needs is here, or on its way."""
     held: list[Any] | None = None
     """Messages that came since the worker wrote parameters and state, until these are where they belong."""
     left: bool = False
     """True if it has said that it leaves."""
     hyperparameters: int = -1
     """Number of its hyperparameters that were last sent to the coordinator."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Fetched:
-    """An answer for which everything is here, or on its way."""
-
-    message: Frozen | SessionOpened
 
 
 class LocalSessions:
@@ -97,19 +72,19 @@ class LocalSessions:
     # -- from workers ------------------------------------------------------------------------------------------------
 
     def _accept(self, _: int) -> None:
-        connection = self._listener.accept(FromWorker, 0.0)
+        connection = self._listener.accept(messages.FromWorker, 0.0)
         if connection is None:
             return
         try:
             hello, descriptors = connection.receive_with_descriptors(MEMORIES)
         except Closed:
             return
-        if not isinstance(hello, Hello | ShardHello):
+        if not isinstance(hello, messages.Hello | messages.ShardHello):
             connection.close()
             return
         context = self._context
-        who = hello.rank if isinstance(hello, Hello) else -1 - hello.index
-        joins = isinstance(hello, Hello) and hello.joins and self._coordinator.may_join(who)
+        who = hello.rank if isinstance(hello, messages.Hello) else -1 - hello.index
+        joins = isinstance(hello, messages.Hello) and hello.joins and self._coordinator.may_join(who)
         if who in self._sessions or not (joins or context.machine_of.get(who) == context.machine):
             connection.close()
             return
@@ -138,32 +113,32 @@ class LocalSessions:
             session.held.append(message)
             return
         match message:
-            case GradientReady():
+            case messages.GradientReady():
                 self._transfers.made(who, message.parameters)
                 return
-            case PushGradient() if not message.skip:
+            case messages.PushGradient() if not message.skip:
                 self._transfers.push(who, lambda: self._send_push(session, message))
                 return
-            case StepCancelled() | PushGradient():
+            case messages.StepCancelled() | messages.PushGradient():
                 self._transfers.restart(who)
-            case LeaveTeam():
+            case messages.LeaveTeam():
                 session.left = True
-            case BuffersCopied():
+            case messages.BuffersCopied():
                 self._transfers.show(who, lambda: self._coordinator.send(who, message))
                 return
-            case Thaw() if message.reload:
+            case messages.Thaw() if message.reload:
                 session.held = []  # the coordinator is frozen until this message, and must get none before it
                 self._transfers.load(who, session.buffer, lambda: self._reloaded(session, message))
                 return
         self._coordinator.send(who, message)
 
-    def _reloaded(self, session: LocalSession, message: Thaw) -> None:
+    def _reloaded(self, session: LocalSession, message: messages.Thaw) -> None:
         self._coordinator.send(session.who, message)
         held, session.held = session.held or [], None
         for later in held:
             self._handle(session, later)
 
-    def _send_push(self, session: LocalSession, message: PushGradient) -> None:
+    def _send_push(self, session: LocalSession, message: messages.PushGradient) -> None:
         table = used = None
         if message.hyperparameters != session.hyperparameters:
             slot = self._context.table.slots[session.who]
@@ -193,12 +168,12 @@ class LocalSessions:
         if who < 0:
             message = _to_shard.decode(data)
             # At the start it gets this machine's memory, in place of the coordinator's.
-            self._send(session, message, with_memories=isinstance(message, Ready))
+            self._send(session, message, with_memories=isinstance(message, messages.Ready))
             return
         message = _to_worker.decode(data)
-        if isinstance(message, CancelStep):
+        if isinstance(message, messages.CancelStep):
             self._context.flags.cancel(who, message.version, time.perf_counter())
-        elif isinstance(message, RunFailed):
+        elif isinstance(message, messages.RunFailed):
             self._send(session, message)
         else:
             session.answers.append(message)
@@ -209,21 +184,21 @@ class LocalSessions:
         transfers = self._transfers
         while session.answers and not session.fetching and session.who in self._sessions:
             message = session.answers[0]
-            if isinstance(message, Proceed | LeaseGranted | EpochOver | Frozen | SessionOpened):
+            if not session.fetched and isinstance(message, messages.WithVersion):
                 if not transfers.holds(message.buffer, message.version):
                     self._fetch(session, functools.partial(transfers.fetch, message.buffer, message.version))
                     return
                 session.buffer = message.buffer
-                if isinstance(message, Frozen | SessionOpened):
+                if isinstance(message, messages.Frozen | messages.SessionOpened):
                     # It also needs the optimizer's state; a worker that joins, the rest of the model.
-                    session.answers[0] = _Fetched(message)
-                    frozen = isinstance(message, Frozen)
+                    session.fetched = True
+                    frozen = isinstance(message, messages.Frozen)
                     self._fetch(session, transfers.fetch_state if frozen else transfers.fetch_rest)
                     continue
             session.answers.popleft()
-            plain = message.message if isinstance(message, _Fetched) else message
+            session.fetched = False
             # A worker that joins gets this machine's memory.
-            self._send(session, plain, with_memories=isinstance(plain, SessionOpened))
+            self._send(session, message, with_memories=isinstance(message, messages.SessionOpened))
 
     def _fetch(self, session: LocalSession, fetch: Callable[[Callable[[], None]], None]) -> None:
         """Fetches something before the next answer."""
@@ -251,7 +226,7 @@ class LocalSessions:
             session.connection.close()
             self._transfers.restart(who)
 
-    def fail(self, failure: RunFailed) -> None:
+    def fail(self, failure: messages.RunFailed) -> None:
         """Tells all workers why the run has failed, and closes all sessions."""
         for session in list(self._sessions.values()):
             if session.who >= 0:

@@ -191,16 +191,5 @@ class TransferEnd(_RelayMessage, frozen=True, gc=False):
     turn: int
 
 
-RelayMessage = (
-    ToCoordinator
-    | ToMember
-    | MemberGone
-    | Fetch
-    | TransferDone
-    | Ping
-    | Pong
-    | EventLines
-    | RelayDone
-    | Chunk
-    | TransferEnd
-)
+_ControlMessage = ToCoordinator | ToMember | MemberGone | Fetch | TransferDone | Ping | Pong | EventLines | RelayDone
+RelayMessage = _ControlMessage | Chunk | TransferEnd

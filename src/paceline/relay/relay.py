@@ -20,40 +20,25 @@ from typing import Any
 import msgspec
 
 from paceline import events
-from paceline.errors import JoinError
 from paceline.events.forwarding import FIRST_MACHINE, StreamForwarder
 from paceline.parameters.worker_table import WorkerTable
+from paceline.relay import messages
 from paceline.relay.context import RelayContext
 from paceline.relay.coordinator_sessions import CoordinatorSessions
-from paceline.relay.liveness import PING_INTERVAL, PeerLiveness
 from paceline.relay.local_sessions import LocalSessions
-from paceline.relay.messages import (
-    Chunk,
-    EventLines,
-    Fetch,
-    MemberGone,
-    Ping,
-    Pong,
-    RelayAddress,
-    RelayBind,
-    RelayBound,
-    RelayConfig,
-    RelayDone,
-    RelayMessage,
-    ToCoordinator,
-    ToMember,
-    TransferDone,
-    TransferEnd,
-)
 from paceline.relay.transfer import TransferManager
 from paceline.server.flags import SharedFlags
-from paceline.server.memory import MEMORIES, RunMemory
-from paceline.server.messages import MachineLost, MessagePart, Ready, RunFailed, receive_parts
+from paceline.server.memory import RunMemory
+from paceline.server.messages import MachineLost, RunFailed
 from paceline.transport.keys import Secret
 from paceline.transport.links import LINKS, LinkReceiver, LinkSender, RejectCounter
 from paceline.transport.poller import Poller
 from paceline.transport.unix_connection import Listener
 
+_PING_INTERVAL = 0.5
+"""Seconds between signs of life."""
+_SILENT = 3 * _PING_INTERVAL
+"""Seconds of silence after which a machine is lost if its relay's port is closed."""
 _RETRY = 0.02
 """Seconds between attempts to connect to a coordinator that has not started yet."""
 _STALLED = 30.0
@@ -64,13 +49,51 @@ _WINDOWS = {"control": 1 << 30, "bulk": 8 << 20}
 """Bytes that may be under way on a link. Short messages are bounded by their answers."""
 
 _encode = msgspec.msgpack.Encoder().encode
-_message = msgspec.msgpack.Decoder(RelayMessage)
+_message = msgspec.msgpack.Decoder(messages.RelayMessage)
+
+
+class PeerLiveness:
+    """Signs of life between relays: which machines are silent, and how far their clocks are apart."""
+
+    def __init__(self, context: RelayContext, receivers: dict[str, LinkReceiver]) -> None:
+        self._context, self._receivers = context, receivers
+        self._clocks: dict[int, tuple[float, float]] = {}
+        """By machine: seconds of the quickest round trip, and by how many its clock was ahead of this one's then."""
+
+    def lost(self, machine: int) -> str:
+        """Why a machine that is needed must be given up; empty if it need not."""
+        context, sender = self._context, self._context.control[machine]
+        heard = [sender.heard, *(receiver.heard[machine] for receiver in self._receivers.values())]
+        silent = time.monotonic() - max(heard)
+        timeouts = context.config.spec.timeouts
+        limit = timeouts.barrier if context.came else timeouts.join
+        if silent > limit:
+            return f"was not heard of for {silent:.1f} s; the timeout is {limit:g} s"
+        if context.came and silent > _SILENT and sender.refused:
+            return "is there, but its relay, through which its workers are reached, has died"
+        return ""
+
+    def clock_ahead(self, machine: int) -> float | None:
+        """By how many seconds a machine's clock is ahead of this one's; None if that is not known."""
+        return self._clocks[machine][1] if machine in self._clocks else None
+
+    def take_ping(self, machine: int, ping: messages.Ping) -> None:
+        if machine == FIRST_MACHINE:
+            self._context.flags.present = ping.present
+        self._context.control[machine].send(_encode(messages.Pong(ping.sent, time.perf_counter())))
+
+    def take_pong(self, machine: int, pong: messages.Pong) -> None:
+        now = time.perf_counter()
+        best = self._clocks.get(machine, (float("inf"), 0.0))
+        taken = (now - pong.sent, pong.at - (now + pong.sent) / 2)
+        # The best one ages a little each time, so that drift is followed.
+        self._clocks[machine] = min((best[0] * 1.01, best[1]), taken)
 
 
 class Relay:
     """The relay of one machine, for one run."""
 
-    def __init__(self, bind: RelayBind, say: Callable[[str], None]) -> None:
+    def __init__(self, bind: messages.RelayBind, say: Callable[[str], None]) -> None:
         self._machine, self._run, self._say = bind.machine, bind.run, say
         self._secret = Secret.of(bind.key, bind.run)
         self._poller = Poller()
@@ -81,13 +104,13 @@ class Relay:
         # Without a key only loopback is bound, whatever the address is.
         address = bind.address if self._secret.encrypted else "127.0.0.1"
         ports = {link: receiver.bind(address, self._secret) for link, receiver in self._receivers.items()}
-        self.bound = RelayBound(ports["control"], ports["bulk"])
+        self.bound = messages.RelayBound(ports["control"], ports["bulk"])
         self._lost: set[int] = set()
         """Machines that were given up."""
         self._finished: set[int] = set()
         """Machines that have sent their last message."""
 
-    def open(self, config: RelayConfig, memory: RunMemory, listener: Listener) -> None:
+    def open(self, config: messages.RelayConfig, memory: RunMemory, listener: Listener) -> None:
         """Connects to the other relays, and begins to take messages."""
         self._config, self._spec = config, config.spec
         spec = config.spec
@@ -122,7 +145,7 @@ class Relay:
         self._liveness = PeerLiveness(context, self._receivers)
         self._next_ping = 0.0
 
-    def _connect(self, link: str, peer: RelayAddress) -> LinkSender:
+    def _connect(self, link: str, peer: messages.RelayAddress) -> LinkSender:
         sender = LinkSender(self._poller, link, self._machine, self._run, self._secret, _WINDOWS[link])
         sender.connect(peer.address, peer.control if link == "control" else peer.bulk)
         return sender
@@ -133,18 +156,18 @@ class Relay:
         """Runs until it is not needed any more, and all messages and events have arrived."""
         until = time.monotonic() + self._spec.timeouts.join
         while self._needed(until):
-            self._step(PING_INTERVAL)
+            self._step(_PING_INTERVAL)
         if self._context.at_coordinator:
             for machine, sender in self._control.items():
                 if machine not in self._lost:
-                    sender.send(_encode(RelayDone()))
+                    sender.send(_encode(messages.RelayDone()))
         self._record_refusals()
         self._transfers.recorder.close()
         until = time.monotonic() + _FLUSH
         self._flush(until, lambda: self._streams.complete)
         self._forward_events()
         if not self._context.at_coordinator and FIRST_MACHINE not in self._lost:
-            self._control[FIRST_MACHINE].send(_encode(RelayDone()))
+            self._control[FIRST_MACHINE].send(_encode(messages.RelayDone()))
         self._flush(until, self._all_sent)
         self._streams.remove()
 
@@ -178,7 +201,7 @@ class Relay:
             seconds = min(seconds, _RETRY)
         self._poller.wait(seconds)
         if time.monotonic() >= self._next_ping:
-            self._next_ping = time.monotonic() + PING_INTERVAL
+            self._next_ping = time.monotonic() + _PING_INTERVAL
             self._tick()
 
     def _tick(self) -> None:
@@ -186,7 +209,7 @@ class Relay:
         for machine, sender in self._control.items():
             if machine not in self._lost:
                 if sender.idle:
-                    sender.send(_encode(Ping(time.perf_counter(), self._context.flags.present)))
+                    sender.send(_encode(messages.Ping(time.perf_counter(), self._context.flags.present)))
                 if self._needs(machine) and (why := self._liveness.lost(machine)):
                     self._lose(machine, why)
             for link in LINKS:
@@ -210,7 +233,7 @@ class Relay:
         if ahead is None or FIRST_MACHINE in self._lost:
             return  # this is rank 0's machine, or its clock is not known yet
         for name, text in self._streams.new_lines(ahead):
-            self._control[FIRST_MACHINE].send(_encode(EventLines(name, text)))
+            self._control[FIRST_MACHINE].send(_encode(messages.EventLines(name, text)))
 
     # -- losing machines ---------------------------------------------------------------------------------------------
 
@@ -240,7 +263,7 @@ class Relay:
         if machine == self._machine:
             self._local.deliver(who, data)
         else:
-            self._control[machine].send(_encode(ToMember(who, data)))
+            self._control[machine].send(_encode(messages.ToMember(who, data)))
 
     def _close_member(self, who: int) -> None:
         """The coordinator has closed the connection of a member."""
@@ -248,35 +271,35 @@ class Relay:
         if machine == self._machine:
             self._local.close(who)
         else:
-            self._control[machine].send(_encode(MemberGone(who)))
+            self._control[machine].send(_encode(messages.MemberGone(who)))
 
     def _dispatch(self, machine: int, text: bytes, payload: Any) -> None:
         """Handles a message of another relay; ValueError if it is to be refused."""
         message = _message.decode(text)
         match message:
-            case Chunk():
+            case messages.Chunk():
                 self._transfers.take_chunk(machine, message, payload)
-            case TransferEnd():
+            case messages.TransferEnd():
                 self._transfers.take_end(machine, message)
-            case Fetch():
+            case messages.Fetch():
                 self._transfers.take_fetch(machine, message)
-            case TransferDone():
+            case messages.TransferDone():
                 self._transfers.take_done(machine, message)
-            case ToCoordinator():
+            case messages.ToCoordinator():
                 self._coordinator.take(machine, message)
-            case ToMember():
+            case messages.ToMember():
                 if machine != FIRST_MACHINE:
                     raise ValueError("an order that is not the coordinator's")
                 self._local.deliver(message.who, message.data)
-            case MemberGone():
+            case messages.MemberGone():
                 self._take_gone(machine, message.who)
-            case Ping():
+            case messages.Ping():
                 self._liveness.take_ping(machine, message)
-            case Pong():
+            case messages.Pong():
                 self._liveness.take_pong(machine, message)
-            case RelayDone():
+            case messages.RelayDone():
                 self._finished.add(machine)
-            case EventLines():
+            case messages.EventLines():
                 self._streams.append(machine, message.name, message.text)
 
     def _take_gone(self, machine: int, who: int) -> None:
@@ -294,26 +317,3 @@ class Relay:
         for receiver in self._receivers.values():
             receiver.close()
         self._poller.close()
-
-
-def run_relay(address: str, patience: float, say: Callable[[str], None]) -> None:
-    """Runs the relay of this machine until the run is over. patience: seconds until its first worker must have come."""
-    listener = Listener(address)
-    until = time.monotonic() + patience
-    lead = listener.accept(RelayBind | MessagePart, patience)
-    if lead is None:
-        raise JoinError(f"no worker has connected to the relay within {patience:g} s")
-    bind, descriptors = lead.receive_with_descriptors(MEMORIES)
-    relay = Relay(bind, lambda text: say(f"machine {bind.machine}: {text}"))
-    lead.send(relay.bound)
-    text = receive_parts(lead, max(0.0, until - time.monotonic()))
-    if text is None:
-        raise JoinError(f"the first worker of machine {bind.machine} has not sent the addresses of the other relays")
-    config = msgspec.msgpack.decode(text, type=RelayConfig)
-    relay.open(config, RunMemory.inherited(descriptors), listener)
-    lead.send(Ready())
-    lead.close()
-    try:
-        relay.run()
-    finally:
-        relay.close()
