@@ -49,15 +49,10 @@ def measure(trace: ModelTrace, model: nn.Module, inputs: Sequence[Any], repeats:
                 best[number] = (min(best[number][0], forward), min(best[number][1], backward))
                 sizes[number] = sum(one.nbytes for one in _tensors(value))
                 wholes[number] = all(_own(one) is one for one in _tensors(value))
-    seen: set[int] = set()
+    unseen = {id(parameter): parameter.nbytes for parameter in parameters.values()}
     costs = []
     for number, operation in enumerate(trace.operations):
-        own = 0
-        for name in operation.parameters:
-            parameter = parameters.get(name)
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                own += parameter.nbytes
+        own = sum(unseen.pop(id(parameters.get(name)), 0) for name in operation.parameters)
         costs.append(Cost(*best[number], sizes[number], own, wholes[number]))
     return costs
 

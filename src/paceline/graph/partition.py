@@ -77,14 +77,11 @@ class Problem:
     def __init__(self, costs: Sequence[Cost], cuts: Sequence[int], crossing: Sequence[Sequence[int]]) -> None:
         """cuts: operations before which it may be cut; crossing: by operation, the values that would cross that cut."""
         self.points = [0, *cuts, len(costs)]
-        self._seconds = np.concatenate([[0.0], np.cumsum([cost.seconds for cost in costs])])[self.points]
-        self._parameters = np.concatenate([[0], np.cumsum([cost.parameters for cost in costs])])[self.points]
-        self._kept = np.concatenate([[0], np.cumsum([cost.bytes for cost in costs])])[self.points]
+        self._seconds = np.cumsum([0.0, *(cost.seconds for cost in costs)])[self.points]
+        self._parameters = np.cumsum([0, *(cost.parameters for cost in costs)])[self.points]
+        self._kept = np.cumsum([0, *(cost.bytes for cost in costs)])[self.points]
         over = [sum(costs[value].bytes for value in crossing[cut]) for cut in cuts]
         self.over = np.array([0, *over, 0], dtype=np.float64)
-
-    def seconds(self, first: int, last: int) -> float:
-        return float(self._seconds[last] - self._seconds[first])
 
     def before(self, last: int) -> Numbers:
         """Seconds of the ranges that end at this point, by their first point."""
@@ -97,16 +94,14 @@ class Problem:
         return held
 
     def memory(self, last: int, kept: int) -> Numbers:
-        held: Numbers = _STATE * self.parameters(last)
-        activations: Numbers = kept * (self._kept[last] - self._kept[:last])
-        total: Numbers = held + activations
+        total: Numbers = _STATE * self.parameters(last) + kept * (self._kept[last] - self._kept[:last])
         return total
 
     def stage(self, first: int, last: int, pace: float, kept: int, devices: int = 1) -> StagePlan:
         return StagePlan(
             first=self.points[first],
             last=self.points[last],
-            seconds=self.seconds(first, last) / pace / devices,
+            seconds=float(self._seconds[last] - self._seconds[first]) / pace / devices,
             parameters=int(self._parameters[last] - self._parameters[first]),
             memory=float(self.memory(last, kept)[first]),
             bytes=int(self.over[first]),
@@ -180,12 +175,7 @@ def _reduction(problem: Problem, last: int, share: int, bandwidth: float, microb
     return seconds
 
 
-def _solve(
-    stages: int,
-    points: int,
-    cost: Callable[[int, int], Numbers],
-    join: np.ufunc,
-) -> tuple[float, list[int]]:
+def _solve(stages: int, points: int, cost: Callable[[int, int], Numbers], join: np.ufunc) -> tuple[float, list[int]]:
     """The least cost of consecutive stages, combined by `join`, and the point at which each of them ends."""
     table = np.full((stages, points), np.inf)
     choice = np.zeros((stages, points), dtype=np.int64)

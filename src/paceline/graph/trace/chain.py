@@ -21,10 +21,7 @@ class ChainTrace(ModelTrace):
         self._layers = list(_flattened(model, ""))
         self.operations = [
             ModelOperation(
-                name,
-                (number - 1,),
-                tuple(f"{name}.{own}" for own, _ in layer.named_parameters()),
-                type(layer).__name__,
+                name, (number - 1,), tuple(f"{name}.{own}" for own, _ in layer.named_parameters()), type(layer).__name__
             )
             for number, (name, layer) in enumerate(self._layers)
         ]
@@ -62,9 +59,7 @@ class ChainTrace(ModelTrace):
                 )
             return [value]
 
-        own = nn.ModuleList(layers)
-        inputs, outputs = self.interface(first, last)
-        return ModelPart(inputs, outputs, run, tuple(own.parameters()), tuple(own.buffers()), any(random))
+        return ModelPart(*self.interface(first, last), run, tuple(nn.ModuleList(layers).parameters()), any(random))
 
     def changes_buffers(self, first: int, last: int) -> bool:
         inside = (module for _, layer in self._layers[first:last] for module in layer.modules())
@@ -116,12 +111,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 def may_draw(module: nn.Module) -> bool:
     """True if a module may draw random numbers; a layer that is not torch's own may."""
-    for inner in module.modules():
-        if isinstance(inner, nn.modules.dropout._DropoutNd | nn.RReLU | nn.FractionalMaxPool2d | nn.MultiheadAttention):
-            return True
-        if is_custom(inner):
-            return True
-    return False
+    drawing = nn.modules.dropout._DropoutNd | nn.RReLU | nn.FractionalMaxPool2d | nn.MultiheadAttention
+    return any(isinstance(inner, drawing) or is_custom(inner) for inner in module.modules())
 
 
 def may_mutate_buffers(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ import io
 import random
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def _inline_no_grad(module: fx.GraphModule) -> None:
         if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
             continue
         enabled, inner, *operands = node.args
-        body = attribute(module, inner.target)
+        body = attrgetter(inner.target)(module)
         _inline_no_grad(body)
         values = dict(zip((one for one in body.graph.nodes if one.op == "placeholder"), operands, strict=True))
         with graph.inserting_before(node):
@@ -112,9 +113,3 @@ def _refuse_custom_gradients() -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = own  # type: ignore[method-assign]
-
-
-def attribute(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,20 +14,9 @@ from paceline.errors import UsageError
 from paceline.graph.batch_dim import batched_inputs
 from paceline.graph.module_attributes import ModuleAttributes
 from paceline.graph.opaque_layers import LayerCall
+from paceline.graph.trace import nodes
 from paceline.graph.trace.chain import deterministic
-from paceline.graph.trace.exporting import attribute, exported
-from paceline.graph.trace.nodes import (
-    aliases,
-    has_dynamic_rows,
-    has_statistics,
-    is_random,
-    is_without_gradients,
-    mutated_by,
-    named_arguments,
-    origin,
-    restore_layer,
-    without_gradients,
-)
+from paceline.graph.trace.exporting import exported
 from paceline.graph.trace.operations import CHANGES_INPUT, ModelOperation, ModelPart, ModelTrace, Value, seed_operation
 
 _IGNORED = ("_assert", "sym_constrain_range", "_guards_fn")
@@ -59,7 +49,7 @@ class GraphTrace(ModelTrace):
             if node.op == "placeholder":
                 self._inputs[node] = -1 - len(self._inputs)
             elif node.op == "call_function" and not any(word in str(node.target) for word in _IGNORED):
-                restore_layer(node)
+                nodes.restore_layer(node)
                 self._number[node] = len(self._nodes)
                 self._nodes.append(node)
             elif node.op == "output":
@@ -74,20 +64,20 @@ class GraphTrace(ModelTrace):
         computed = [node for node in flat if node in self._number]
         self.results = tuple(self._number[node] for node in computed)
         samples = zip(self._inputs, batched_inputs(leaves), strict=True)
-        self.fixed_batch = any(rows and not has_dynamic_rows(node) for node, rows in samples)
-        self.reduces_batch = not self.fixed_batch and not all(map(has_dynamic_rows, computed))
+        self.fixed_batch = any(rows and not nodes.has_dynamic_rows(node) for node, rows in samples)
+        self.reduces_batch = not self.fixed_batch and not all(map(nodes.has_dynamic_rows, computed))
         for node in self._nodes:
-            if any(origin(changed) in self._inputs for changed in mutated_by(node)):
+            if any(nodes.origin(changed) in self._inputs for changed in nodes.mutated_by(node)):
                 raise UsageError(CHANGES_INPUT.format(self.operations[self._number[node]].kind))
         self.mutates_buffers = any(map(self._mutates_buffer, self._nodes))
 
     def _mutates_buffer(self, node: fx.Node) -> bool:
         """True if a node changes a buffer or a view of one."""
-        changed = map(origin, mutated_by(node))
+        changed = map(nodes.origin, nodes.mutated_by(node))
         return any(one.op == "get_attr" and self._parameter(one) is None for one in changed)
 
     def changes_buffers(self, first: int, last: int) -> bool:
-        return any(self._mutates_buffer(node) or has_statistics(node) for node in self._nodes[first:last])
+        return any(self._mutates_buffer(node) or nodes.has_statistics(node) for node in self._nodes[first:last])
 
     def _operation(self, node: fx.Node) -> ModelOperation:
         inputs = [self._number.get(needed, self._inputs.get(needed)) for needed in node.all_input_nodes]
@@ -100,7 +90,7 @@ class GraphTrace(ModelTrace):
     def _parameter(self, node: fx.Node) -> nn.Parameter | None:
         if node.op != "get_attr":
             return None
-        value = attribute(self._module, str(node.target))
+        value = attrgetter(str(node.target))(self._module)
         return value if isinstance(value, nn.Parameter) else None
 
     def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -129,8 +119,10 @@ class GraphTrace(ModelTrace):
     def cuts(self) -> list[int]:
         forbidden: set[int] = set()
         for number, node in enumerate(self._nodes):
-            for changed in mutated_by(node):  # a value is changed in the part that computes it, also through a view
-                first = min((self._number[one] for one in aliases(changed) if one in self._number), default=number)
+            # A value is changed in the part that computes it, also through a view.
+            for changed in nodes.mutated_by(node):
+                known = [self._number[one] for one in nodes.aliases(changed) if one in self._number]
+                first = min(known, default=number)
                 forbidden.update(range(first + 1, number + 1))
         return [cut for cut in super().cuts() if cut not in forbidden]
 
@@ -146,43 +138,42 @@ class GraphTrace(ModelTrace):
         for number in inputs:
             known[by_number[number]] = graph.placeholder(by_number[number].name)
         parameters: dict[int, nn.Parameter] = {}
-        buffers: dict[int, torch.Tensor] = {}
         draws = False
 
         def copied(node: fx.Node) -> fx.Node:
             if node not in known:
                 known[node] = graph.get_attr(str(node.target))
-                value = attribute(self._module, str(node.target))
-                (parameters if isinstance(value, nn.Parameter) else buffers)[id(value)] = value
+                value = attrgetter(str(node.target))(self._module)
+                if isinstance(value, nn.Parameter):
+                    parameters[id(value)] = value
             return known[node]
 
         for number, node in enumerate(self._nodes[first:last], first):
-            if is_random(node):
+            if nodes.is_random(node):
                 draws = True
                 graph.call_function(seed_operation, (number,))
             known[node] = copy = graph.node_copy(node, copied)
-            if is_without_gradients(node):
+            if nodes.is_without_gradients(node):
                 operation: Any = node.target
-                copy.target, copy.args = without_gradients, (operation, *copy.args)
+                copy.target, copy.args = nodes.without_gradients, (operation, *copy.args)
             if isinstance(node.target, LayerCall):
                 parameters.update((id(value), value) for value in node.target.layer.parameters())
-                buffers.update((id(value), value) for value in node.target.layer.buffers())
         graph.output([known[by_number[number]] for number in outputs])
         module = fx.GraphModule(self._module, graph)
 
         def run(values: Sequence[Value]) -> list[Value]:
             return list(module(*values))
 
-        return ModelPart(inputs, outputs, run, tuple(parameters.values()), tuple(buffers.values()), draws)
+        return ModelPart(inputs, outputs, run, tuple(parameters.values()), draws)
 
     def execute_deterministic(self, number: int, values: dict[int, Value]) -> Value:
         node = self._nodes[number]
-        if not is_random(node):
+        if not nodes.is_random(node):
             return self.execute(number, values)
         if isinstance(node.target, LayerCall):
             with deterministic(node.target.layer):
                 return self.execute(number, values)
-        arguments = named_arguments(node)
+        arguments = nodes.named_arguments(node)
         evaluation = {name: value for name, value in (("train", False), ("dropout_p", 0.0)) if name in arguments}
         if not evaluation:
             return pytree.tree_map_only(torch.Tensor, _constant, self.execute(number, values))
@@ -194,13 +185,15 @@ class GraphTrace(ModelTrace):
 
         def value(needed: fx.Node) -> Any:
             if needed.op == "get_attr":
-                return attribute(self._module, str(needed.target))
+                return attrgetter(str(needed.target))(self._module)
             return values[self._number.get(needed, self._inputs.get(needed, 0))]
 
         args = fx.map_arg(node.args if arguments is None else (), value)
         kwargs = fx.map_arg(node.kwargs if arguments is None else arguments, value)
         target: Any = node.target
-        return without_gradients(target, *args, **kwargs) if is_without_gradients(node) else target(*args, **kwargs)
+        if nodes.is_without_gradients(node):
+            return nodes.without_gradients(target, *args, **kwargs)
+        return target(*args, **kwargs)
 
 
 def _constant(tensor: torch.Tensor) -> torch.Tensor:

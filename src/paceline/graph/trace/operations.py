@@ -38,7 +38,6 @@ class ModelPart:
     run: Callable[[Sequence[Value]], list[Value]]
     """Computes its outputs from its inputs."""
     parameters: tuple[nn.Parameter, ...]
-    buffers: tuple[torch.Tensor, ...]
     random: bool
     """True if it draws random numbers."""
 
