@@ -3,12 +3,11 @@
 `timing` evaluates a schedule for given times of the passes; it alone needs numpy.
 """
 
-from paceline.schedules.orders import Order, StageOperation, in_flight
+from paceline.schedules.orders import Order, StageOperation
 from paceline.schedules.registry import (
     EVEN,
     SCHEDULES,
     PassTimes,
-    Schedule,
     bubble,
     kept_in_flight,
     shareable,
@@ -21,10 +20,8 @@ __all__ = [
     "SCHEDULES",
     "Order",
     "PassTimes",
-    "Schedule",
     "StageOperation",
     "bubble",
-    "in_flight",
     "kept_in_flight",
     "shareable",
     "shared_orders",

@@ -26,8 +26,7 @@ Order = list[StageOperation]
 
 def gpipe(stages: int, microbatches: int, _: int) -> list[Order]:
     """All forward passes, then all backward passes."""
-    every = range(microbatches)
-    return [[*(StageOperation("F", i) for i in every), *(StageOperation("B", i) for i in every)] for _ in range(stages)]
+    return [_merge(microbatches, microbatches) for _ in range(stages)]
 
 
 def one_forward_one_backward(stages: int, microbatches: int, _: int) -> list[Order]:

@@ -35,8 +35,6 @@ class ScheduleTiming:
 
     makespan: Times
     """From the first operation of any device to the last."""
-    spans: Times
-    """From each device's own first operation to its last, by device."""
     busy: Times
     """Computing time of each device."""
     in_flight: list[int]
@@ -89,7 +87,6 @@ def evaluate(
         "W": rest / chunks if splits else np.zeros_like(rest),
     }
     clock = np.zeros((draws, devices))
-    first = np.zeros((draws, devices))
     busy = np.zeros((draws, devices))
     done: dict[tuple[int, StageOperation], Times] = {}
     operations: list[TimedOperation] = []
@@ -105,8 +102,6 @@ def evaluate(
                 if ready is None:
                     break
                 start = np.maximum(clock[:, device], ready)
-                if places[device] == 0:
-                    first[:, device] = start
                 taken = lengths[operation.kind][:, device]
                 clock[:, device] = end = start + taken
                 busy[:, device] += taken
@@ -118,7 +113,6 @@ def evaluate(
             raise UsageError(f"the schedule '{schedule}' deadlocks with {stages} stages, {microbatches} microbatches")
     return ScheduleTiming(
         makespan=clock.max(axis=1),
-        spans=clock - first,
         busy=busy,
         in_flight=[in_flight(order, splits) for order in orders],
         operations=operations,
