@@ -99,7 +99,7 @@ def plain(make: Make, dtype: torch.dtype, epochs: int) -> Values:
 
 def in_team(team: Team, make: Make, dtype: torch.dtype, epochs: int, options: dict[str, Any] | None = None) -> Values:
     model = build(dtype, seed=team.rank)  # every worker begins elsewhere; the lead's values must count
-    loader = DataLoader(data(dtype=dtype), batch_size=BATCH // team.world_size)
+    loader = DataLoader(data(dtype=dtype), batch_size=BATCH)
     model, optimizer, loader = team.setup(model, make(model.parameters()), loader, **(options or {}))
     loop(model, optimizer, loader, epochs)
     return values(model)

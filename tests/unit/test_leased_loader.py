@@ -40,6 +40,7 @@ class Lender:
         self.drawn: list[LeasedEpoch] = []
         self.fails: Exception | None = None
         self.batches = 0
+        self.evaluates = False
 
     def enter(self, loader: int, epoch: int, draw: Callable[[], LeasedEpoch]) -> None:
         if not self.ledger.is_open(loader, epoch):
@@ -93,7 +94,7 @@ def test_workers_that_share_a_ledger_get_every_sample_once(
 ) -> None:
     ledger = Ledger(range(workers), in_turns=False)
     lenders = [Lender(workers, rank, ledger) for rank in range(workers)]
-    loaders = [make(count, lender, batch_size=batch, drop_last=drop_last) for lender in lenders]
+    loaders = [make(count, lender, batch_size=batch * workers, drop_last=drop_last) for lender in lenders]
     streams = [iter(loader) for loader in loaders]
     seen: list[int] = []
     asking = list(streams)
@@ -118,7 +119,7 @@ def test_a_batch_is_announced_before_it_is_handed_out_and_not_when_it_is_fetched
 def test_loader_processes_fetch_ahead_and_what_comes_back_is_loaded_here() -> None:
     ledger = Ledger(range(2), in_turns=False)
     lender = Lender(2, 0, ledger)
-    loader = make(30, lender, batch_size=1, num_workers=2)
+    loader = make(30, lender, batch_size=2, num_workers=2)
     stream = iter(loader)
     assert next(stream) == [0]
     assert all(lender.asked) and len(lender.asked) > 1
@@ -160,13 +161,18 @@ class Growing(Sampler[list[int]]):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_batches_of_a_batch_sampler_are_leased_whole(num_workers: int) -> None:
+def test_the_batches_of_a_batch_sampler_are_leased_in_parts(num_workers: int) -> None:
     lender = Lender()
     loader = make(100, lender, batch_sampler=Growing(6), num_workers=num_workers)
     assert list(loader) == list(Growing(6))
     assert [lease.first for lease in lender.begun] == list(range(6))
     assert len(loader) == 6
-    assert len(make(100, Lender(4), batch_sampler=Growing(6))) == 2
+    lender = Lender(4)
+    loader = make(100, lender, batch_sampler=Growing(6), num_workers=num_workers)
+    assert len(loader) == 6
+    assert list(chain(*loader)) == list(range(21))
+    parts = [[1], [1, 1], [1, 1, 1], [1, 1, 1, 1], [2, 1, 1, 1], [2, 2, 1, 1]]
+    assert [len(lease.keys) for lease in lender.begun] == list(chain(*parts))
 
 
 def test_a_batch_sampler_of_torch_s_own_kind_is_the_user_s_too() -> None:
@@ -188,7 +194,7 @@ def test_without_batches_samples_are_leased_one_by_one(num_workers: int) -> None
 
 
 def test_the_length_is_a_worker_s_part_if_all_are_equally_fast() -> None:
-    assert [len(make(26, Lender(3), batch_size=4, drop_last=drop)) for drop in (False, True)] == [3, 2]
+    assert [len(make(26, Lender(3), batch_size=12, drop_last=drop)) for drop in (False, True)] == [3, 2]
     assert len(make(24, Lender(2), share={"global_batch": 6}, batch_size=1)) == 4
 
 
@@ -197,9 +203,17 @@ def test_a_global_batch_is_divided_among_minibatches() -> None:
     loader = make(20, lender, share={"global_batch": 8}, batch_size=5)
     assert [len(batch) for batch in loader] == [3, 3, 2, 3, 3, 2, 3, 1]
     assert loader.global_batch == 8
-    assert make(20, Lender(3), batch_size=5).global_batch == 15
+    assert make(20, Lender(3), batch_size=5).global_batch == 5
     with pytest.raises(UsageError, match="global_batch is 2; it must be at least the number of workers, 3"):
         make(20, Lender(3), share={"global_batch": 2}, batch_size=5)
+
+
+def test_an_epoch_that_is_only_evaluated_is_not_leased() -> None:
+    lender = Lender(3)
+    loader = make(20, lender, share={"global_batch": 9}, batch_size=8)
+    lender.evaluates = True
+    assert list(loader) == list(DataLoader(Numbers(20), batch_size=8, collate_fn=list))
+    assert (len(loader), lender.asked) == (3, [])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -24,7 +24,7 @@ class Hand:
 
     def __init__(self, rank: int, size: int, connection: Wire) -> None:
         self.rank, self.size, self.lead, self._connection = rank, size, 0, connection
-        self.replica, self.replicas, self.lockstep = rank, size, False
+        self.replica, self.replicas, self.lockstep, self.evaluates = rank, size, False, False
         self.taken: list[tuple[int, float, int]] = []
         self.epochs = self.asked = 0
 
@@ -97,10 +97,10 @@ def test_every_sample_is_given_out_exactly_once(
     count: int, batch: int, size: int, drop_last: bool, shuffle: bool
 ) -> None:
     shuffle = shuffle and count > 0
-    team = Team(size, count, batch_size=batch, drop_last=drop_last, shuffle=shuffle)
+    whole = batch * size
+    team = Team(size, count, batch_size=whole, drop_last=drop_last, shuffle=shuffle)
     for _ in range(2):
         given_out = list(chain(*team.order()))
-        whole = batch * size
         assert len(set(given_out)) == len(given_out)
         assert len(given_out) == (count // whole * whole if drop_last else count)
         if not shuffle:
@@ -112,7 +112,7 @@ def test_every_sample_is_given_out_exactly_once(
 def test_in_lockstep_everybody_has_as_many_batches_and_copies_count_for_nothing(
     count: int, batch: int, size: int
 ) -> None:
-    team = Team(size, count, batch_size=batch)
+    team = Team(size, count, batch_size=batch * size)
     for hand in team.hands:
         hand.lockstep = True
     batches = [list(loader) for loader in team.loaders]
@@ -128,7 +128,7 @@ def test_in_lockstep_everybody_has_as_many_batches_and_copies_count_for_nothing(
 def test_the_weights_of_a_round_are_shares_of_its_samples_and_sum_to_one(
     count: int, batch: int, size: int, drop_last: bool
 ) -> None:
-    team = Team(size, count, batch_size=batch, drop_last=drop_last)
+    team = Team(size, count, batch_size=batch * size, drop_last=drop_last)
     rounds = team.epoch()
     weights: dict[int, float] = {}
     for hand in team.hands:
@@ -149,11 +149,28 @@ def test_a_global_batch_is_shared_out_evenly(count: int, whole: int, size: int, 
     assert all(loader.global_batch == whole for loader in team.loaders)
 
 
-def test_by_default_every_worker_s_batch_is_the_loader_s() -> None:
-    team = Team(3, 36, batch_size=4)
+def test_by_default_the_loader_s_batch_is_divided() -> None:
+    team = Team(3, 36, batch_size=12)
     assert [[len(part) for part in parts] for parts in team.epoch().values()] == [[4, 4, 4]] * 3
     assert [len(loader) for loader in team.loaders] == [3, 3, 3]
     assert [loader.global_batch for loader in team.loaders] == [12, 12, 12]
+
+
+def test_batches_of_fewer_samples_than_workers_are_refused_when_they_are_trained_on() -> None:
+    team = Team(3, 36, batch_size=2)
+    with pytest.raises(UsageError, match=r"batches of 2 samples cannot be divided among 3 workers; .* global_batch"):
+        list(team.loaders[0])
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 8}, {"batch_size": None, "collate_fn": None}])
+def test_an_epoch_that_is_only_evaluated_is_the_user_s_own_loader_s(options: dict[str, Any]) -> None:
+    team = Team(3, 20, share={"global_batch": 6}, **options)
+    for hand in team.hands:
+        hand.evaluates = True
+    plain = list(team.originals[0])
+    assert [list(loader) for loader in team.loaders] == [plain] * 3
+    assert [len(loader) for loader in team.loaders] == [len(plain)] * 3
+    assert [hand.taken for hand in team.hands] == [[]] * 3
 
 
 def test_a_balanced_loader_follows_the_paces() -> None:
@@ -181,7 +198,7 @@ def test_a_balanced_loader_follows_the_paces() -> None:
 
 def test_every_epoch_is_shuffled_anew() -> None:
     torch.manual_seed(0)
-    team = Team(2, 64, batch_size=8, shuffle=True)
+    team = Team(2, 64, batch_size=16, shuffle=True)
     first, second = team.order(), team.order()
     assert first != second
     assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(64))
@@ -194,14 +211,14 @@ def test_the_order_is_plain_pytorch_s_for_the_same_seed(count: int, size: int, b
     torch.manual_seed(5)
     plain = list(DataLoader(Numbers(count), batch_size=size * batch, collate_fn=list, **options))
     torch.manual_seed(5)
-    assert Team(size, count, batch_size=batch, **options).order() == plain
+    assert Team(size, count, batch_size=size * batch, **options).order() == plain
 
 
 def test_with_a_generator_the_order_is_plain_pytorch_s_through_all_epochs() -> None:
     generator = torch.Generator().manual_seed(9)
     plain = DataLoader(Numbers(30), batch_size=8, shuffle=True, collate_fn=list, generator=generator)
     wanted = [list(plain) for _ in range(3)]
-    team = Team(2, 30, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(9))
+    team = Team(2, 30, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(9))
     # In one process the workers share the generator; only the lead's draws decide.
     for original in team.originals[1:]:
         original.sampler.generator = torch.Generator().manual_seed(1)
@@ -211,7 +228,7 @@ def test_with_a_generator_the_order_is_plain_pytorch_s_through_all_epochs() -> N
 
 
 def test_rounds_are_counted_over_all_epochs() -> None:
-    team = Team(2, 20, batch_size=3)
+    team = Team(2, 20, batch_size=6)
     assert list(team.epoch()) == [0, 1, 2, 3]
     assert list(team.epoch()) == [4, 5, 6, 7]
 
@@ -224,11 +241,11 @@ def test_a_sampler_of_one_s_own_decides_who_comes_when() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(19, -1, -2))
 
-    assert Team(2, 20, batch_size=3, sampler=Backwards()).order() == [[19, 17, 15, 13, 11, 9], [7, 5, 3, 1]]
+    assert Team(2, 20, batch_size=6, sampler=Backwards()).order() == [[19, 17, 15, 13, 11, 9], [7, 5, 3, 1]]
 
 
 def test_only_the_lead_s_sampler_counts() -> None:
-    team = Team(3, 60, batch_size=2, shuffle=True)
+    team = Team(3, 60, batch_size=6, shuffle=True)
     for rank, loader in enumerate(team.originals):
         loader.sampler.generator = torch.Generator().manual_seed(rank)
     assert sorted(chain(*team.order())) == list(range(60))
@@ -258,11 +275,11 @@ def test_a_sampler_may_give_tensors_and_strings() -> None:
 
     connection = Wire()
     loaders = [
-        TeamLoader(DataLoader(Table(), 1, sampler=Keys(), collate_fn=list), Hand(rank, 2, connection))
+        TeamLoader(DataLoader(Table(), 2, sampler=Keys(), collate_fn=list), Hand(rank, 2, connection))
         for rank in (0, 1)
     ]
     assert [list(loader) for loader in loaders] == [[["A"], ["C"]], [["B"], ["D"]]]
-    assert Team(2, 4, batch_size=1, sampler=Tensors()).order() == [[3, 1], [2, 0]]
+    assert Team(2, 4, batch_size=2, sampler=Tensors()).order() == [[3, 1], [2, 0]]
 
 
 def test_keys_that_cannot_travel_are_refused_on_every_worker() -> None:
@@ -273,7 +290,7 @@ def test_keys_that_cannot_travel_are_refused_on_every_worker() -> None:
         def __iter__(self) -> Iterator[object]:
             return iter([object(), object()])
 
-    for loader in Team(2, 2, batch_size=1, sampler=Objects()).loaders:
+    for loader in Team(2, 2, batch_size=2, sampler=Objects()).loaders:
         with pytest.raises(UsageError, match="they must be numbers, strings, or lists of them"):
             list(loader)
 
@@ -298,15 +315,18 @@ class Growing(Sampler[list[int]]):
 
 
 @given(st.integers(1, 10), sizes)
-def test_the_batches_of_a_batch_sampler_are_dealt_out_whole(count: int, size: int) -> None:
+def test_the_batches_of_a_batch_sampler_are_divided(count: int, size: int) -> None:
     team = Team(size, 100, batch_sampler=Growing(count))
-    rounds = team.epoch()
-    dealt = [part for parts in rounds.values() for part in parts if part]
-    assert dealt == list(Growing(count))
-    assert len(rounds) == len(team.loaders[0]) == -(-count // size)
-    for hand in team.hands:
-        for samples, weight, number in hand.taken:
-            assert weight == samples / sum(map(len, rounds[number]))
+    wanted = list(Growing(count))
+    batches = [list(loader) for loader in team.loaders]
+    assert [len(own) for own in batches] == [len(loader) for loader in team.loaders] == [count] * size
+    for number, batch in enumerate(wanted):
+        taken = [hand.taken[number] for hand in team.hands]
+        parts = [own[number] for own, (samples, *_) in zip(batches, taken, strict=True) if samples]
+        assert list(chain(*parts)) == batch
+        # A worker without a part gets a copy of weight 0: the next batch may be larger.
+        assert [samples for samples, *_ in taken] == even(len(batch), size)
+        assert [weight for _, weight, _ in taken] == [samples / len(batch) for samples, *_ in taken]
 
 
 def test_a_batch_sampler_of_torch_s_own_kind_is_the_user_s_too() -> None:
@@ -315,8 +335,7 @@ def test_a_batch_sampler_of_torch_s_own_kind_is_the_user_s_too() -> None:
         return BatchSampler(order, batch_size=5, drop_last=True)
 
     team = Team(2, 22, batch_sampler=sampler())
-    dealt = [part for parts in team.epoch().values() for part in parts if part]
-    assert dealt == list(sampler())
+    assert team.order() == list(sampler())
 
 
 @given(st.integers(0, 20), sizes)
@@ -328,8 +347,9 @@ def test_without_batches_samples_are_dealt_out_one_by_one(count: int, size: int)
 
 
 def test_without_batches_a_global_batch_beyond_one_sample_each_is_refused() -> None:
-    with pytest.raises(UsageError, match="global_batch"):
-        Team(2, 16, share={"global_batch": 8}, batch_size=None, collate_fn=None)
+    team = Team(2, 16, share={"global_batch": 8}, batch_size=None, collate_fn=None)
+    with pytest.raises(UsageError, match="global_batch is 8, but the loader has no batch size to change"):
+        list(team.loaders[0])
 
 
 def test_loader_processes_fetch_the_same_batches() -> None:
@@ -344,7 +364,7 @@ def test_loader_processes_fetch_the_same_batches() -> None:
 def test_the_user_s_collate_function_makes_the_batches() -> None:
     connection = Wire()
     loaders = [
-        TeamLoader(DataLoader(Numbers(6), 2, collate_fn=lambda batch: ("sum", sum(batch))), Hand(rank, 2, connection))
+        TeamLoader(DataLoader(Numbers(6), 4, collate_fn=lambda batch: ("sum", sum(batch))), Hand(rank, 2, connection))
         for rank in (0, 1)
     ]
     assert [list(loader) for loader in loaders] == [[("sum", 1), ("sum", 4)], [("sum", 5), ("sum", 5)]]

@@ -57,6 +57,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     scale_lr: str | None = None
     warmup: int = 0
     """Updates over which a scaled learning rate rises."""
+    minibatch: float = 1.0
+    """Samples of one worker's minibatch, relative to the script's own batch."""
     replica: int = 1
     """Processes of one replica, which is one worker to the server."""
 

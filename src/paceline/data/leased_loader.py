@@ -1,7 +1,7 @@
 """A DataLoader whose samples are leased: a worker gets the next minibatch when it needs one.
 
 Datasets, collate functions, loader processes and pinned memory are the user's own: only the batch sampler is replaced
-by one that asks for leases.
+by one that asks for leases. An epoch that is only evaluated is not leased: every worker gets the user's own loader.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ from torch.utils.data import DataLoader
 
 from paceline.data.keys import pack, restored
 from paceline.data.ledger import Lease
-from paceline.data.loader import UserLoader, announced, global_batch_of, with_batches_from
-from paceline.data.split import even
+from paceline.data.loader import (
+    UserLoader,
+    announced,
+    check_divisible,
+    global_batch_of,
+    has_batch_sampler,
+    with_batches_from,
+)
+from paceline.data.split import divided, even
 from paceline.errors import TeamError
 
 
@@ -36,6 +43,10 @@ class Lender(Protocol):
     """The source of leases."""
 
     size: int
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the script evaluates the model now, instead of training it."""
 
     def ask_batch(self) -> None:
         """Notes that the script asks for its next batch."""
@@ -80,31 +91,33 @@ class LeasedLoader(UserLoader):
         self, loader: DataLoader[Any], lender: Lender, number: int, *, global_batch: int | None = None
     ) -> None:
         super().__init__(loader)
-        self._lender, self._number = lender, number
+        self._lender, self._number, self._asked = lender, number, global_batch
         self.global_batch = global_batch_of(loader, lender.size, global_batch)
         """Samples in one minibatch of every worker together."""
         self._sizes = even(self.global_batch, lender.size)
-        # A loader that was given a batch sampler has no batch size: not even with torch's own BatchSampler.
-        self._custom = loader.batch_sampler is not None and loader.batch_size is None
+        self._custom = has_batch_sampler(loader)
         self._epoch = 0
-        here = _Leases(lender, number, len(self), ahead=False)
+        here = _Leases(lender, number, self._length(), ahead=False)
         self._parts = [(here, with_batches_from(loader, here, workers=0))]
         if loader.num_workers:
             # The loader's own processes fetch ahead; samples returned at the end of an epoch are loaded here.
-            ahead = _Leases(lender, number, len(self), ahead=True)
+            ahead = _Leases(lender, number, self._length(), ahead=True)
             # Loading here must not draw from the user's random numbers: in plain torch only one loader does.
             self._parts[0][1].generator = torch.Generator()
             self._parts.insert(0, (ahead, with_batches_from(loader, ahead, workers=loader.num_workers)))
 
-    def __len__(self) -> int:
+    def _length(self) -> int:
         """Minibatches in an epoch for each worker, if all are equally fast."""
         if self._custom:
-            count: float = len(self._loader.batch_sampler) / self._lender.size  # type: ignore[arg-type]
-        else:
-            count = len(self._loader.sampler) / self.global_batch  # type: ignore[arg-type]
+            return len(self._loader.batch_sampler)  # type: ignore[arg-type]
+        count = len(self._loader.sampler) / self.global_batch  # type: ignore[arg-type]
         return math.floor(count) if self._loader.drop_last else math.ceil(count)
 
-    def __iter__(self) -> Iterator[Any]:
+    def _evaluates(self) -> bool:
+        return self._lender.evaluates
+
+    def _train(self) -> Iterator[Any]:
+        check_divisible(self._loader, self.global_batch, self._lender.size, self._asked)
         epoch = self._epoch
         self._epoch += 1
         entered = over = False
@@ -133,6 +146,7 @@ class LeasedLoader(UserLoader):
 
     def _draw(self) -> LeasedEpoch:
         """Draws the order of an epoch with the user's own sampler."""
-        sampler: Any = self._loader.batch_sampler if self._custom else self._loader.sampler
-        order = pack(sampler, batches=self._custom)
-        return LeasedEpoch(order, [] if self._custom else self._sizes, bool(self._loader.drop_last))
+        if not self._custom:
+            return LeasedEpoch(pack(self._loader.sampler, batches=False), self._sizes, bool(self._loader.drop_last))
+        parts = (part for batch in self._loader.batch_sampler or () for part in divided(list(batch), self._lender.size))
+        return LeasedEpoch(pack(parts, batches=True), [], False)

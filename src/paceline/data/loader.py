@@ -1,8 +1,12 @@
 """A DataLoader of which each worker gets its share.
 
 The lead draws the order of an epoch with the user's own sampler and sends it to the others. The order is cut into
-rounds, one global batch each, and a round into one batch per worker. Datasets, collate functions, loader processes and
-pinned memory are the user's own: only the batch sampler is replaced.
+rounds, one batch of the user's loader each unless the script asks for another size, and a round into one part per
+worker. Datasets, collate functions, loader processes and pinned memory are the user's own: only the batch sampler is
+replaced.
+
+An epoch that is only evaluated (under `torch.no_grad`, or with the model in evaluation mode) is not divided: every
+worker that iterates gets the user's own loader.
 """
 
 from __future__ import annotations
@@ -47,6 +51,10 @@ class TeamView(Protocol):
     def lockstep(self) -> bool:
         """True if every worker needs a batch in every round, if only one of weight 0."""
 
+    @property
+    def evaluates(self) -> bool:
+        """True if the script evaluates the model now, instead of training it."""
+
     def ask_batch(self) -> None:
         """Notes that the script asks for its next batch."""
 
@@ -63,14 +71,10 @@ class TeamView(Protocol):
 class _Shares:
     """A batch sampler of this worker's part of every round, which keeps the size of each part until it is used."""
 
-    def __init__(
-        self, loader: DataLoader[Any], team: TeamView, balancer: Balancer, total: int, each: int | None = None
-    ) -> None:
-        """each: the batch size of one worker, if that stays when a worker is lost; else the total stays."""
-        self._loader, self._team, self._balancer, self._total, self._each = loader, team, balancer, total, each
+    def __init__(self, loader: DataLoader[Any], team: TeamView, balancer: Balancer, total: int) -> None:
+        self._loader, self._team, self._balancer, self._total = loader, team, balancer, total
         self.orphans = OrphanedSamples(team.replicas)
-        # A loader that was given a batch sampler has no batch size: not even with torch's own BatchSampler.
-        self._custom = loader.batch_sampler is not None and loader.batch_size is None
+        self._custom = has_batch_sampler(loader)
         self.first = 0
         """The number of this epoch's first round, counted over all epochs."""
         self.given: deque[tuple[int, float, int]] = deque()
@@ -79,10 +83,9 @@ class _Shares:
     def __len__(self) -> int:
         """Rounds in an epoch, with or without a part for this worker."""
         if self._custom:
-            count, each = len(self._loader.batch_sampler), self._team.replicas  # type: ignore[arg-type]
-        else:
-            count, each = len(self._loader.sampler), self._total  # type: ignore[arg-type]
-        return count // each if self._loader.drop_last else math.ceil(count / each)
+            return len(self._loader.batch_sampler)  # type: ignore[arg-type]
+        count = len(self._loader.sampler)  # type: ignore[arg-type]
+        return count // self._total if self._loader.drop_last else math.ceil(count / self._total)
 
     def __iter__(self) -> Iterator[list[Any]]:
         number = self.first
@@ -92,7 +95,7 @@ class _Shares:
                 whole = sum(len(part) for part in parts)
                 self.given.append((len(mine), len(mine) / whole, number))
                 yield mine
-            elif self._team.lockstep:
+            elif self._team.lockstep or self._custom:  # a batch sampler's next batch may be larger
                 self.given.append((0, 0.0, number))
                 yield next(part for part in parts if part)
             number += 1
@@ -119,27 +122,24 @@ class _Shares:
             number += 1
 
     def _whole(self, ranks: list[int]) -> int:
-        """Samples, or batches, in a round of these workers."""
+        """Samples, or batches of a batch sampler, in a round of these workers."""
         if self._custom:
-            return len(ranks)
-        return self._total if len(ranks) == self._team.replicas or self._each is None else self._each * len(ranks)
+            return 1
+        return len(ranks) if self._loader.batch_sampler is None else self._total
 
     def _cut(self, order: list[Any], start: int, number: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
         """The next round: a batch, or a part of one, for each of these ranks, and the next start; empty if dropped."""
         parts: list[list[Any]] = [[] for _ in range(self._team.replicas)]
         total = self._whole(ranks)
-        drawn = order[start : start + total]
-        end = start + len(drawn)
-        if self._custom:
-            for rank, batch in zip(ranks, drawn, strict=False):
-                parts[rank] = batch
-            return parts, end
-        if len(drawn) < total and self._loader.drop_last:
+        end = min(start + total, len(order))
+        drawn = order[start] if self._custom else order[start:end]
+        if end - start < total and self._loader.drop_last:
             return [], start
         shares = self._balancer.shares(number) if len(ranks) == len(parts) else even(total, len(ranks))
+        first = 0
         for rank, share in zip(ranks, scaled(shares, len(drawn)), strict=True):
-            parts[rank] = order[start : start + share]
-            start += share
+            parts[rank] = drawn[first : first + share]
+            first += share
         return parts, end
 
     def _order(self, sampler: Any) -> list[Any]:
@@ -212,11 +212,37 @@ def with_batches_from(loader: DataLoader[Any], batches: Batches, *, workers: int
     )
 
 
+def has_batch_sampler(loader: DataLoader[Any]) -> bool:
+    """True if the loader was given a batch sampler. Then it has no batch size: not even with torch's BatchSampler."""
+    return loader.batch_sampler is not None and loader.batch_size is None
+
+
 class UserLoader:
     """Base of loaders that take the place of the user's own."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
+        self._evaluated = False
+        """True if the last epoch was only evaluated."""
+
+    def __len__(self) -> int:
+        return len(self._loader) if self._evaluated else self._length()
+
+    def _length(self) -> int:
+        """Batches in an epoch of training."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        self._evaluated = self._evaluates()
+        yield from self._loader if self._evaluated else self._train()
+
+    def _evaluates(self) -> bool:
+        """True if the script evaluates the model now, instead of training it."""
+        raise NotImplementedError
+
+    def _train(self) -> Iterator[Any]:
+        """This worker's batches of an epoch of training."""
+        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         """Other attributes are those of the user's loader: dataset, collate_fn, batch_size, …"""
@@ -238,19 +264,22 @@ class TeamLoader(UserLoader):
         changed: Callable[[int, list[int]], None] = lambda _start, _shares: None,
     ) -> None:
         super().__init__(loader)
-        self._team = team
+        self._team, self._asked = team, global_batch
         self.global_batch = global_batch_of(loader, team.replicas, global_batch)
         """Samples in a round, all workers together."""
         self._balancer = Balancer(team.replicas, self.global_batch, on=balance, changed=changed)
-        each = loader.batch_size if global_batch is None else None
-        self._shares = _Shares(loader, team, self._balancer, self.global_batch, each)
+        self._shares = _Shares(loader, team, self._balancer, self.global_batch)
         self._inner = with_batches_from(loader, self._shares, workers=loader.num_workers)
         self._rounds = 0
 
-    def __len__(self) -> int:
+    def _length(self) -> int:
         return len(self._shares)
 
-    def __iter__(self) -> Iterator[Any]:
+    def _evaluates(self) -> bool:
+        return self._team.evaluates
+
+    def _train(self) -> Iterator[Any]:
+        check_divisible(self._loader, self.global_batch, self._team.replicas, self._asked)
         self._shares.given.clear()
         self._shares.first = self._rounds
         self._shares.orphans.begin(self._rounds)
@@ -288,17 +317,32 @@ def announced(batches: Iterable[Any], announce: Callable[[], None]) -> Iterator[
 
 
 def global_batch_of(loader: DataLoader[Any], workers: int, global_batch: int | None) -> int:
-    """Samples in a round, all workers together."""
-    if global_batch is not None:
-        if positive("global_batch", global_batch) < workers:
-            raise UsageError(f"global_batch is {global_batch}; it must be at least the number of workers, {workers}")
-        if loader.batch_size is None and global_batch != workers:
-            raise UsageError(
-                f"global_batch is {global_batch}, but the loader has no batch size to divide it by: "
-                "its batches come from a batch sampler, or it has none; leave global_batch out"
-            )
-        return global_batch
-    return workers * (loader.batch_size or 1)
+    """Samples in a round, all workers together: the loader's own batch, unless another size is given."""
+    if global_batch is not None and positive("global_batch", global_batch) < workers:
+        raise UsageError(f"global_batch is {global_batch}; it must be at least the number of workers, {workers}")
+    return (loader.batch_size and global_batch) or loader.batch_size or workers
+
+
+def batch_growth(loaders: Sequence[DataLoader[Any]], global_batch: int | None) -> float | None:
+    """Samples of the global batch, relative to the first loader's own; None if no loader has a batch size."""
+    sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
+    if not sizes:
+        return None
+    return 1.0 if global_batch is None else global_batch / sizes[0]
+
+
+def check_divisible(loader: DataLoader[Any], global_batch: int, workers: int, asked: int | None) -> None:
+    """Raises a UsageError if an epoch cannot be divided among the workers; asked: the script's own `global_batch`."""
+    if loader.batch_size is None and asked not in (None, workers):
+        raise UsageError(
+            f"global_batch is {asked}, but the loader has no batch size to change: its batches come from a batch "
+            "sampler, or it has none; leave global_batch out"
+        )
+    if loader.batch_size is not None and global_batch < workers:
+        raise UsageError(
+            f"the loader's batches of {global_batch} samples cannot be divided among {workers} workers; "
+            f"give setup a global_batch of at least {workers}, or use fewer workers"
+        )
 
 
 def check_loader(loader: Any) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 
 def even(total: int, workers: int) -> list[int]:
     """As even as possible; the remainder goes to the lowest ranks, so rank 0 always has a share."""
     return [total // workers + (rank < total % workers) for rank in range(workers)]
+
+
+def divided(batch: Sequence[Any], workers: int) -> list[Sequence[Any]]:
+    """A batch as one part per worker, as even as possible; fewer if it has fewer samples than there are workers."""
+    ends = itertools.accumulate(even(len(batch), workers), initial=0)
+    return [batch[start:end] for start, end in itertools.pairwise(ends) if end > start]
 
 
 def proportional(total: int, paces: Sequence[float]) -> list[int]:

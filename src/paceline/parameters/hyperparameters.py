@@ -25,8 +25,7 @@ class Hyperparameters:
 
     def __init__(self, optimizer: Optimizer | None, slots: list[memoryview], rank: int = -1) -> None:
         """Without an optimizer, only to read."""
-        self._groups = [] if optimizer is None else optimizer.param_groups
-        self._slots, self._rank = slots, rank
+        self._optimizer, self._slots, self._rank = optimizer, slots, rank
         self._seen: list[dict[str, Any]] = []
         self._in_tensors = False
         self._versions = [0] * len(slots)
@@ -35,15 +34,17 @@ class Hyperparameters:
 
     def publish(self) -> int:
         """Write this worker's values if they have changed; returns the number of their current state."""
+        assert self._optimizer is not None
+        groups = self._optimizer.param_groups  # another list after each `load_state_dict`
         # A rate kept in a tensor is changed in place, so it never looks changed.
-        if self._in_tensors or self._groups != self._seen:
+        if self._in_tensors or groups != self._seen:
             self._seen = [
                 {key: list(value) if isinstance(value, list) else value for key, value in group.items()}
-                for group in self._groups
+                for group in groups
             ]
             self._in_tensors = any(isinstance(value, torch.Tensor) for group in self._seen for value in group.values())
             self.version += 1
-            text = msgspec.json.encode([plain(group) for group in self._groups])
+            text = msgspec.json.encode([plain(group) for group in groups])
             if len(text) + 8 > SLOT:
                 raise UsageError(f"the optimizer's parameter groups take {len(text)} bytes; {SLOT - 8} are allowed")
             slot = self._slots[self._rank]
@@ -93,13 +94,14 @@ def _tuples(group: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class RateScaling:
-    """How the learning rate grows with the number of workers, since the batch does: a factor on whatever rate the
-    script and its schedulers set."""
+    """How the learning rate grows with the batch: a factor on whatever rate the script and its schedulers set."""
 
     rule: str | None
     workers: int
     warmup: int
-    """Updates over which the factor grows from 1 to its full value."""
+    """Updates over which the factor goes from 1 to its full value."""
+    batch: float | None = None
+    """Samples of an update, relative to the script's own batch; None if each worker brings a batch of its own."""
 
     def __post_init__(self) -> None:
         one_of("scale_lr", self.rule, (None, "linear", "sqrt"))
@@ -117,7 +119,8 @@ class RateScaling:
     def factor(self, update: int) -> float:
         if self.rule is None:
             return 1.0
-        full = float(self.workers) if self.rule == "linear" else math.sqrt(self.workers)
+        growth = float(self.workers) if self.batch is None else self.batch
+        full = growth if self.rule == "linear" else math.sqrt(growth)
         if update >= self.warmup:
             return full
         return 1.0 + (full - 1.0) * (update + 1) / (self.warmup + 1)

@@ -38,16 +38,18 @@ class LeaseClient:
         size: int,
         adopt: Callable[[Any], None],
         *,
+        evaluates: Callable[[], bool],
         counts: bool = True,
     ) -> None:
         """size: workers; adopt: takes the version of a server's answer.
 
+        evaluates: returns True while the script evaluates the model instead of training it.
         counts: True if this worker counts the samples of its leases, as the first worker of a replica does.
         """
         self._client, self._stopwatch, self._gradients, self._adopt = client, stopwatch, gradients, adopt
-        self.size, self._counts = size, counts
-        self._open: dict[int, tuple[int, int]] = {}
-        """Leases whose samples are, or will be, part of the next gradient, with their loader and counted samples."""
+        self.size, self._counts, self._evaluates = size, counts, evaluates
+        self._open: dict[int, Lease] = {}
+        """Leases whose samples are, or will be, part of the next gradient."""
         self.granted: Lease | None = None
         """A lease that came with the answer to a push."""
         self._want: int | None = None
@@ -69,6 +71,11 @@ class LeaseClient:
         """The number of leases of the next gradient so far."""
         return len(self._open)
 
+    @property
+    def samples(self) -> int:
+        """Samples of the newest lease of the next gradient; 0 if it has none."""
+        return len(next(reversed(self._open.values())).keys) if self._open else 0
+
     def take(self) -> list[int]:
         """Close and return the leases of the gradient that is pushed or cancelled now."""
         leases, self._open = list(self._open), {}
@@ -83,6 +90,10 @@ class LeaseClient:
         return self._want if self.granted is None and len(self._trained) == 1 else None
 
     # -- requests of loaders ------------------------------------------------------------------------------------------
+
+    @property
+    def evaluates(self) -> bool:
+        return self._evaluates()
 
     def ask_batch(self) -> None:
         self._stopwatch.ask()
@@ -129,18 +140,20 @@ class LeaseClient:
 
     def _forget(self, loader: int) -> list[int]:
         """Close the open leases of a loader, whose samples lead to no gradient; returns them."""
-        passed = {number: samples for number, (of, samples) in self._open.items() if of == loader}
+        passed = [lease for lease in self._open.values() if lease.loader == loader]
         if passed:
-            self._stopwatch.pass_over(sum(passed.values()), len(passed))
-        for number in passed:
-            del self._open[number]
-        return list(passed)
+            self._stopwatch.pass_over(sum(map(self._counted, passed)), len(passed))
+        for lease in passed:
+            del self._open[lease.number]
+        return [lease.number for lease in passed]
+
+    def _counted(self, lease: Lease) -> int:
+        return len(lease.keys) if self._counts else 0
 
     def begin(self, lease: Lease) -> None:
         if torch.is_grad_enabled():
-            samples = len(lease.keys) if self._counts else 0
-            self._open[lease.number] = (lease.loader, samples)
-            self._stopwatch.start(samples)
+            self._open[lease.number] = lease
+            self._stopwatch.start(self._counted(lease))
         elif self._counts:
             self._client.send(LeaseDone([lease.number]))
 

@@ -103,6 +103,13 @@ class OptimizerPatch:
             for group, values in zip(own, before, strict=True):
                 group.update(values)
 
+    def scaled_rates(self, factor: float) -> contextlib.AbstractContextManager[None]:
+        """Multiplies the learning rates of the optimizer's groups until the context exits."""
+        if factor == 1.0:
+            return contextlib.nullcontext()
+        groups = self._optimizer.param_groups
+        return self.values([{"lr": group["lr"] * factor} if "lr" in group else {} for group in groups])
+
     def run_hooks(self, kind: str) -> None:
         """Runs the user's hooks of a step; kind: "pre" or "post"."""
         if self._hooks[kind]:

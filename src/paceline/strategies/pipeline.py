@@ -33,8 +33,7 @@ class PipelineTrainer(Trainer):
         one_of("gradients", options.gradients, ("local", "visible"))
         assert isinstance(context.strategy, Pipeline)
         _refuse(model, optimizer)
-        # Checks the options as a larger team does; a pipeline is one replica, and scales its rate by 1.
-        RateScaling(options.scale_lr, 1, options.warmup)
+        self._rate = RateScaling(options.scale_lr, 1, options.warmup, options.batch)
         super().__init__(model, optimizer, context, replicas=1)
         self.replica = (0, 1)
         self._steps = 0
@@ -73,7 +72,8 @@ class PipelineTrainer(Trainer):
             )
         loss = run_closure(closure)
         start = time.perf_counter()
-        with self._patch.values(_in_one_pass(self._optimizer)):
+        rates = self._patch.scaled_rates(self._rate.factor(self.version))
+        with rates, self._patch.values(_in_one_pass(self._optimizer)):
             self._patch.plain_step()
         self._steps += 1
         self.version += 1

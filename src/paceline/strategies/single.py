@@ -20,8 +20,7 @@ class SingleTrainer(Trainer):
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
-        # Checks the options as a larger team does; one worker scales its rate by 1.
-        RateScaling(options.scale_lr, 1, options.warmup)
+        self._rate = RateScaling(options.scale_lr, 1, options.warmup, options.batch)
         super().__init__(model, optimizer, context, replicas=1)
         self._patch_optimizer(state=False, amp=False)
 
@@ -30,7 +29,8 @@ class SingleTrainer(Trainer):
         if closure is None:
             self.paces = [self._stopwatch.stop(self.version)]
         start = time.perf_counter()
-        loss = self._patch.plain_step(*arguments)
+        with self._patch.scaled_rates(self._rate.factor(self.version)):
+            loss = self._patch.plain_step(*arguments)
         if closure is not None:
             self.paces = [self._stopwatch.stop(self.version)]
             start = time.perf_counter()

@@ -51,6 +51,7 @@ def describe_run(
         corrections=tuple(context.launch.corrections or policy.corrections),
         scale_lr=options.scale_lr,
         warmup=options.warmup,
+        minibatch=1.0 if options.batch is None else options.batch / sum(map(len, machines)),
         **fields,
     )
 

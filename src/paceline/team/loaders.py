@@ -62,6 +62,13 @@ class LoaderTeam:
     def lockstep(self) -> bool:
         return self._trainer is not None and self._trainer.lockstep
 
+    @property
+    def evaluates(self) -> bool:
+        if self._trainer is None or not self._trainer.evaluates:
+            return False
+        self._trainer.take_whole_batches()
+        return True
+
     def from_lead(self, payload: bytes) -> bytes:
         found = self._members.gather(payload, BarrierKind.EPOCH)[self.lead]
         if self._trainer is not None:
