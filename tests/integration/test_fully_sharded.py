@@ -64,7 +64,7 @@ def fused(parameters: Any) -> torch.optim.Optimizer:
 
 def learn(team: Team, make: Any, epochs: int) -> Values:
     model: Any = build(seed=team.rank)  # every worker begins elsewhere; the lead's values must count
-    loader: Any = DataLoader(data(), batch_size=BATCH // team.world_size)
+    loader: Any = DataLoader(data(), batch_size=BATCH)
     model, optimizer, loader = team.setup(model, make(model.parameters()), loader)
     assert isinstance(team._trainer, FullyShardedTrainer)
     loop(model, optimizer, loader, epochs)
@@ -90,7 +90,7 @@ def everything(team: Team | None) -> tuple[Values, list[float], list[int], list[
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     held = data(samples=2 * 24 + 2)  # of the last batch two workers have one sample each, and the others none
-    loader: Any = DataLoader(held, batch_size=24 // (team.world_size if team else 1))
+    loader: Any = DataLoader(held, batch_size=24)
     if team:
         model, optimizer, loader = team.setup(model, optimizer, loader)
     norms, counts, scores = [], [], []
@@ -135,7 +135,7 @@ def normal(team: Team | None, synchronised: bool) -> tuple[Values, Values]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(10, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 4)).double()
     optimizer: Any = sgd(model.parameters())
-    loader: Any = DataLoader(data(samples=26), batch_size=12 // (team.world_size if team else 1))
+    loader: Any = DataLoader(data(samples=26), batch_size=12)
     if team:
         model, optimizer, loader = team.setup(model, optimizer, loader, sync_batch_norm=synchronised)
     for x, y in loader:
@@ -481,7 +481,7 @@ def losses(team: Team | None, kind: str) -> list[float]:
         make, samples, score_of = example()
         model = make()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    loader: Any = DataLoader(samples, batch_size=16 // (team.world_size if team else 1), drop_last=True)
+    loader: Any = DataLoader(samples, batch_size=16, drop_last=True)
     if team:
         model, optimizer, loader = team.setup(model, optimizer, loader)
     found: list[float] = []

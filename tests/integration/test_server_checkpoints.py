@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 
 def saving(team: Team, path: str, epochs: int, make: Make = adamw) -> Values:
     model = build(seed=team.rank)
-    loader = DataLoader(data(), batch_size=BATCH // team.world_size)
+    loader = DataLoader(data(), batch_size=BATCH)
     model, optimizer, loader = team.setup(model, make(model.parameters()), loader)
     loop(model, optimizer, loader, epochs)
     team.save(path, epoch=epochs)
@@ -45,7 +45,7 @@ def saving(team: Team, path: str, epochs: int, make: Make = adamw) -> Values:
 
 def resuming(team: Team, path: str, epochs: int, again: str | None = None, make: Make = adamw) -> Values:
     model = build(seed=5 + team.rank)
-    loader = DataLoader(data(), batch_size=BATCH // team.world_size)
+    loader = DataLoader(data(), batch_size=BATCH)
     model, optimizer, loader = team.setup(model, make(model.parameters()), loader)
     loop(model, optimizer, loader, 1)  # to have something to forget
     start = team.load(path)["epoch"]
@@ -121,7 +121,7 @@ def test_no_gradient_is_lost_after_a_checkpoint_is_loaded(tmp_path: Path, strate
 def test_the_optimizer_s_state_is_whole_on_every_worker() -> None:
     def work(team: Team) -> Any:
         model = build()
-        loader = DataLoader(data(), batch_size=BATCH // team.world_size)
+        loader = DataLoader(data(), batch_size=BATCH)
         model, optimizer, loader = team.setup(model, adamw(model.parameters()), loader)
         loop(model, optimizer, loader, 1)
         assert not optimizer.state
@@ -145,7 +145,7 @@ def test_the_optimizer_s_state_is_whole_on_every_worker() -> None:
 def test_closing_leaves_plain_torch_with_the_newest_values(servers: str) -> None:
     def work(team: Team) -> Values:
         model = build(seed=team.rank)
-        loader = DataLoader(data(), batch_size=BATCH // team.world_size)
+        loader = DataLoader(data(), batch_size=BATCH)
         model, optimizer, shared = team.setup(model, adamw(model.parameters()), loader)
         loop(model, optimizer, shared, 2)
         team.close()

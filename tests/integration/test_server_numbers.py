@@ -75,7 +75,7 @@ def test_muon_gets_whole_matrices_and_all_of_its_options(servers: str, options: 
         model: Any = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(3)), nn.Linear(10, 4, bias=False))
         model = model.double()
         optimizer = torch.optim.Muon(model.parameters(), lr=0.02, **options)
-        loader: Any = DataLoader(data(192), batch_size=BATCH // (team.world_size if team else 1))
+        loader: Any = DataLoader(data(192), batch_size=BATCH)
         if team:
             model, optimizer, loader = team.setup(model, optimizer, loader)
         for x, y in itertools.chain(loader, loader):
@@ -93,7 +93,7 @@ def test_the_order_of_the_samples_is_plain_torch_s_for_the_same_seed() -> None:
         model: Any = build()
         optimizer = sgd(model.parameters())
         torch.manual_seed(7 + (team.rank if team else 0))
-        loader: Any = DataLoader(data(), batch_size=BATCH // (team.world_size if team else 1), shuffle=True)
+        loader: Any = DataLoader(data(), batch_size=BATCH, shuffle=True)
         if team:
             model, optimizer, loader = team.setup(model, optimizer, loader)
         loop(model, optimizer, loader, 2)
@@ -111,7 +111,7 @@ def groups_and_dtypes(team: Team | None) -> Values:
     split = [{"params": model[0].parameters(), "lr": 0.2}, {"params": [*model[2].parameters(), factor]}]
     optimizer = torch.optim.SGD(split, lr=0.05, momentum=0.5)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.3, 0.1], total_steps=12)
-    loader: Any = DataLoader(data(192), batch_size=BATCH // (team.world_size if team else 1))
+    loader: Any = DataLoader(data(192), batch_size=BATCH)
     if team:
         model, optimizer, loader = team.setup(model, optimizer, loader)
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_a_worker_that_takes_more_than_its_share_keeps_the_last_rate_of_its_sche
 
 def accumulating(team: Team) -> Values:
     model = build()
-    loader = DataLoader(data(192), batch_size=16 // team.world_size)
+    loader = DataLoader(data(192), batch_size=16)
     model, optimizer, loader = team.setup(model, sgd(model.parameters()), loader)
     for number, (x, y) in enumerate(loader):
         with team.step(accumulate=number % 4 != 3):
@@ -184,7 +184,7 @@ def test_gradients_accumulate_over_minibatches() -> None:
 def clipping(team: Team | None, norm: float) -> Values:
     model: Any = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    loader: Any = DataLoader(data(), batch_size=BATCH // (team.world_size if team else 1))
+    loader: Any = DataLoader(data(), batch_size=BATCH)
     if team:
         model, optimizer, loader = team.setup(model, optimizer, loader)
     for number, (x, y) in enumerate(loader):
@@ -271,7 +271,7 @@ def dropping_out(team: Team, batches: int) -> Values:
     model.register_parameter("scale", scale)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(50 + team.rank)
-    loader: Any = DataLoader(data(batches * 24, torch.float32), batch_size=24 // team.world_size, shuffle=True)
+    loader: Any = DataLoader(data(batches * 24, torch.float32), batch_size=24, shuffle=True)
     model, optimizer, loader = team.setup(model, optimizer, loader)
     for x, y in itertools.chain(loader, loader):
         (cross_entropy(model(x), y) + (scale**2).mean()).backward()
@@ -331,7 +331,7 @@ def test_a_server_process_gives_them_too_and_leaves_nothing_behind(
 def scaled(team: Team) -> tuple[list[float], Values, float]:
     torch.manual_seed(0)
     model: Any = nn.Linear(10, 4)
-    loader: Any = DataLoader(data(192, torch.float32), batch_size=BATCH // team.world_size)
+    loader: Any = DataLoader(data(192, torch.float32), batch_size=BATCH)
     model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
     moved = []
@@ -365,7 +365,7 @@ def test_an_infinite_gradient_of_one_worker_is_not_used_and_the_rest_is() -> Non
 def test_loss_scaling_changes_nothing_else() -> None:
     def work(team: Team, scale: float | None) -> Values:
         model: Any = build(torch.float32)
-        loader: Any = DataLoader(data(192, torch.float32), batch_size=BATCH // team.world_size)
+        loader: Any = DataLoader(data(192, torch.float32), batch_size=BATCH)
         model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
         for x, y in loader:

@@ -135,7 +135,7 @@ def everything(team: Team, folder: str) -> tuple[list[torch.Tensor], float, list
     torch.manual_seed(team.rank)
     model: Any = Wide().double()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    loader: Any = DataLoader(data(samples=100), batch_size=24 // team.world_size)
+    loader: Any = DataLoader(data(samples=100), batch_size=24)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     model, optimizer, loader = team.setup(model, optimizer, loader, sync_batch_norm=True, balance=True)
     norms = []
@@ -185,7 +185,7 @@ def test_what_the_lead_sees_of_an_earlier_team_all_see(tmp_path: Path, monkeypat
 def struck(team: Team, victim: int, how: str) -> tuple[str, str, tuple[int, ...], float]:
     """Train until something happens to the victim; what the others were told, and how soon."""
     model: Any = build()
-    loader: Any = DataLoader(data(), batch_size=BATCH // team.world_size)
+    loader: Any = DataLoader(data(), batch_size=BATCH)
     model, optimizer, loader = team.setup(model, sgd(model.parameters()), loader)
     loop(model, optimizer, loader, 1)
     team.barrier()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import itertools
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.teams import run_team
-from helpers.training import Make, Net, Values, adafactor, adamw, apart, divided, scaling, sgd, values
+from helpers.training import Make, Net, Values, adafactor, adamw, apart, divided, scaling, sgd, under, values
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -69,7 +71,7 @@ def in_team(
     # Every worker begins elsewhere; the lead's values must count.
     model = build(dtype, seed=team.rank, every=3 if samples == 205 else 0)
     torch.manual_seed(7 + team.rank)
-    loader = DataLoader(data(samples, dtype), batch_size=32 // team.world_size, shuffle=True)
+    loader = DataLoader(data(samples, dtype), batch_size=32, shuffle=True)
     model, optimizer, loader = team.setup(model, make(model.parameters()), loader, **options)
     done = 0
     while done < steps:
@@ -152,7 +154,7 @@ def test_the_optimizer_state_exists_once_and_is_whole_on_the_lead() -> None:
     def work(team: Team) -> Any:
         model = build()
         optimizer = adamw(model.parameters())
-        model, optimizer, loader = team.setup(model, optimizer, DataLoader(data(), batch_size=8))
+        model, optimizer, loader = team.setup(model, optimizer, DataLoader(data(), batch_size=32))
         loop(model, optimizer, loader, 5)
         assert not optimizer.state
         return copy.deepcopy(optimizer.state_dict()) if team.is_lead else None
@@ -171,7 +173,7 @@ def test_the_optimizer_state_exists_once_and_is_whole_on_the_lead() -> None:
 
 def accumulating(team: Team, samples: int, options: dict[str, Any]) -> Values:
     model = build()
-    loader = DataLoader(data(samples), batch_size=16 // team.world_size)
+    loader = DataLoader(data(samples), batch_size=16)
     model, optimizer, loader = team.setup(model, sgd(model.parameters()), loader, **options)
     for number, (x, y) in enumerate(loader):
         with team.step(accumulate=number % 4 != 3):
@@ -197,7 +199,7 @@ def test_gradients_accumulate_over_even_and_uneven_batches(samples: int, options
 
 def clipping(team: Team, options: dict[str, Any], norm: float) -> tuple[list[float], Values]:
     model = build(every=0)
-    loader = DataLoader(data(194), batch_size=32 // team.world_size)
+    loader = DataLoader(data(194), batch_size=32)
     model, optimizer, loader = team.setup(model, adamw(model.parameters()), loader, **options)
     norms = []
     for x, y in loader:
@@ -230,7 +232,7 @@ def scheduling(team: Team, before: bool) -> tuple[list[float], Values]:
     optimizer = sgd(model.parameters())
     make = torch.optim.lr_scheduler.OneCycleLR
     scheduler = make(optimizer, max_lr=0.1, total_steps=30) if before else None
-    loader = DataLoader(data(194), batch_size=32 // team.world_size)
+    loader = DataLoader(data(194), batch_size=32)
     model, optimizer, loader = team.setup(model, optimizer, loader)
     scheduler = scheduler or make(optimizer, max_lr=0.1, total_steps=30)
     rates = []
@@ -267,7 +269,7 @@ def groups_and_dtypes(team: Team | None) -> Values:
     model.register_parameter("factor", factor)
     split = [{"params": model[0].parameters(), "lr": 0.2}, {"params": [*model[2].parameters(), factor]}]
     optimizer = torch.optim.SGD(split, lr=0.05, momentum=0.5)
-    loader: Any = DataLoader(data(96), batch_size=32 // (team.world_size if team else 1))
+    loader: Any = DataLoader(data(96), batch_size=32)
     if team:
         model, optimizer, loader = team.setup(model, optimizer, loader)
     for x, y in loader:
@@ -317,7 +319,7 @@ def test_visible_gradients_are_the_mean_and_may_be_changed() -> None:
 def scaled(team: Team, options: dict[str, Any]) -> tuple[list[float], Values, float]:
     torch.manual_seed(0)
     model = nn.Linear(10, 4)
-    loader = DataLoader(data(128, torch.float32), batch_size=32 // team.world_size)
+    loader = DataLoader(data(128, torch.float32), batch_size=32)
     model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
     moved = []
@@ -352,7 +354,7 @@ def test_a_step_with_an_infinite_gradient_anywhere_is_skipped_everywhere(options
 def second_order(team: Team | None) -> Values:
     model = build()
     optimizer: torch.optim.Optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe")
-    loader: Any = DataLoader(data(128), batch_size=64 // (team.world_size if team else 1))
+    loader: Any = DataLoader(data(128), batch_size=64)
     if team:
         model, optimizer, loader = team.setup(model, optimizer, loader)
     for x, y in loader:
@@ -383,7 +385,7 @@ def normalised(team: Team | None, together: bool) -> tuple[Values, Values]:
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(70, 1, 5, 5, dtype=torch.float64, generator=generator)
     labels = torch.randint(0, 4, (70,), generator=generator)
-    loader: Any = DataLoader(TensorDataset(images, labels), batch_size=16 // (team.world_size if team else 1))
+    loader: Any = DataLoader(TensorDataset(images, labels), batch_size=16)
     if team:
         model, optimizer, loader = team.setup(model, optimizer, loader, sync_batch_norm=together)
     for _ in range(2):
@@ -432,7 +434,7 @@ def test_mirrored_values_stay_equal_and_per_replica_values_are_known_to_all() ->
 
 def saving(team: Team, path: str, total: int, resume: bool) -> Values:
     model = build(seed=team.rank)
-    loader = DataLoader(data(96), batch_size=32 // team.world_size)
+    loader = DataLoader(data(96), batch_size=32)
     model, optimizer, loader = team.setup(model, adamw(model.parameters()), loader)
     epochs = range(total)
     if resume:
@@ -507,3 +509,35 @@ def test_where_memory_cannot_be_shared_torch_distributed_sums(monkeypatch: pytes
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
     for result in run_team(in_team, 4, adamw, torch.float64, 21, {}, 194):
         assert farthest(result, plain(adamw, torch.float64, 21, samples=194)) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "sync", "tensor:degree=2", "pipeline:stages=2,microbatches=2"])
+def test_learning_rates_change_after_a_checkpoint_is_loaded(strategy: str, tmp_path: Path) -> None:
+    def work(team: Team | None) -> list[float]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+        loader: Any = DataLoader(data(64), batch_size=16)
+        if team:
+            model, optimizer, loader = team.setup(model, optimizer, loader)
+            team.save(tmp_path / "first.pt")
+            team.barrier()
+            team.load(tmp_path / "first.pt")
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        sums = []
+        for x, y in loader:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+            state = model.state_dict()
+            sums.append(float(sum(value.abs().sum() for value in state.values())))
+        optimizer.param_groups[0]["lr"] = 0.0
+        for x, y in loader:
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        return [*sums, float(sum(value.abs().sum() for value in model.state_dict().values()))]
+
+    launch = under(strategy, "lead" if strategy == "sync" else None)
+    for result in run_team(work, 2, launch=launch):
+        assert result == pytest.approx(work(None), abs=1e-9)

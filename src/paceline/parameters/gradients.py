@@ -118,6 +118,12 @@ class Gradients:
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             parameter.grad = view if used is None or used[index] else None
 
+    def fill(self) -> None:
+        """Set gradients to zero where there are none."""
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     def scale(self, factor: float) -> None:
         """Multiply the gradients that this worker has summed so far."""
         for parameter in self._parameters:

@@ -113,6 +113,10 @@ class PushGradient(_Message, frozen=True, gc=False):
     """True if the gradient is not finite and must not be used."""
     next_loader: int | None = None
     """The loader from which the next lease is requested with the push."""
+    kind: int = 0
+    """How its loss follows from its items, as `LossWeight.kind`."""
+    items: float = 0.0
+    """The items that the loss is a mean over."""
 
 
 class StepCancelled(_Message, frozen=True, gc=False):

@@ -15,6 +15,7 @@ from paceline.errors import Mismatch, TeamTimeout
 from paceline.events.recorder import Recorder
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.hyperparameters import RateScaling, multiplied
+from paceline.parameters.loss_weight import Kind
 from paceline.parameters.reduction import combine_norms
 from paceline.server import messages
 from paceline.server.sessions import Sessions
@@ -42,12 +43,20 @@ class PendingPush:
 
     @property
     def weight(self) -> float:
-        """Its weight in the mean before normalization: its samples times its rate."""
-        return self.samples * self.rate
+        """Its weight before normalization: its mass times its rate."""
+        return self.mass * self.rate
 
     @property
-    def samples(self) -> float:
-        return float(max(1, self.message.samples))
+    def mass(self) -> float:
+        """The items that its loss is a mean over, samples if they are not known; 1 if its loss is a sum."""
+        if self.sums:
+            return 1.0
+        return self.message.items if self.message.kind == Kind.MEAN else float(max(1, self.message.samples))
+
+    @property
+    def sums(self) -> bool:
+        """True if its loss is a sum over samples."""
+        return self.message.kind == Kind.SUM
 
 
 class Updates:
@@ -56,7 +65,7 @@ class Updates:
     def __init__(self, spec: RunSpec, sessions: Sessions, shards: ShardSet, recorder: Recorder, k: int) -> None:
         self._spec, self._sessions, self._shards, self._recorder = spec, sessions, shards, recorder
         self._corrections = Corrections(map(parse_correction, spec.corrections))
-        self._scaling = RateScaling(spec.scale_lr, k, spec.warmup)
+        self._scaling = RateScaling(spec.scale_lr, k, spec.warmup, k * spec.minibatch)
         self.bound = self._corrections.bound()
         """The staleness above which a gradient is dropped."""
         self.seconds = 0.0
@@ -68,7 +77,7 @@ class Updates:
 
     def set_k(self, k: int) -> None:
         """Sets the number of gradients of an update, for learning rates that scale with it."""
-        self._scaling = dataclasses.replace(self._scaling, workers=k)
+        self._scaling = dataclasses.replace(self._scaling, workers=k, batch=k * self._spec.minibatch)
 
     def hold(self, pushed: PendingPush, staleness: int) -> None:
         """Adds a gradient that has arrived."""
@@ -107,7 +116,8 @@ class Updates:
         if len(pushes) > 1:
             pushes.sort(key=lambda pushed: pushed.rank)
         total = sum([pushed.weight for pushed in pushes]) or 1.0
-        rate = total / sum(pushed.samples for pushed in pushes) if self._spec.corrections else 1.0
+        rate = total / sum(pushed.mass for pushed in pushes) if self._spec.corrections else 1.0
+        total = _divisor(pushes, total)
         groups = self._hyperparameters(pushes[0].groups, rate, version)
         pool = self._sessions.pool
         old, new = pool.newest, pool.take()
@@ -130,8 +140,9 @@ class Updates:
             if source == self._shards.collected:
                 sources[source] = messages.GradientRef(source, 1.0 / total)
             elif source >= self._spec.capacity:  # a group's mean
-                mass = sum(other.weight for other in pushes if other.source == source)
-                sources[source] = messages.GradientRef(source, mass / total)
+                members = [other for other in pushes if other.source == source]
+                weight = sum(other.weight for other in members)
+                sources[source] = messages.GradientRef(source, _divisor(members, weight) / total)
             else:
                 sources[source] = self._source(pushed, pushed.weight * pushed.message.factor / total)
         return list(sources.values())
@@ -164,7 +175,7 @@ class Updates:
         plain = plain and not any(session.host for session in self._sessions.values())  # they share no memory
         if not plain or len(sessions) < len(pushes) or any(pushed.used is not None for pushed in pushes):
             return  # the update takes them one by one
-        total = sum(pushed.weight for pushed in pushes) or 1.0
+        total = _divisor(pushes, sum(pushed.weight for pushed in pushes) or 1.0)
         weights = [pushed.weight * pushed.message.factor / total for pushed in pushes]
         for session in sessions:
             self._sessions.send(session, messages.ReduceShare([pushed.rank for pushed in pushes], weights, group))
@@ -181,3 +192,11 @@ class Updates:
                 raise Mismatch(f"rank {session.rank} sent a {type(answer).__name__} instead of a sum", [session.rank])
         for pushed in pushes if whole else ():
             pushed.source = self._spec.capacity + group
+
+
+def _divisor(pushes: list[PendingPush], total: float) -> float:
+    """The divisor of a weighted sum of gradients: the total of their weights, or the mean of them if losses are sums.
+
+    That mean is a factor of the learning rate already.
+    """
+    return total / len(pushes) if all(pushed.sums for pushed in pushes) else total

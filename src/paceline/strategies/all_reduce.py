@@ -221,7 +221,7 @@ class AllReduceTrainer(SynchronousTrainer):
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         """The mean loss of all workers, so that an optimizer that uses it decides the same everywhere."""
         loss = closure()
-        _LOSS.pack_into(self._barrier.note, 0, float(loss) * self._weight)
+        _LOSS.pack_into(self._barrier.note, 0, float(loss) * self._weight.share)
         self._barrier.wait(BarrierKind.GATHER, _LOSS.size)
         mean = sum(_LOSS.unpack_from(note)[0] for note in self._barrier.notes)
         return loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
@@ -239,7 +239,9 @@ class AllReduceTrainer(SynchronousTrainer):
         seconds, samples = self._visible_pace or (0.0, 0)
         pace = self._stopwatch.stop(self.version, again=self._visible_pace is not None)
         self._visible_pace = seconds + pace[0], samples + pace[1]
-        length = self._table.write(self._weight, 1.0, False, self._gradients.collect(), (0.0, 0))
+        length = self._table.write(
+            self._weight.share, self._weight.loss, 1.0, False, self._gradients.collect(), (0.0, 0)
+        )
         self._wait(BarrierKind.REDUCE, length)
         self._exchange()
         self._stopwatch.restart(time.perf_counter())

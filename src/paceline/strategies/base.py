@@ -37,6 +37,8 @@ class Options:
     scale_lr: str | None = None
     warmup: int = 0
     """In updates."""
+    batch: float | None = None
+    """Samples of the global batch, relative to the loader's own; None without a loader that has a batch size."""
     loss: Callable[..., Any] | None = None
     """The script's loss function."""
     loaders: Sequence[DataLoader[Any]] = ()
@@ -76,6 +78,8 @@ class Trainer(ABC):
     """The number of this worker's replica, and the number of replicas; None if every worker is a replica."""
     cancels = False
     """True if a step may be cancelled."""
+    weight: float | None = None
+    """How much the gradient of the current step counts, if the script says it."""
     lockstep = False
     """True if every worker must compute in every step, and contribute to everything that is saved."""
 
@@ -141,6 +145,16 @@ class Trainer(ABC):
         """The script has been given a minibatch with this share of the global batch."""
         self._stopwatch.start(samples)
 
+    def take_whole_batches(self) -> None:
+        """The script iterates over a loader whose batches are not divided."""
+
+    def enter_backward(self, loss: Any) -> bool:
+        """A backward pass begins, from this tensor or these tensors; returns False if it shall not be run."""
+        return True
+
+    def leave_backward(self) -> None:
+        """The backward pass is done."""
+
     def finish_epoch(self) -> None:
         """This worker has no more batches; take part in the others' updates until they have none either."""
 
@@ -172,6 +186,11 @@ class Trainer(ABC):
     def lead(self) -> int:
         """The rank that prints and saves."""
         return 0
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the script evaluates the model now, instead of training it."""
+        return not (self._model.training and torch.is_grad_enabled())
 
     @property
     def weightless(self) -> bool:

@@ -21,6 +21,7 @@ from paceline.collectives.world_group import WorldGroup
 from paceline.errors import TeamError, UsageError
 from paceline.events import Update
 from paceline.parameters.hyperparameters import RateScaling
+from paceline.parameters.loss_weight import Batch, Kind, LossWeight, loss_weight
 from paceline.parameters.reduction import combine_norms
 from paceline.strategies.base import Options, Trainer, TrainerContext, run_closure
 from paceline.strategies.blocks import check_shardable
@@ -42,8 +43,12 @@ class FullyShardedTrainer(Trainer):
         check_split(optimizer, options, strategy)
         check_shardable(model, strategy)
         super().__init__(model, optimizer, context)
-        self._rate = RateScaling(options.scale_lr, context.members.size, options.warmup)
-        self._weight = 1.0 / context.members.size
+        self._rate = RateScaling(options.scale_lr, context.members.size, options.warmup, options.batch)
+        self._share = self._weight = 1.0 / context.members.size
+        """This worker's share of the samples, and the weight of its gradients."""
+        self._samples = 0
+        self._constants: set[float] = set()
+        """Numbers by which the script divides sums, though they count no samples."""
         context.members.mirror(list(model.buffers()))
         device = next(model.parameters()).device
         self._world = WorldGroup(context.members, device, self._exchanged)
@@ -67,12 +72,25 @@ class FullyShardedTrainer(Trainer):
 
     @property
     def weightless(self) -> bool:
-        return self._weight == 0.0
+        return self._share == 0.0
 
     def take_batch(self, samples: int, weight: float) -> None:
-        # Gradients are scattered as soon as they are made, with this weight; what was summed before has its own.
-        self._weight = weight
+        self._share, self._samples = weight, samples
         super().take_batch(samples, weight)
+
+    def enter_backward(self, loss: Any) -> bool:
+        # Gradients are scattered as soon as they are made, with this weight; what was summed before has its own.
+        found = loss_weight(loss, Batch(self._samples, self._constants))
+        if self.weight is not None:
+            found = LossWeight(Kind.MEAN, self.weight, by_sample=False)
+        self._weight = self._share
+        if found.kind is Kind.SUM and self._samples:
+            self._weight = 1.0
+        elif found.kind is Kind.MEAN and not found.by_sample:
+            _NORM.pack_into(self._barrier.note, 0, found.items if self._share else 0.0)
+            self._wait(BarrierKind.COUNT, _NORM.size)
+            self._weight = found.items / (sum(_NORM.unpack_from(note)[0] for note in self._barrier.notes) or 1.0)
+        return True
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if getattr(self._optimizer, "found_inf", None) is not None:  # as GradScaler sets it for the time of a step
@@ -82,7 +100,7 @@ class FullyShardedTrainer(Trainer):
             )
         loss = run_closure(closure)
         pace = self._stopwatch.stop(self.version)
-        self._wait(BarrierKind.UPDATE, self._table.write(self._weight, 1.0, False, b"", pace))
+        self._wait(BarrierKind.UPDATE, self._table.write(self._share, LossWeight(), 1.0, False, b"", pace))
         self._run_update()
         return loss
 

@@ -40,7 +40,7 @@ class MeshTrainer(SynchronousTrainer):
         check_split(optimizer, options, str(context.strategy))
         members = context.members
         self._coord = coord = MeshCoord(MeshShape.of(context.strategy), members.rank)
-        rate = RateScaling(options.scale_lr, coord.shape.data, options.warmup)
+        rate = RateScaling(options.scale_lr, coord.shape.data, options.warmup, options.batch)
         self._split = split = SplitModel(model, optimizer, options, context, coord, lambda: self.version)
         parts = split.parts
         layout = Layout(parts.named, members.size)
@@ -48,7 +48,7 @@ class MeshTrainer(SynchronousTrainer):
         memory = members.share(Gradients.memory_size(layout, coord.shape.data))
         gradients = Gradients.shared(layout, memory, coord.replica, coord.shape.data, parts.own)
         context = dataclasses.replace(context, stopwatch=split.stopwatch)
-        super().__init__(model, optimizer, context, rate, gradients, table)
+        super().__init__(model, optimizer, context, rate, gradients, table, counts=not coord.place)
         self.replica = (coord.replica, coord.shape.data)
         self._reduction = SharedReduction(layout, gradients, self._rank, coord.replica)
         versions = Versions(layout, members.share(Versions.memory_size(layout)))
@@ -65,10 +65,6 @@ class MeshTrainer(SynchronousTrainer):
 
     def epoch_drawn(self) -> None:
         self._split.draw_alike()
-
-    def take_batch(self, samples: int, weight: float) -> None:
-        # The samples are the replica's, so one worker of it counts them.
-        super().take_batch(0 if self._coord.place else samples, weight)
 
     def _update_parameters(self, agreed: StepAgreement) -> int:
         groups = self._scaled_groups(agreed)

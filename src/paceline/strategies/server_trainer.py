@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from paceline.errors import UsageError
 from paceline.events import Pull, Reduce, Wait
+from paceline.parameters.gradient_weight import GradientWeight
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.reduction import CHUNK, weighted_sum
 from paceline.policies import Policy
@@ -68,7 +69,16 @@ class ServerTrainer(Trainer):
         memory.versions.pull(session.buffer)
         self._initial_version = 0
         """Updates that the parameters had had before this run."""
-        self._leases = LeaseClient(client, self._stopwatch, self._gradients, workers, self._adopt, counts=counts)
+        self._leases = LeaseClient(
+            client,
+            self._stopwatch,
+            self._gradients,
+            workers,
+            self._adopt,
+            evaluates=lambda: self.evaluates,
+            counts=counts,
+        )
+        self._weight = GradientWeight(1.0 / workers, self._gradients, context.say)
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
         """The limit and the kind of norm to clip the next mean gradient with."""
@@ -97,6 +107,13 @@ class ServerTrainer(Trainer):
     def report_loss(self, loss: float) -> None:
         self._loss = loss
 
+    def take_whole_batches(self) -> None:
+        self._weight.take_whole_batches()
+
+    def enter_backward(self, loss: Any) -> bool:
+        self._weight.take_batch(self._leases.samples, self._weight.share)
+        return self._weight.add(loss, self.weight)
+
     def share_loader(self, loader: DataLoader[Any], global_batch: int | None) -> Any:
         return self._leases.share(loader, global_batch)
 
@@ -107,6 +124,7 @@ class ServerTrainer(Trainer):
         _, samples = self._stopwatch.stop(self._server_version)
         start = time.perf_counter()
         used, found_inf = self._collect(found_inf)
+        weight = self._weight.loss
         complete, memory = 0 not in used, self._memory
         if not complete:
             self._write_used(used)
@@ -124,6 +142,8 @@ class ServerTrainer(Trainer):
             self._clip,
             found_inf,
             self._leases.wanted(),
+            weight.kind,
+            weight.items,
         )
         self._loss = self._clip = None
         self._stopwatch.slow_link(self._exchange_seconds)

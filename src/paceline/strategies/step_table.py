@@ -9,9 +9,11 @@ from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
 from paceline.parameters.hyperparameters import Hyperparameters
+from paceline.parameters.loss_weight import Kind, LossWeight
 from paceline.parameters.worker_table import WorkerTable
 
-_NOTE = struct.Struct("=ddqqqdq")  # weight, factor, skip, number of the hyperparameters, all used, seconds, samples
+_NOTE = struct.Struct("=dqddqqqdq")
+# share, kind and count of the loss, factor, skip, number of the hyperparameters, all used, seconds, samples
 
 
 class StepAgreement(NamedTuple):
@@ -42,8 +44,9 @@ class StepAgreement(NamedTuple):
 class StepTable:
     """Writes this worker's note for an update, and reads all."""
 
-    def __init__(self, members: Members, optimizer: Optimizer, parameters: int) -> None:
-        self._barrier = members.barrier
+    def __init__(self, members: Members, optimizer: Optimizer, parameters: int, each: int = 1) -> None:
+        """each: workers of a replica, which have the same loss."""
+        self._barrier, self._each = members.barrier, each
         self._rank, self._size = members.rank, members.size
         self._everything = bytes([1]) * parameters
         self._in_notes = len(members.machines) > 1
@@ -56,17 +59,19 @@ class StepTable:
         self._sent = 0
         """The number of the hyperparameters that the other workers have."""
 
-    def write(self, weight: float, factor: float, skip: bool, used: bytes, pace: tuple[float, int]) -> int:
+    def write(
+        self, share: float, loss: LossWeight, factor: float, skip: bool, used: bytes, pace: tuple[float, int]
+    ) -> int:
         """Write this worker's note for the next barrier; returns its length in bytes.
 
-        weight: its share of the global batch; factor: undoes the scale of its loss.
+        share: its share of the global batch; factor: undoes the scale of its loss.
         """
         complete = 0 not in used
         if not complete:
             self._used[self._rank][:] = used
         number = self._hyperparameters.publish()
         note = self._barrier.note
-        _NOTE.pack_into(note, 0, weight, factor, skip, number, complete, *pace)
+        _NOTE.pack_into(note, 0, share, loss.kind, loss.items, factor, skip, number, complete, *pace)
         end = _NOTE.size
         if not self._in_notes:
             return end
@@ -83,26 +88,26 @@ class StepTable:
 
     def read(self) -> StepAgreement:
         """The agreement that follows from all notes."""
-        weights: list[tuple[int, float]] = []
+        losses: list[tuple[int, float, int, float, float]] = []
         paces: list[tuple[float, int]] = [(0.0, 0)] * self._size
         used = [self._everything] * self._size
-        complete, skip, share = True, False, 0.0
+        complete, skip = True, False
         groups: list[dict[str, Any]] = []
         for rank, note in enumerate(self._barrier.notes):
             if self._barrier.passive[rank]:
                 continue
-            weight, factor, skips, number, all_used, seconds, samples = _NOTE.unpack_from(note)
+            share, kind, count, factor, skips, number, all_used, seconds, samples = _NOTE.unpack_from(note)
             if self._in_notes:
                 self._take(rank, note[_NOTE.size : self._barrier.length(rank)], bool(all_used))
-            if not weights:
+            if not losses:
                 groups = self._hyperparameters.read(rank, number)
-            weights.append((rank, weight * factor))
-            share += weight
+            losses.append((rank, share, kind, count, factor))
             paces[rank] = (seconds, samples)
             skip = skip or bool(skips)
             if not all_used:
                 complete = False
                 used[rank] = bytes(self._used[rank])
+        weights, share = _weights(losses[:: self._each])
         return StepAgreement(weights, None if complete else used, skip, groups, paces, share)
 
     def _take(self, rank: int, rest: memoryview, complete: bool) -> None:
@@ -115,18 +120,34 @@ class StepTable:
             self._slots[rank][: len(rest)] = rest
 
 
+def _weights(losses: list[tuple[int, float, int, float, float]]) -> tuple[list[tuple[int, float]], float]:
+    """The weight of each gradient in the undivided batch's, by rank, and their share of it.
+
+    losses: rank, share of samples, kind and count of the loss, and the factor that undoes its scale.
+    """
+    parts = [part for part in losses if part[1] > 0] or losses
+    kinds = {kind for _, _, kind, _, _ in parts}
+    if kinds == {Kind.MEAN} and (total := sum(count for *_, count, _ in parts)) > 0:
+        # A mean over no items is not a number; its weight of 0 would not help.
+        return [(rank, count / total * factor) for rank, _, _, count, factor in parts if count > 0], 1.0
+    if (
+        kinds <= {Kind.SUM, Kind.MEAN} and Kind.SUM in kinds
+    ):  # a divisor that is a count by chance is one on few workers
+        return [(rank, factor) for rank, *_, factor in parts], 1.0
+    return [(rank, share * factor) for rank, share, *_, factor in losses], sum(share for _, share, *_ in losses)
+
+
 class ReplicaStepTable(StepTable):
     """A table whose agreement is by replica instead of by worker."""
 
     def __init__(self, members: Members, optimizer: Optimizer, parameters: int, workers: int) -> None:
         """workers: of each replica."""
-        super().__init__(members, optimizer, parameters)
-        self._workers = workers
+        super().__init__(members, optimizer, parameters, workers)
 
     def read(self) -> StepAgreement:
         agreed = super().read()
-        each = self._workers
-        weights = [(rank // each, weight) for rank, weight in agreed.weights if rank % each == 0]
+        each = self._each
+        weights = [(rank // each, weight) for rank, weight in agreed.weights]
         paces = [
             (max(seconds for seconds, _ in part), sum(samples for _, samples in part))
             for start in range(0, len(agreed.paces), each)

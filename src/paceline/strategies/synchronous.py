@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from paceline.config import one_of
 from paceline.events import Reduce, Update
+from paceline.parameters.gradient_weight import GradientWeight
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout
@@ -47,12 +48,14 @@ class SynchronousTrainer(Trainer):
         rate: RateScaling,
         gradients: Gradients,
         table: StepTable,
+        *,
+        counts: bool = True,
     ) -> None:
+        """counts: True if this worker counts the samples of its batches; one worker of a replica does."""
         super().__init__(model, optimizer, context, replicas=rate.workers)
-        self._rate, self._gradients, self._table = rate, gradients, table
+        self._rate, self._gradients, self._table, self._counts = rate, gradients, table, counts
         self._layout: Layout = gradients.layout
-        self._weight = 1.0 / rate.workers
-        """This worker's share of the global batch."""
+        self._weight = GradientWeight(1.0 / rate.workers, gradients, context.say, self._sum_counts)
         self._groups: list[dict[str, Any]] = []
         """The hyperparameters of the last update."""
         self._clip_factor: float | None = None
@@ -63,12 +66,21 @@ class SynchronousTrainer(Trainer):
     # -- the user's loop ---------------------------------------------------------------------------------------------
 
     def take_batch(self, samples: int, weight: float) -> None:
-        if weight != self._weight:
-            if self._gradients.any:
-                # Summed over minibatches of unlike weight: scale the sum so far as the next minibatches will be.
-                self._gradients.scale(self._weight / weight)
-            self._weight = weight
-        super().take_batch(samples, weight)
+        self._weight.take_batch(samples, weight)
+        super().take_batch(samples if self._counts else 0, weight)
+
+    def take_whole_batches(self) -> None:
+        self._weight.take_whole_batches()
+
+    def enter_backward(self, loss: Any) -> bool:
+        return self._weight.add(loss, self.weight)
+
+    def _sum_counts(self, before: float, now: float) -> tuple[float, float]:
+        """The sums of all workers' counts of two minibatches."""
+        _VALUES.pack_into(self._barrier.note, 0, before, now)
+        self._wait(BarrierKind.COUNT, _VALUES.size)
+        counts = [self._values_of(rank) for rank, passive in enumerate(self._barrier.passive) if not passive]
+        return sum(one for one, _ in counts), sum(other for _, other in counts)
 
     def _clear_gradients(self, set_to_none: bool) -> None:
         clear_gradients(self._optimizer, self._layout, set_to_none)
@@ -99,14 +111,14 @@ class SynchronousTrainer(Trainer):
             self._run_update()
         elif kind is BarrierKind.CLIP:
             self._clip()
-        return kind in (BarrierKind.UPDATE, BarrierKind.CLIP, BarrierKind.STATISTICS)
+        return kind in (BarrierKind.UPDATE, BarrierKind.CLIP, BarrierKind.STATISTICS, BarrierKind.COUNT)
 
     def _contribute(self, unscale: float, found_inf: bool, final: bool = True) -> int:
         """Write this worker's note; returns its length in bytes."""
         pace = self._pace() if final else (0.0, 0)
         # The reduced mean lies in the shared buffer, where this worker's own gradient must not be copied again.
         used = self._gradients.collect() if self._clip_factor is None else self._gradients.used()
-        return self._table.write(self._weight, unscale, found_inf, used, pace)
+        return self._table.write(self._weight.share, self._weight.loss, unscale, found_inf, used, pace)
 
     def _pace(self) -> tuple[float, int]:
         """Seconds and samples of this worker's step."""
@@ -153,8 +165,7 @@ class SynchronousTrainer(Trainer):
 
     def _resize(self, before: int, now: int) -> None:
         """The team has another number of workers."""
-        if self._weight == 1.0 / before:
-            self._weight = 1.0 / now
+        self._weight.resize(before, now)
         self._rate = self._rate.of(now)
 
     @abstractmethod
@@ -233,4 +244,4 @@ class SynchronousTrainer(Trainer):
 def check_rate(options: Options, workers: int) -> RateScaling:
     """Checks the options of a synchronous trainer; returns how its learning rate is scaled."""
     one_of("gradients", options.gradients, ("local", "visible"))
-    return RateScaling(options.scale_lr, workers, options.warmup)
+    return RateScaling(options.scale_lr, workers, options.warmup, options.batch)

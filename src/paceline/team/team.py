@@ -34,7 +34,7 @@ from paceline.config import (
 )
 from paceline.data import TeamLoader
 from paceline.data.leased_loader import LeasedLoader
-from paceline.data.loader import check_loader
+from paceline.data.loader import batch_growth, check_loader
 from paceline.errors import UsageError
 from paceline.events import Join, Leave, Metric
 from paceline.events.recorder import Recorder, folder_of
@@ -43,7 +43,7 @@ from paceline.events.summary import merge
 from paceline.parameters.variables import Mirrored, PerReplica
 from paceline.policies import Policy
 from paceline.strategies import PROFILING, SINGLE, Make, Options, Trainer, TrainerContext, load, trainer_of
-from paceline.strategies.backward_timer import BackwardTimer
+from paceline.strategies.backward_patch import BackwardPatch
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
 from paceline.strategies.mesh_factory import is_whole
@@ -131,7 +131,7 @@ class Team:
         self._trainer: Trainer | None = None
         self._recorder = Recorder(self._streams_folder() if launch.record else None, self.rank)
         self._stopwatch = Stopwatch(self._recorder, self.rank, launch.slow.get(self.rank), launch.seed)
-        self._backward_timer: BackwardTimer | None = None
+        self._backward_patch: BackwardPatch | None = None
         self._accumulations = 0
         """Nested accumulating steps that the script is in."""
         self._step, self._accumulating_step = _Step(self, False), _Step(self, True)
@@ -182,13 +182,14 @@ class Team:
     ) -> tuple[Any, ...]:
         """Put the team behind a model, its optimizer and its loaders; returns them, to be used as before.
 
-        global_batch: samples per update over all workers; by default each worker's batch is the loader's batch_size.
+        global_batch: samples of one step of all workers together; by default the loader's batch_size, so that a team
+            trains as one process does.
         balance: split every global batch by the workers' measured paces instead of evenly.
         gradients: "local" leaves this worker's own gradient in `.grad` until the step; "visible" puts the team's
             mean there at the end of the backward pass, as DistributedDataParallel does.
         sync_batch_norm: let batch norm layers use the whole global batch instead of each worker's part.
-        scale_lr: multiply the learning rate by the number of workers, or with a parameter server of gradients per
-            update ("linear"), or its root ("sqrt"), reached over `warmup` updates.
+        scale_lr: multiply the learning rate by the growth of an update's batch over the loader's batch_size
+            ("linear"), or its root ("sqrt"), reached over `warmup` updates.
         loss: the loss function, from which a split of the model is planned; the loop calls it as before.
         """
         if self._trainer is not None:
@@ -214,6 +215,7 @@ class Team:
             gradients=gradients,
             scale_lr=scale_lr,
             warmup=warmup,
+            batch=batch_growth(loaders, global_batch),
             loss=loss,
             loaders=loaders,
         )
@@ -231,7 +233,7 @@ class Team:
         self._model, self._optimizer = model, optimizer
         self._trainer = kind(model, optimizer, options, context)
         self._loaders.attach(self._trainer)
-        self._backward_timer = BackwardTimer(self._stopwatch)
+        self._backward_patch = BackwardPatch(self._stopwatch, self._trainer)
         shared = [self._loaders.share(loader, global_batch, balance) for loader in loaders]
         return (model, optimizer, *shared)
 
@@ -261,11 +263,15 @@ class Team:
         check_loader(loader)
         return self._loaders.share(loader, global_batch, balance=False)
 
-    def step(self, accumulate: bool = False) -> _Step:
+    def step(self, accumulate: bool = False, weight: float | torch.Tensor | None = None) -> _Step:
         """One step of training, as a `with` block.
 
         accumulate: only sum gradients; `optimizer.step()` and `zero_grad()` inside the block do nothing.
+        weight: how much this worker's gradient counts, relative to the others': the number of items that its loss is a
+            mean over. By default it is read from the loss.
         """
+        if self._trainer is not None:
+            self._trainer.weight = None if weight is None else _weight(weight)
         return self._accumulating_step if accumulate else self._step
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -357,8 +363,8 @@ class Team:
             return
         if self._trainer is not None:
             self._trainer.close()
-        if self._backward_timer is not None:
-            self._backward_timer.undo()
+        if self._backward_patch is not None:
+            self._backward_patch.undo()
         for module in self._model.modules() if self._trainer is not None else ():
             if isinstance(module, TeamBatchNorm):
                 module.exchange = None
@@ -417,6 +423,13 @@ class Team:
     def _say_once(self, message: str) -> None:
         if self.is_lead:
             self._say(message)
+
+
+def _weight(weight: float | torch.Tensor) -> float:
+    value = float(weight)
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"the weight of a step is {value}; it must be a number of items, 0 or more")
+    return value
 
 
 def _device(local_rank: int) -> torch.device:

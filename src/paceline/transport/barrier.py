@@ -45,6 +45,7 @@ class BarrierKind(IntEnum):
     PUBLISH = 7, "the end of an update"
     ALLOCATE = 8, "setup"
     STATISTICS = 9, "a synchronised batch norm"
+    COUNT = 10, "the start of a backward pass"
 
 
 class BarrierNotes:

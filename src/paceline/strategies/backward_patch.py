@@ -1,4 +1,4 @@
-"""Measures when backward passes begin and end."""
+"""Notices when backward passes begin and end."""
 
 from __future__ import annotations
 
@@ -7,30 +7,36 @@ from typing import Any
 import torch
 
 from paceline.events.stopwatch import Stopwatch
+from paceline.strategies.base import Trainer
 
 
-class BackwardTimer:
-    """Tells a stopwatch when backward passes begin and end, until `undo`.
+class BackwardPatch:
+    """Tells a stopwatch and a trainer when backward passes begin and end, until `undo`.
 
     Autograd has no hook for that, so `torch.autograd.backward`, which every backward pass of a script goes through, is
-    replaced by one that looks at the watch before and after.
+    replaced.
     """
 
-    def __init__(self, stopwatch: Stopwatch) -> None:
+    def __init__(self, stopwatch: Stopwatch, trainer: Trainer) -> None:
         self._plain = plain = torch.autograd.backward
         inside = False
 
-        def backward(*args: Any, **kwargs: Any) -> None:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             nonlocal inside
             if inside:  # of a backward pass in a backward pass, as checkpointing has it
-                plain(*args, **kwargs)
+                plain(tensors, *args, **kwargs)
                 return
             inside = True
-            stopwatch.turn()
             try:
-                plain(*args, **kwargs)
+                runs = trainer.enter_backward(tensors)
+                stopwatch.turn()
+                try:
+                    if runs:
+                        plain(tensors, *args, **kwargs)
+                finally:
+                    stopwatch.turn_back()
+                trainer.leave_backward()
             finally:
-                stopwatch.turn_back()
                 inside = False
 
         self._own = backward

@@ -1,0 +1,195 @@
+"""What a loss was divided by, read from its graph.
+
+A worker's loss is S / D: a sum over its items (samples, tokens that are not ignored, class weights) and their number.
+The loss of the undivided batch is ΣS / ΣD, so a worker's gradient has the weight D / ΣD there; the gradient of a loss
+that is a sum has the weight 1. Autograd keeps D: losses of torch save how they were reduced, and a division saves its
+divisor.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+
+def _nodes(names: str) -> frozenset[str]:
+    return frozenset(f"{name}Backward{number}" for name in names.split() for number in range(3))
+
+
+_PASSING = _nodes("Neg View UnsafeView Squeeze Unsqueeze ToCopy Clone Alias Expand Add Sub Mul")
+"""Operations that leave the terms of a scalar as they are, if they have one input."""
+_OF_PARAMETERS = _PASSING | _nodes(
+    "Pow Abs Norm LinalgVectorNorm Sum Mean Sqrt Exp Log Div Stack Cat Select Unbind Softplus Sigmoid"
+)
+"""Operations of a penalty on parameters, which does not depend on samples."""
+_LEAF = "torch::autograd::AccumulateGrad"
+_MOST = 4096
+"""Operations after which a search is given up."""
+_FEW = 64
+"""Losses in a list that are looked at one by one."""
+_AVERAGED, _SUMMED = 1, 2
+"""Reductions, as torch numbers them."""
+
+
+class Kind(enum.IntEnum):
+    """How a loss follows from its items."""
+
+    UNKNOWN = 0
+    MEAN = 1
+    SUM = 2
+    CONSTANT = 3
+    """It depends on parameters only."""
+
+
+class LossWeight(NamedTuple):
+    """The weight of a gradient, before it is related to those of the other workers."""
+
+    kind: Kind = Kind.UNKNOWN
+    items: float = 0.0
+    """The items that the loss is a mean over, or the terms of the sum."""
+    by_sample: bool = True
+    """True if every sample has the same number of items, so that samples can be counted instead."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the loss is a mean over nothing, which has no gradient."""
+        return self.kind is Kind.MEAN and self.items == 0
+
+
+class Batch(NamedTuple):
+    """What is known of the minibatch of a loss."""
+
+    samples: int
+    """0 if their number is not known."""
+    constants: set[float]
+    """Divisors that were no numbers of samples before; new ones are added."""
+
+
+def loss_weight(loss: Any, batch: Batch) -> LossWeight:
+    """The weight of a loss of a minibatch."""
+    if not isinstance(loss, torch.Tensor) or loss.grad_fn is None or loss.numel() != 1:
+        return LossWeight()
+    try:
+        terms = list(_terms(loss.grad_fn, batch))
+    except (AttributeError, RuntimeError, RecursionError):  # a saved tensor was changed since, or is not saved
+        return LossWeight()
+    first, *others = [term for term in terms if term.kind is not Kind.CONSTANT] or [LossWeight()]
+    if first.kind is Kind.SUM and len(terms) > len(others) + 1:
+        return LossWeight()  # a penalty is part of every worker's sum
+    if any(term.kind is not first.kind for term in others):
+        return LossWeight()
+    if first.kind is Kind.MEAN and any(term.items != first.items for term in others):
+        alike = all(_by_sample(term.items, batch.samples) for term in (first, *others))
+        return LossWeight(Kind.MEAN, batch.samples) if alike else LossWeight()
+    return first._replace(by_sample=first.by_sample and all(term.by_sample for term in others))
+
+
+def _terms(node: Any, batch: Batch) -> Iterator[LossWeight]:
+    """The weights of the terms of a loss."""
+    name = node.name()
+    inputs = [following for following, _ in node.next_functions if following is not None]
+    if name.startswith(("AddBackward", "SubBackward")) and len(inputs) > 1:
+        for following in inputs:
+            if _of_parameters(following):
+                yield LossWeight(Kind.CONSTANT)
+            else:
+                yield from _terms(following, batch)
+    elif name.startswith("MulBackward") and len(inputs) > 1:
+        factors = [following for following in inputs if not _of_parameters(following)]
+        yield from _terms(factors[0], batch) if len(factors) == 1 else (LossWeight(),)
+    elif name in _PASSING and len(inputs) == 1:
+        yield from _terms(inputs[0], batch)
+    elif name.startswith("DivBackward"):
+        yield from _quotient(node, batch)
+    elif name.startswith(("SumBackward", "MeanBackward")):
+        yield from _reduced(node, inputs, batch)
+    else:
+        yield _of_loss(node, batch)
+
+
+def _quotient(node: Any, batch: Batch) -> Iterator[LossWeight]:
+    """A sum that is divided by a number of items is a mean; a mean or sum that is divided by a constant stays one."""
+    (dividend, _), *divisors = node.next_functions
+    if dividend is None or any(following is not None for following, _ in divisors):
+        yield LossWeight()
+        return
+    divisor = node._saved_other
+    # Tensors are computed from the batch. Numbers of a script are constants, unless they count samples or terms.
+    computed = isinstance(divisor, torch.Tensor) and not _is_number(divisor)
+    count = abs(float(divisor)) if not isinstance(divisor, torch.Tensor) or divisor.numel() == 1 else 0.0
+    for term in _terms(dividend, batch):
+        if term.kind is Kind.SUM and (computed or _is_count(count, term, batch)):
+            yield LossWeight(Kind.MEAN, count, not computed and _by_sample(count, batch.samples))
+        else:
+            yield term
+
+
+def _is_count(number: float, term: LossWeight, batch: Batch) -> bool:
+    """True if a number of the script counts the samples or the terms of a sum, and not by chance."""
+    if number not in (batch.samples, term.items):
+        batch.constants.add(number)
+    return number not in batch.constants
+
+
+def _by_sample(count: float, samples: int) -> bool:
+    return samples > 0 and count % samples == 0
+
+
+def _is_number(value: torch.Tensor) -> bool:
+    """True if a saved tensor holds a Python number, which counts less than a tensor in type promotion."""
+    small = torch.float16 if value.is_floating_point() else torch.int8
+    return value.dim() == 0 and torch.result_type(torch.ones((), dtype=small), value) == small
+
+
+def _reduced(node: Any, inputs: list[Any], batch: Batch) -> Iterator[LossWeight]:
+    """The terms of a sum or mean over all elements: those of its input, if that is a list of losses."""
+    mean = node.name().startswith("Mean")
+    if not inputs:
+        yield LossWeight()
+        return
+    if inputs[0].name().startswith(("StackBackward", "CatBackward")):
+        parts = [following for following, _ in inputs[0].next_functions if following is not None]
+        terms = [term for part in parts for term in _terms(part, batch)] if len(parts) <= _FEW else []
+        if terms and all(term.kind is not Kind.UNKNOWN for term in terms):
+            yield from terms
+            return
+    count = math.prod(node._saved_self_sym_sizes)
+    yield LossWeight(Kind.MEAN, count, _by_sample(count, batch.samples)) if mean else LossWeight(Kind.SUM, count)
+
+
+def _of_loss(node: Any, batch: Batch) -> LossWeight:
+    """The weight of one of torch's own losses, which save how they were reduced."""
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction not in (_AVERAGED, _SUMMED):
+        return LossWeight()
+    classifies = hasattr(node, "_saved_total_weight")
+    count = (node._saved_target if classifies else node._saved_self).numel()
+    if reduction == _SUMMED:
+        return LossWeight(Kind.SUM, count)
+    if not classifies:
+        return LossWeight(Kind.MEAN, count, _by_sample(count, batch.samples))
+    # Samples of a classification may be ignored, too, but mostly none are.
+    by_sample = node._saved_weight is None and count == batch.samples
+    return LossWeight(Kind.MEAN, float(node._saved_total_weight), by_sample)
+
+
+def _of_parameters(node: Any) -> bool:
+    """True if a term depends on parameters only: a penalty, or a learned weight."""
+    seen, waiting = {node}, [node]
+    while waiting and len(seen) < _MOST:
+        one = waiting.pop()
+        name = one.name()
+        if name != _LEAF and name not in _OF_PARAMETERS:
+            return False
+        for factor in ("_saved_self", "_saved_other") if name.startswith("MulBackward") else ():
+            value = getattr(one, factor, None)
+            if isinstance(value, torch.Tensor) and value.dim() and not value.requires_grad:
+                return False  # a product with data
+        fresh = {following for following, _ in one.next_functions if following is not None} - seen
+        seen |= fresh
+        waiting += fresh
+    return not waiting
