@@ -51,13 +51,16 @@ class GradientWeight:
             self.share = 1.0 / now
         self.whole_share = 1.0 / now
 
-    def add(self, loss: Any, weight: float | None) -> bool:
+    def add(self, loss: Any, weight: float | None, exposed: int = 0) -> bool:
         """A backward pass from this loss begins; returns False if it is a mean over nothing: its gradient is zero.
 
         weight: the number of items that the loss is a mean over, if the script says it.
+        exposed: the number of workers whose gradients are in `.grad` now, if that is the team's.
         """
         found = self._find(loss) if weight is None else LossWeight(Kind.MEAN, weight, by_sample=False)
-        self.loss = self._joined(found) if self._gradients.any else found
+        if exposed and found.kind is Kind.SUM:
+            self._gradients.scale(1.0 / exposed)  # it is on all of them
+        self.loss = self._joined(found) if self._gradients.any and not exposed else found
         if found.is_empty:
             self._gradients.fill()
         return not found.is_empty

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from paceline.parameters.layout import Layout
 from paceline.transport import Memory
 
+GRAD: Any = torch.Tensor.grad
+"""The attribute itself: access to a parameter's `.grad` may be watched."""
 _LARGE = 256 * 1024
 """Bytes from which on a gradient has a hook of its own; a call of a hook costs as much as copying many kilobytes."""
 
@@ -79,8 +82,8 @@ class Gradients:
             hook.remove()
         self._hooks.clear()
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is view:
-                parameter.grad = view.clone()
+            if GRAD.__get__(parameter) is view:
+                GRAD.__set__(parameter, view.clone())
 
     def collect(self) -> bytes:
         """Copy gradients that are not in the shared buffer yet.
@@ -90,7 +93,7 @@ class Gradients:
         used = bytearray(len(self._parameters))
         sources, targets = [], []
         for index, parameter in enumerate(self._parameters):
-            gradient = parameter.grad
+            gradient = GRAD.__get__(parameter)
             if gradient is None:
                 continue
             used[index] = 1
@@ -106,39 +109,40 @@ class Gradients:
 
     def used(self) -> bytes:
         """A byte per parameter: 1 if it has a gradient now."""
-        return bytes(parameter.grad is not None for parameter in self._parameters)
+        return bytes(GRAD.__get__(parameter) is not None for parameter in self._parameters)
 
     @property
     def any(self) -> bool:
         """True if any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self._parameters)
+        return any(GRAD.__get__(parameter) is not None for parameter in self._parameters)
 
     def show(self, used: bytes | None) -> None:
         """Set `.grad` of the used parameters (None: of all) to this worker's buffer, and of the others to None."""
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            parameter.grad = view if used is None or used[index] else None
+            GRAD.__set__(parameter, view if used is None or used[index] else None)
 
     def fill(self) -> None:
         """Set gradients to zero where there are none."""
         for parameter in self._parameters:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+            if parameter.requires_grad and GRAD.__get__(parameter) is None:
+                GRAD.__set__(parameter, torch.zeros_like(parameter))
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients that this worker has summed so far."""
         for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+            gradient = GRAD.__get__(parameter)
+            if gradient is not None:
+                gradient.mul_(factor)
 
 
 def _copier(view: torch.Tensor, on_gradient: Callable[[], None] | None) -> Callable[[torch.Tensor], None]:
     def copy(parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
+        gradient = GRAD.__get__(parameter)
         if gradient is not view and gradient is not None:
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             view.copy_(gradient.detach() if gradient.requires_grad else gradient)
-            parameter.grad = view
+            GRAD.__set__(parameter, view)
 
     if on_gradient is None:
         return copy

@@ -6,6 +6,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.pipeline.deferred import Deferred, replay
+from paceline.pipeline.loss_check import loss_on_random_outputs
 from paceline.pipeline.microbatches import Microbatches, ModelCall
 from paceline.pipeline.runtime import PipelineRuntime
 
@@ -41,6 +42,7 @@ class BatchRun:
         microbatches.microbatch_loss.check(loss)
         if len(microbatches.sizes) > 1:
             self._runtime.loss_checker.check(loss, microbatches.microbatch_loss)
+        self._runtime.context.enter_backward(lambda: loss_on_random_outputs(loss, sum(microbatches.sizes)))
         microbatches.loss = loss
         try:
             self._runtime.backward(microbatches, forwarded=self._forwarded)
@@ -51,6 +53,7 @@ class BatchRun:
         total = sum(value for (value,) in losses.values()) if self._exchange.is_root else None
         loss.known = self._exchange.broadcast(total.reshape(()) if isinstance(total, torch.Tensor) else None)
         self._runtime.reduce_gradients(len(microbatches.sizes))
+        self._runtime.context.leave_backward()
 
     def value(self, of: Deferred) -> torch.Tensor:
         """A deferred value of the whole batch, on every worker; runs all forward passes if none has run yet."""

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import torch
+
 from paceline.cluster.membership import Members
 from paceline.config import Pipeline
 from paceline.events.recorder import Recorder
@@ -34,6 +36,10 @@ class PipelineContext:
     """Relative speed of each of the pipeline's workers; 1 unless it is made slow on purpose."""
     version: Callable[[], int]
     """Version of the parameters."""
+    enter_backward: Callable[[Callable[[], torch.Tensor]], object] = lambda _: None
+    """Called before a backward pass, with a function that computes the loss on random outputs of the model."""
+    leave_backward: Callable[[], object] = lambda: None
+    """Called after a backward pass."""
     traceable: Traceable = contextlib.nullcontext
     in_step: bool = False
     """True if other workers run the same passes on shards of the same layers, so that no pass may be run early."""

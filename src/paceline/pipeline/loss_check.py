@@ -77,12 +77,22 @@ def _fact(leaf: Any, alike: tuple[type, ...]) -> Any:
     return None if isinstance(leaf, alike) else repr(leaf)
 
 
+def loss_on_random_outputs(loss: Deferred, samples: int) -> Tensor:
+    """The loss of a batch, with its graph, for random outputs of the model."""
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        return MicrobatchLoss(samples, [samples]).term(loss, _random_results(loss), 0)
+
+
+def _random_results(loss: Deferred) -> dict[int, Tensor]:
+    return {of.result_index: _random_result(of.meta) for of in _steps(loss) if of.function is None}
+
+
 def adds_up(loss: Deferred, microbatch_loss: MicrobatchLoss) -> bool:
     """True if loss and gradient of the batch equal those of the sum over microbatches.
 
     True also where that cannot be seen: if the loss is random, or not finite.
     """
-    results = {of.result_index: _random_result(of.meta) for of in _steps(loss) if of.function is None}
+    results = _random_results(loss)
     free = [result for result in results.values() if result.requires_grad]
     undivided = MicrobatchLoss(sum(microbatch_loss.sizes), [sum(microbatch_loss.sizes)])
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):

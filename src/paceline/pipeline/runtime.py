@@ -43,7 +43,7 @@ class PipelineRuntime:
         example: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> None:
         """bounds: the operation at which each stage ends, in the trace of the model's call with the example."""
-        self._model, self.group, self._context, self._traceable = model, group, context, traceable
+        self._model, self.group, self.context, self._traceable = model, group, context, traceable
         self._assignment = assignment = StageAssignment.from_spec(context.spec)
         self._stages = assignment.stages_of(group.rank)
         self._links = StageLinks(group.mailbox, context.recorder, context.team_ranks)
@@ -142,7 +142,7 @@ class PipelineRuntime:
             for operation in trace.operations[start:end]:
                 for name in operation.parameters:
                     self.ownership.add_user(numbers[name], stage)
-        return StageRunner(graph, self._assignment, self._links, self._context)
+        return StageRunner(graph, self._assignment, self._links, self.context)
 
     def _parameter_numbers(self) -> dict[str, int]:
         """Index of each parameter, by all of its names."""
@@ -180,7 +180,7 @@ class PipelineRuntime:
     def _schedule(self, microbatches: int) -> Order:
         if microbatches not in self._orders:
             chunks, size, rank = len(self._stages), self.group.size, self.group.rank
-            schedule = self._context.spec.schedule
+            schedule = self.context.spec.schedule
             if self._assignment.shared:
                 order = shared_orders(schedule, self._assignment.counts, microbatches)[rank]
             elif SCHEDULES[schedule].has_chunks and microbatches % size:
@@ -195,7 +195,7 @@ class PipelineRuntime:
         self.ownership.reduce_gradients()
         if microbatches < max(self._assignment.counts):
             # A worker without a microbatch may be late, still reading the version that an update would overwrite.
-            self._context.members.barrier.wait(BarrierKind.BARRIER)
+            self.context.members.barrier.wait(BarrierKind.BARRIER)
 
 
 def _evict(cache: dict[Any, Any]) -> None:

@@ -30,6 +30,9 @@ class ServerBarrier:
 
     def release_if_complete(self) -> None:
         due = [self._sessions[rank] for rank in self._sessions.trained]
+        looking = [session for session in due if session.payload and session.payload[0] == BarrierKind.REDUCE]
+        if looking:
+            due = self._computing(looking[0], due)
         if not due or any(session.state is not SessionState.BARRIER for session in due):
             return
         payloads = {session.rank: session.payload for session in due if session.payload is not None}
@@ -42,6 +45,17 @@ class ServerBarrier:
                     [rank],
                 )
         self._release(due, {rank: data for rank, (_, data) in payloads.items()})
+
+    def _computing(self, first: Session, due: list[Session]) -> list[Session]:
+        """The workers that have a gradient, when one of them looks at the team's."""
+        for session in due:
+            if session.state is SessionState.PUSHED:
+                raise Mismatch(
+                    f"rank {session.rank} has pushed its gradient while rank {first.rank} looks at the team's: all "
+                    "workers must look at .grad, or none",
+                    [session.rank],
+                )
+        return [session for session in due if session.state in (SessionState.BARRIER, SessionState.COMPUTING)]
 
     def _release(self, sessions: list[Session], payloads: dict[int, bytes]) -> None:
         text = msgspec.msgpack.encode(payloads)

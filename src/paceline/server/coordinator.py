@@ -110,7 +110,7 @@ class Coordinator:
             StepCancelled: self._leave_step,
             BeginEpoch: self._leases.begin_epoch,
             EpochOrder: self._leases.open_epoch,
-            RequestLease: self._leases.request,
+            RequestLease: self._request_lease,
             LeaseDone: self._leases.finish,
             LeaveEpoch: self._leases.leave_epoch,
             EnterBarrier: self._barrier.enter,
@@ -319,6 +319,11 @@ class Coordinator:
             self._sessions.pull(session)
         on = -1 if by == session.rank else by
         self._sessions.reply(session, Proceed(session.version, session.buffer, session.outcome, on, lease))
+
+    def _request_lease(self, session: Session, message: RequestLease) -> None:
+        self._leases.request(session, message)
+        if session.state is SessionState.REQUESTING:
+            self._barrier.release_if_complete()  # those that compute do not wait for it
 
     def _leave_step(self, session: Session, message: StepCancelled) -> None:
         session.request, session.outcome = message, "cancelled"

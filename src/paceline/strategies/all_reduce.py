@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.nn.utils.clip_grad import clip_grad_norm_
 from torch.optim import Optimizer
 
 from paceline.config import AllReduce
@@ -96,6 +97,8 @@ class AllReduceTrainer(SynchronousTrainer):
             members.mirror([slot.parameter for slot in layout.slots])
         gradients.attach(self._gradient_made if self._visible else None)
         self._patch_optimizer(state=sharded, amp=not self._visible)
+        if not self._visible:
+            self._watch_gradients()
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
@@ -143,10 +146,15 @@ class AllReduceTrainer(SynchronousTrainer):
         super()._update(*((1.0, False) if self._visible else (unscale, found_inf)))
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
-        if self._visible:
+        if self._reduced:
             parameters = [slot.parameter for slot in self._layout.slots]
-            return torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type=norm)
+            return clip_grad_norm_(parameters, limit, norm_type=norm)
         return super().clip(limit, norm)
+
+    @property
+    def _reduced(self) -> bool:
+        """True if `.grad` is the team's gradient."""
+        return self._visible or self._exposed > 0
 
     def _wait(self, kind: BarrierKind, length: int = 0, failure: TeamError | None = None) -> BarrierKind:
         failure, self._failure = self._failure, None
@@ -183,13 +191,13 @@ class AllReduceTrainer(SynchronousTrainer):
         if groups is not None:
             self._shard.set_hyperparameters(groups)
         read = 0
-        if not self._visible and self._clip_factor is None:
+        if not self._reduced and self._clip_factor is None:
             if self._machines is None:
                 return self._shard.update(agreed.weights, agreed.used)
             read = self._reduce(agreed)
             if self._failure is not None:
                 return 0
-        source = self._source(agreed) if self._visible else self._place
+        source = self._source(agreed) if self._reduced else self._place
         return read + self._update_reduced(self._shard, agreed, source, self._neighbours)
 
     # -- an optimizer on whole parameters ----------------------------------------------------------------------------
@@ -239,10 +247,7 @@ class AllReduceTrainer(SynchronousTrainer):
         seconds, samples = self._visible_pace or (0.0, 0)
         pace = self._stopwatch.stop(self.version, again=self._visible_pace is not None)
         self._visible_pace = seconds + pace[0], samples + pace[1]
-        length = self._table.write(
-            self._weight.share, self._weight.loss, 1.0, False, self._gradients.collect(), (0.0, 0)
-        )
-        self._wait(BarrierKind.REDUCE, length)
+        self._wait(BarrierKind.REDUCE, self._contribute(1.0, found_inf=False))
         self._exchange()
         self._stopwatch.restart(time.perf_counter())
 
@@ -250,11 +255,13 @@ class AllReduceTrainer(SynchronousTrainer):
         pace, self._visible_pace = self._visible_pace, None
         return super()._pace() if pace is None else pace
 
+    def _expose_gradients(self) -> None:
+        self._backward_done()
+
     def _exchange(self) -> None:
-        """Put the mean gradient into every worker's `.grad`."""
         start = time.perf_counter()
         agreed = self._table.read()
-        read = self._reduce(agreed)
+        read = self._reduce(agreed) if self._clip_factor is None else 0
         self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
         self._wait(BarrierKind.PUBLISH)
         start = time.perf_counter()
@@ -263,6 +270,7 @@ class AllReduceTrainer(SynchronousTrainer):
         self._gradients.show(agreed.anywhere())
         # The others may change their gradients in place as soon as they have them; not before all have copied.
         self._wait(BarrierKind.PUBLISH)
+        self._gradients_shown(len(agreed.weights))
 
     def addresses(self) -> list[int]:
         """Where the shared parameters and the optimizer's state begin."""

@@ -21,6 +21,7 @@ from paceline.errors import TeamError, UsageError
 from paceline.events import Wait
 from paceline.events.recorder import Recorder
 from paceline.events.stopwatch import Stopwatch
+from paceline.strategies.gradient_access import GradientAccess
 from paceline.strategies.optimizer_patch import OptimizerPatch
 from paceline.transport import BarrierKind, MachinesBarrier
 
@@ -94,6 +95,10 @@ class Trainer(ABC):
         """Per replica, seconds and samples of its last minibatch; equal on all workers after an update."""
         self._accumulating = False
         self._patch = OptimizerPatch(optimizer)
+        self._access: GradientAccess | None = None
+        self._said_local = False
+        """True if it was said that `.grad` is this worker's own."""
+        self._say, self._strategy = context.say, str(context.strategy)
 
     def _patch_optimizer(self, *, state: bool = True, amp: bool = True) -> None:
         """state: the optimizer's state is shared or split; amp: `step` itself unscales and skips for a GradScaler."""
@@ -109,6 +114,7 @@ class Trainer(ABC):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Replaces `optimizer.step()`."""
+        self._look_away()
         return None if self._accumulating else self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -150,10 +156,32 @@ class Trainer(ABC):
 
     def enter_backward(self, loss: Any) -> bool:
         """A backward pass begins, from this tensor or these tensors; returns False if it shall not be run."""
+        self._look_away()
         return True
 
     def leave_backward(self) -> None:
         """The backward pass is done."""
+        if self._access is not None:
+            self._access.armed = True
+
+    def _watch_gradients(self) -> None:
+        """Call `_expose_gradients` when the script looks at gradients."""
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self._access = GradientAccess(held, self._expose_gradients, self.clip)
+
+    def _look_away(self) -> None:
+        """From here on it is the trainer that looks at gradients."""
+        if self._access is not None:
+            self._access.armed = False
+
+    def _expose_gradients(self) -> None:
+        """The script looks at `.grad` after a backward pass: make it the team's gradient, or say that it is not."""
+        if not self._said_local:
+            self._said_local = True
+            self._say(
+                f"the script reads .grad between backward and step; under '{self._strategy}' that is this worker's own "
+                "gradient, not the team's; team.clip_grad_norm_ clips the team's"
+            )
 
     def finish_epoch(self) -> None:
         """This worker has no more batches; take part in the others' updates until they have none either."""
@@ -251,6 +279,8 @@ class Trainer(ABC):
     def close(self) -> None:
         """Give model and optimizer back as plain torch knows them."""
         self._patch.undo()
+        if self._access is not None:
+            self._access.undo()
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:

@@ -58,7 +58,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
         memory = members.share(Gradients.memory_size(layout, sources))
         gradients = Gradients.shared(layout, memory, members.local.rank, sources)
         super().__init__(model, optimizer, context, rate, gradients, table)
-        self._size, self._say = members.size, context.say
+        self._size = members.size
         self._gone: set[int] = set()
         self._agreed: StepAgreement | None = None
         """The agreement of the current update."""
@@ -81,6 +81,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
         self._share_state(OptimizerState(optimizer, self._shards.shards))
         gradients.attach()
         self._patch_optimizer()
+        self._watch_gradients()
         self._barrier.spare = True
         if self._rank == 0:  # the launcher must know that a worker may be lost
             start_servers(context.launch, StartServers(0, "", 0.0, [], True))

@@ -41,7 +41,7 @@ class MeshTrainer(SynchronousTrainer):
         members = context.members
         self._coord = coord = MeshCoord(MeshShape.of(context.strategy), members.rank)
         rate = RateScaling(options.scale_lr, coord.shape.data, options.warmup, options.batch)
-        self._split = split = SplitModel(model, optimizer, options, context, coord, lambda: self.version)
+        self._split = split = SplitModel(model, optimizer, options, context, coord, self)
         parts = split.parts
         layout = Layout(parts.named, members.size)
         table = ReplicaStepTable(members, optimizer, len(parts.named), coord.shape.replica)
@@ -61,6 +61,7 @@ class MeshTrainer(SynchronousTrainer):
         self._share_state(OptimizerState(optimizer, lambda: [self._shard], parts))
         gradients.attach()
         self._patch_optimizer()
+        self._watch_gradients()
         split.ready()
 
     def epoch_drawn(self) -> None:

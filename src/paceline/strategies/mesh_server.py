@@ -57,7 +57,7 @@ class MeshServerTrainer(ServerTrainer):
             raise UsageError("a replica of several workers writes its gradient in parts, which cannot be compressed")
         members = context.members
         self._coord = coord = MeshCoord(MeshShape.of(context.strategy), members.rank)
-        self._split = split = SplitModel(model, optimizer, options, context, coord, lambda: self.version)
+        self._split = split = SplitModel(model, optimizer, options, context, coord, self)
         policy = sync.for_workers(range(coord.shape.data))
         servers = LocalServers(context, sync)
         memory = self._lay_out(options, context, optimizer, servers, sync)
@@ -87,6 +87,7 @@ class MeshServerTrainer(ServerTrainer):
         self.replica = (coord.replica, coord.shape.data)
         self._gradients.attach()
         self._patch_optimizer()
+        self._watch_gradients()
         split.ready()
 
     # -- setting up --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from paceline.parameters.gradients import GRAD
 from paceline.parameters.layout import Layout
 
 _AMP = "_step_supports_amp_scaling"
@@ -24,7 +25,7 @@ def clear_gradients(optimizer: Optimizer, layout: Layout, set_to_none: bool) -> 
     """As the optimizer's `zero_grad`, for the parameters of a layout, and faster."""
     if set_to_none:
         for slot in layout.slots:
-            slot.parameter.grad = None
+            GRAD.__set__(slot.parameter, None)
     else:
         type(optimizer).zero_grad(optimizer, set_to_none=False)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import struct
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.clip_grad import clip_grad_norm_
 from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
@@ -27,9 +29,12 @@ from paceline.strategies.local_servers import LocalServers
 from paceline.strategies.optimizer_patch import own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.server_trainer import ServerTrainer, check_server
+from paceline.strategies.step_table import weigh
 from paceline.strategies.worker_memory import Named, WorkerMemory, describe_run
 from paceline.transport import BarrierKind
 from paceline.transport.unix_connection import new_address
+
+_WEIGHT = struct.Struct("=dqd")  # samples, and kind and items of the loss
 
 
 class ParameterServerTrainer(ServerTrainer):
@@ -84,6 +89,10 @@ class ParameterServerTrainer(ServerTrainer):
         early = remote and run.memory.feedback is None
         self._gradients.attach(on_index=self._gradient_made if early else None)
         self._patch_optimizer()
+        self._exposes = policy.lockstep and len(members.machines) == 1 and run.memory.feedback is None
+        """True if all workers compute every update together, and can read each other's gradients."""
+        if self._exposes or policy.k > 1:  # else a gradient is an update by itself
+            self._watch_gradients()
 
     @property
     def _late(self) -> bool:
@@ -106,6 +115,39 @@ class ParameterServerTrainer(ServerTrainer):
         if answer.outcome == "dropped" and self.cancels and self._depth:
             self._returned = True
             raise StepCancelledError
+
+    def _expose_gradients(self) -> None:
+        if not self._exposes:
+            super()._expose_gradients()
+            return
+        own = self._gradients.collect()
+        self._write_used(own)
+        weight = self._weight.loss
+        note = _WEIGHT.pack(float(max(1, self._leases.samples)), weight.kind, weight.items)
+        payloads = self._client.exchange(BarrierKind.REDUCE, note)
+        found = {rank: _WEIGHT.unpack(payload) for rank, payload in sorted(payloads.items())}
+        samples = sum(count for count, _, _ in found.values())
+        weights, _ = weigh([(rank, count / samples, kind, items, 1.0) for rank, (count, kind, items) in found.items()])
+        used = {rank: bytes(self._memory.used_of[rank]) for rank, _ in weights}
+        sums = []
+        for slot, view in zip(self._layout.slots, self._layout.buffers(self._gradients.own), strict=True):
+            sums.append(torch.zeros_like(view))
+            for rank, share in weights:
+                if used[rank][slot.index]:
+                    sums[-1].add_(self._layout.buffers(self._gradients.flats[rank])[slot.index], alpha=share)
+        self._client.exchange(BarrierKind.REDUCE, b"")  # until all have read
+        for view, total in zip(self._layout.buffers(self._gradients.own), sums, strict=True):
+            view.copy_(total)
+        self._gradients.show(bytes(any(flags) for flags in zip(*used.values(), strict=True)))
+        self._gradients_shown(len(weights))
+
+    def clip(self, limit: float, norm: float) -> torch.Tensor:
+        if not self._exposes:
+            return super().clip(limit, norm)
+        self._look_away()
+        if not self._exposed:
+            self._expose_gradients()
+        return clip_grad_norm_([slot.parameter for slot in self._layout.slots], limit, norm_type=norm)
 
     def enter_step(self) -> None:
         self._depth += 1

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.nn.utils.clip_grad import clip_grad_norm_
 from torch.optim import Optimizer
 
 from paceline.config import Pipeline, one_of
@@ -20,6 +21,7 @@ from paceline.errors import UsageError
 from paceline.events import Update
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.pipeline.context import PipelineContext
+from paceline.pipeline.exposed_gradients import ExposedGradients
 from paceline.pipeline.pipelined_model import PipelinedModel
 from paceline.pipeline.shared_state import SharedState
 from paceline.strategies.base import Options, Trainer, TrainerContext, run_closure
@@ -49,9 +51,13 @@ class PipelineTrainer(Trainer):
             slow_pass=context.stopwatch.slow_pass,
             speeds=[1.0 / slow[rank].factor if rank in slow else 1.0 for rank in ranks],
             version=lambda: self.version,
+            enter_backward=self.enter_backward,
+            leave_backward=self.leave_backward,
         )
         self._pipelined = PipelinedModel(model, pipeline, self._share, lambda built: self._shared_state.keep(built.own))
+        self._exposed: ExposedGradients | None = None
         self._patch_optimizer()
+        self._watch_gradients()
         self._hook = model.register_state_dict_pre_hook(lambda *_: self._wait_for_stages())
 
     def _share(self) -> None:
@@ -71,6 +77,8 @@ class PipelineTrainer(Trainer):
                 "autocast with bfloat16, which needs no scaling"
             )
         loss = run_closure(closure)
+        self._look_away()
+        self._hide_gradients()
         start = time.perf_counter()
         rates = self._patch.scaled_rates(self._rate.factor(self.version))
         with rates, self._patch.values(_in_one_pass(self._optimizer)):
@@ -86,13 +94,37 @@ class PipelineTrainer(Trainer):
         self.on_update()
         return loss
 
+    def enter_backward(self, loss: Any) -> bool:
+        super().enter_backward(loss)
+        self._hide_gradients()
+        return True
+
+    def _hide_gradients(self) -> None:
+        if self._exposed is not None:
+            self._exposed.hide(self._own)
+
+    @property
+    def _own(self) -> list[torch.nn.Parameter]:
+        """The parameters that this worker updates."""
+        return [] if self._pipelined.runtime is None else list(self._pipelined.runtime.own)
+
+    def _expose_gradients(self) -> None:
+        """Gives every worker the gradients of all stages."""
+        if self._exposed is None:
+            self._exposed = ExposedGradients(self._members, list(self._model.parameters()))
+        self._exposed.show(self._own)
+
     def clip(self, limit: float, norm: float) -> torch.Tensor:
+        self._look_away()
+        if self._exposed is not None and self._exposed.shown:
+            return clip_grad_norm_(self._model.parameters(), limit, norm_type=norm)
         parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
         own = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], norm)  # type: ignore[misc]
         payloads = self._members.gather(msgspec.msgpack.encode(float(own)), BarrierKind.CLIP)
         parts = [msgspec.msgpack.decode(part, type=float) for part in payloads]
         total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
+        super().leave_backward()  # the script may look at them still
         return total
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from paceline.errors import UsageError
 from paceline.events import Pull, Reduce, Wait
 from paceline.parameters.gradient_weight import GradientWeight
 from paceline.parameters.hyperparameters import RateScaling
+from paceline.parameters.loss_weight import LossWeight
 from paceline.parameters.reduction import CHUNK, weighted_sum
 from paceline.policies import Policy
 from paceline.server.lease_client import LeaseClient
@@ -79,6 +80,8 @@ class ServerTrainer(Trainer):
             counts=counts,
         )
         self._weight = GradientWeight(1.0 / workers, self._gradients, context.say)
+        self._exposed = 0
+        """The number of workers whose gradients are in `.grad`, if that is the team's gradient; else 0."""
         self._loss: float | None = None
         self._clip: tuple[float, float] | None = None
         """The limit and the kind of norm to clip the next mean gradient with."""
@@ -111,8 +114,10 @@ class ServerTrainer(Trainer):
         self._weight.take_whole_batches()
 
     def enter_backward(self, loss: Any) -> bool:
+        super().enter_backward(loss)
         self._weight.take_batch(self._leases.samples, self._weight.share)
-        return self._weight.add(loss, self.weight)
+        exposed, self._exposed = self._exposed, 0
+        return self._weight.add(loss, self.weight, exposed)
 
     def share_loader(self, loader: DataLoader[Any], global_batch: int | None) -> Any:
         return self._leases.share(loader, global_batch)
@@ -124,7 +129,8 @@ class ServerTrainer(Trainer):
         _, samples = self._stopwatch.stop(self._server_version)
         start = time.perf_counter()
         used, found_inf = self._collect(found_inf)
-        weight = self._weight.loss
+        weight = LossWeight() if self._exposed else self._weight.loss  # which is the same on all workers
+        self._exposed = 0
         complete, memory = 0 not in used, self._memory
         if not complete:
             self._write_used(used)
@@ -159,6 +165,10 @@ class ServerTrainer(Trainer):
         self._stopwatch.restart(end)
         self.on_update()
         self._after_push(answer)
+
+    def _gradients_shown(self, workers: int) -> None:
+        """The gradient of so many workers is in `.grad` now."""
+        self._exposed = workers
 
     def _collect(self, found_inf: bool) -> tuple[bytes, bool]:
         """Complete the gradient in the shared buffer.

@@ -15,7 +15,7 @@ from paceline.events.stopwatch import Stopwatch
 from paceline.pipeline.context import PipelineContext
 from paceline.pipeline.pipelined_model import PipelinedModel
 from paceline.pipeline.shared_state import share_buffers
-from paceline.strategies.base import Options, TrainerContext
+from paceline.strategies.base import Options, Trainer, TrainerContext
 from paceline.strategies.batch_norm import TeamBatchNorm
 from paceline.strategies.mesh_coord import MeshCoord, join_replica, random_state, set_random_state
 from paceline.strategies.partitioned_parameters import PartitionedParameters
@@ -36,8 +36,9 @@ class SplitModel:
         options: Options,
         context: TrainerContext,
         coord: MeshCoord,
-        version: Callable[[], int],
+        trainer: Trainer,
     ) -> None:
+        """trainer: the one that is being made with it."""
         self._members, self._coord, self._model = context.members, coord, model
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
@@ -49,7 +50,7 @@ class SplitModel:
         self.barrier = ReplicaBarrier(self._members, coord, context.say) if coord.shape.replica > 1 else None
         self._pipelined = None
         if coord.shape.pipeline > 1 and self.barrier is not None:
-            self._pipelined = self._pipeline(context, self.barrier, version)
+            self._pipelined = self._pipeline(context, self.barrier, trainer)
         watch: Any = StageWatch(context.stopwatch) if self._pipelined is not None else context.stopwatch
         self.stopwatch: Stopwatch = watch
         if self._sharded is not None:
@@ -60,7 +61,7 @@ class SplitModel:
                 [parts.named[number][1].data for number in numbers[name]] if name in numbers else untrained[name]
             )
 
-    def _pipeline(self, context: TrainerContext, barrier: ReplicaBarrier, version: Callable[[], int]) -> PipelinedModel:
+    def _pipeline(self, context: TrainerContext, barrier: ReplicaBarrier, trainer: Trainer) -> PipelinedModel:
         mesh, coord, sharded = context.strategy, self._coord, self._sharded
         assert isinstance(mesh, Mesh)
         spec = Pipeline(
@@ -92,7 +93,9 @@ class SplitModel:
             say=context.say,
             slow_pass=context.stopwatch.slow_pass,
             speeds=speeds,
-            version=version,
+            version=lambda: trainer.version,
+            enter_backward=lambda loss: trainer.enter_backward(_tried(loss)),
+            leave_backward=trainer.leave_backward,
             traceable=contextlib.nullcontext if sharded is None else sharded.traceable,
             in_step=sharded is not None,
             counts_samples=coord.part == 0,
@@ -140,6 +143,14 @@ def _shard(model: torch.nn.Module, options: Options, context: TrainerContext, co
     seeds = members.gather(str(torch.initial_seed()).encode(), BarrierKind.ALLOCATE)
     group = ShardGroup(member, int(seeds[coord.lead]) % (1 << 31) + coord.stage * 1000)
     return ShardedModel(model, roles, group)
+
+
+def _tried(loss: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """A loss of random outputs; None if it cannot be computed on them."""
+    try:
+        return loss()
+    except (RuntimeError, IndexError, ValueError):
+        return None
 
 
 @contextlib.contextmanager

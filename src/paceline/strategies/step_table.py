@@ -30,6 +30,8 @@ class StepAgreement(NamedTuple):
     paces: list[tuple[float, int]]
     """Per worker, seconds and samples of its minibatch; zeros for a passive worker."""
 
+    factor: float = 1.0
+    """Undoes the scale of the first contributing worker's loss."""
     share: float = 1.0
     """Their share of the global batch; below 1 if a worker was lost that had samples of it."""
 
@@ -46,7 +48,7 @@ class StepTable:
 
     def __init__(self, members: Members, optimizer: Optimizer, parameters: int, each: int = 1) -> None:
         """each: workers of a replica, which have the same loss."""
-        self._barrier, self._each = members.barrier, each
+        self._barrier, self.each = members.barrier, each
         self._rank, self._size = members.rank, members.size
         self._everything = bytes([1]) * parameters
         self._in_notes = len(members.machines) > 1
@@ -107,8 +109,9 @@ class StepTable:
             if not all_used:
                 complete = False
                 used[rank] = bytes(self._used[rank])
-        weights, share = _weights(losses[:: self._each])
-        return StepAgreement(weights, None if complete else used, skip, groups, paces, share)
+        weights, share = weigh(losses[:: self.each])
+        factor = losses[0][-1] if losses else 1.0
+        return StepAgreement(weights, None if complete else used, skip, groups, paces, factor, share)
 
     def _take(self, rank: int, rest: memoryview, complete: bool) -> None:
         """Store the flags and hyperparameters of another worker's note."""
@@ -120,7 +123,7 @@ class StepTable:
             self._slots[rank][: len(rest)] = rest
 
 
-def _weights(losses: list[tuple[int, float, int, float, float]]) -> tuple[list[tuple[int, float]], float]:
+def weigh(losses: list[tuple[int, float, int, float, float]]) -> tuple[list[tuple[int, float]], float]:
     """The weight of each gradient in the undivided batch's, by rank, and their share of it.
 
     losses: rank, share of samples, kind and count of the loss, and the factor that undoes its scale.
@@ -146,7 +149,7 @@ class ReplicaStepTable(StepTable):
 
     def read(self) -> StepAgreement:
         agreed = super().read()
-        each = self._each
+        each = self.each
         weights = [(rank // each, weight) for rank, weight in agreed.weights]
         paces = [
             (max(seconds for seconds, _ in part), sum(samples for _, samples in part))
@@ -158,7 +161,7 @@ class ReplicaStepTable(StepTable):
             used = [any_used(agreed.used[first : first + each]) for first in range(0, len(agreed.used), each)]
             if all(0 not in used[replica] for replica, _ in weights):
                 used = None
-        return StepAgreement(weights, used, agreed.skip, agreed.groups, paces)
+        return agreed._replace(weights=weights, used=used, paces=paces)
 
 
 def any_used(flags: list[bytes]) -> bytes:

@@ -58,6 +58,8 @@ class SynchronousTrainer(Trainer):
         self._weight = GradientWeight(1.0 / rate.workers, gradients, context.say, self._sum_counts)
         self._groups: list[dict[str, Any]] = []
         """The hyperparameters of the last update."""
+        self._exposed = 0
+        """The number of workers whose gradients are in `.grad`, if that is the team's gradient; else 0."""
         self._clip_factor: float | None = None
         """The factor on the mean gradient, once it has been reduced and clipped."""
         self._state: OptimizerState | None = None
@@ -73,24 +75,40 @@ class SynchronousTrainer(Trainer):
         self._weight.take_whole_batches()
 
     def enter_backward(self, loss: Any) -> bool:
-        return self._weight.add(loss, self.weight)
+        super().enter_backward(loss)
+        exposed, self._exposed = self._exposed, 0
+        return self._weight.add(loss, self.weight, exposed)
 
     def _sum_counts(self, before: float, now: float) -> tuple[float, float]:
         """The sums of all workers' counts of two minibatches."""
         _VALUES.pack_into(self._barrier.note, 0, before, now)
         self._wait(BarrierKind.COUNT, _VALUES.size)
-        counts = [self._values_of(rank) for rank, passive in enumerate(self._barrier.passive) if not passive]
+        ranks = [rank for rank, passive in enumerate(self._barrier.passive) if not passive]
+        counts = [self._values_of(rank) for rank in ranks[:: self._table.each]]
         return sum(one for one, _ in counts), sum(other for _, other in counts)
 
     def _clear_gradients(self, set_to_none: bool) -> None:
         clear_gradients(self._optimizer, self._layout, set_to_none)
 
     def _update(self, unscale: float, found_inf: bool) -> None:
-        self._wait(BarrierKind.UPDATE, self._contribute(unscale, found_inf))
+        pace = self._pace()
+        while self._wait(BarrierKind.UPDATE, self._contribute(unscale, found_inf, pace)) is BarrierKind.REDUCE:
+            self._exchange()  # another worker's script has looked at the gradient
         self._run_update()
 
+    def _exchange(self) -> None:
+        """Put the team's gradient into every worker's `.grad`."""
+        raise NotImplementedError
+
+    def _gradients_shown(self, workers: int) -> None:
+        """The gradient of so many workers is in `.grad` now; it is clipped if it was to be at the update."""
+        self._exposed = workers
+        if self._clip_factor is not None:
+            self._gradients.scale(self._clip_factor)
+            self._clip_factor = None
+
     def clip(self, limit: float, norm: float) -> torch.Tensor:
-        self._wait(BarrierKind.CLIP, self._contribute(1.0, found_inf=False, final=False))
+        self._wait(BarrierKind.CLIP, self._contribute(1.0, found_inf=False))
         return self._clip(limit, norm)
 
     def finish_epoch(self) -> None:
@@ -113,9 +131,8 @@ class SynchronousTrainer(Trainer):
             self._clip()
         return kind in (BarrierKind.UPDATE, BarrierKind.CLIP, BarrierKind.STATISTICS, BarrierKind.COUNT)
 
-    def _contribute(self, unscale: float, found_inf: bool, final: bool = True) -> int:
+    def _contribute(self, unscale: float, found_inf: bool, pace: tuple[float, int] = (0.0, 0)) -> int:
         """Write this worker's note; returns its length in bytes."""
-        pace = self._pace() if final else (0.0, 0)
         # The reduced mean lies in the shared buffer, where this worker's own gradient must not be copied again.
         used = self._gradients.collect() if self._clip_factor is None else self._gradients.used()
         return self._table.write(self._weight.share, self._weight.loss, unscale, found_inf, used, pace)
@@ -129,7 +146,7 @@ class SynchronousTrainer(Trainer):
         agreed = self._table.read()
         self.paces = agreed.paces
         read = 0 if agreed.skip else self._update_parameters(agreed)
-        self._clip_factor = None
+        self._clip_factor, self._exposed = None, 0
         self._stopwatch.slow_link(time.perf_counter() - start)
         end = time.perf_counter()
         version = self.version + (not agreed.skip)
@@ -161,7 +178,8 @@ class SynchronousTrainer(Trainer):
         """Update a shard with the mean gradient, which one of the gradient buffers holds already."""
         anywhere = agreed.anywhere()
         used = None if anywhere is None else [anywhere] * sources
-        return shard.update([(source, 1.0)], used, 1.0 if self._clip_factor is None else self._clip_factor)
+        scale = agreed.factor if self._exposed else 1.0  # else it is part of the weights of the sum
+        return shard.update([(source, 1.0)], used, scale * (1.0 if self._clip_factor is None else self._clip_factor))
 
     def _resize(self, before: int, now: int) -> None:
         """The team has another number of workers."""

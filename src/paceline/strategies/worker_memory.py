@@ -88,8 +88,9 @@ class WorkerMemory:
         table = WorkerTable(parts[2].bytes(0, parts[2].size), spec.capacity, len(self.layout.slots))
         slots = table.slots if publishes else [memoryview(bytearray(SLOT))] * spec.capacity
         self.hyperparameters = Hyperparameters(hyperparameters, slots, rank)
+        self.used_of = table.used
+        """By rank, a byte per parameter: 1 if the pushed gradient covers it."""
         self.used = table.used[rank]
-        """A byte per parameter: 1 if the pushed gradient covers it."""
         # The servers update the optimizer's state, and any worker can read it.
         self.shards: list[ShardedOptimizer | WholeOptimizer] = [
             kind(optimizer, self.layout, self.versions, self.gradients, index, len(spec.servers))

@@ -40,7 +40,7 @@ class BarrierKind(IntEnum):
     GATHER = 2, "an exchange of values"
     EPOCH = 3, "the start of an epoch"
     UPDATE = 4, "an update (optimizer.step)"
-    REDUCE = 5, "the end of a backward pass"
+    REDUCE = 5, "a look at the team's gradient"
     CLIP = 6, "clip_grad_norm_"
     PUBLISH = 7, "the end of an update"
     ALLOCATE = 8, "setup"
@@ -137,8 +137,10 @@ class BarrierNotes:
                 # A member that lost a connection knows more than one that only waited.
                 if trouble is None or (isinstance(error, WorkerLost) and not isinstance(trouble, WorkerLost)):
                     trouble = error
-            elif topic == 0:
+            elif topic == 0 or (topic, other) == (BarrierKind.UPDATE, BarrierKind.REDUCE):
                 topic = BarrierKind(other)
+            elif (topic, other) == (BarrierKind.REDUCE, BarrierKind.UPDATE):
+                continue  # a member that has not looked at the gradient; its update comes after it
             else:
                 raise Mismatch(
                     f"{self.where(rank)} is at {BarrierKind(other).spoken} while {self.where(self.rank)} is at "
