@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import os
+import re
+import socket
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -12,6 +16,10 @@ from paceline.cluster.file_sync import newest_checkpoint
 from paceline.cluster.membership import Members
 from paceline.errors import UsageError
 from paceline.parameters.checkpoint_codec import pack, unpack
+from paceline.team.checksum import KEY, checksum
+
+_HOST = socket.gethostname()
+_OTHER = "load another checkpoint, one that team.save has written"
 
 
 class Checkpoints:
@@ -20,6 +28,8 @@ class Checkpoints:
     def __init__(self, members: Members, folder: Path | None) -> None:
         self._members, self._folder = members, folder
         self._found: Path | None = None
+        if folder is not None and members.rank == 0:
+            _remove_partial(folder / "checkpoints")
         if len(members.machines) > 1:
             # The machines' folders differ; checkpoints are in rank 0's.
             own = None if folder is None else newest_checkpoint(folder)
@@ -47,21 +57,79 @@ class Checkpoints:
             found = [flag == b"1" for flag in self._members.gather(b"1" if found[0] else b"0")]
         if not found[0]:
             raise UsageError(f"there is no checkpoint at {path}")
-        content = _read(path) if all(found) or lead else {}
-        if not all(found):
-            content = unpack(self._members.gather(pack(content) if lead else b"")[0])
+        if all(found):
+            return read(path)
+        answer = unpack(self._members.gather(_packed(path) if lead else b"")[0])
+        if isinstance(answer, str):
+            raise UsageError(answer)
+        content: dict[str, Any] = answer
         return content
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes a checkpoint; the file is complete or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+def _packed(path: Path) -> bytes:
+    """A checkpoint's content for the other machines, or the sentence that tells why there is none."""
     try:
-        torch.save(content, partial)
+        return pack(read(path))
+    except UsageError as error:
+        return pack(str(error))
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Writes a checkpoint; the file is complete or not there, and nothing else is left if the process is killed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_partial(path.parent, path.name)
+        _write({**content, KEY: checksum(content)}, path)
+    except OSError as error:
+        raise UsageError(f"the checkpoint {path} cannot be written: {error.strerror or error}") from None
+
+
+def _write(content: dict[str, Any], path: Path) -> None:
+    partial = path.with_name(f".{path.name}.{_HOST}.{os.getpid()}")
+    try:
+        descriptor = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o666)
+        nameless = True
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        descriptor = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)  # a file system without such files
+        nameless = False
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            _save(content, file)
+            file.flush()
+            if nameless and _link(descriptor, path):
+                return
+            if nameless:
+                _link(descriptor, partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _link(descriptor: int, path: Path) -> bool:
+    """Gives a file without a name this one; False if there is a file of that name."""
+    try:
+        # Only with a descriptor of a folder, which an absolute path does not need, Python follows the link in /proc.
+        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _save(content: dict[str, Any], file: IO[bytes]) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:  # torch's, about the error of the file
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+def _remove_partial(folder: Path, name: str | None = None) -> None:
+    """Removes files that dead processes of this machine have left of checkpoints of this name, or of any."""
+    for partial in folder.glob(f".{'*' if name is None else glob.escape(name)}.{glob.escape(_HOST)}.*"):
+        pid = partial.name.rpartition(".")[2]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            partial.unlink(missing_ok=True)
 
 
 def compact(value: Any) -> Any:
@@ -75,8 +143,23 @@ def compact(value: Any) -> Any:
     return value
 
 
-def _read(path: Path) -> dict[str, Any]:
-    content = torch.load(path, map_location="cpu", weights_only=True)
+def read(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint, without its checksum."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UsageError(f"the checkpoint {path} cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # of many kinds, also of Python's own where the pickle in it is damaged
+        raise UsageError(f"{path} is damaged or is not a checkpoint of a team{_reason(error)}; {_OTHER}") from None
     if not isinstance(content, dict) or not {"model", "optimizer"} <= content.keys():
-        raise UsageError(f"{path} is not a checkpoint of a team: it has no 'model' and 'optimizer'")
+        raise UsageError(f"{path} is not a checkpoint of a team: it has no 'model' and 'optimizer'; {_OTHER}")
+    told = content.pop(KEY, None)
+    if told is not None and told != checksum(content):  # without one it is of an earlier version, or the script's own
+        raise UsageError(f"{path} is damaged: its content is not what was saved; {_OTHER}")
     return content
+
+
+def _reason(error: Exception) -> str:
+    """What torch refuses to unpickle, if that is the reason."""
+    found = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
+    return f": it holds a {found[1]}, which is not loaded, since it could run code" if found else ""
