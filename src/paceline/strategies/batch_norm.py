@@ -20,6 +20,9 @@ class TeamBatchNorm(_BatchNorm):
     by_channel = True
     """True: it treats each channel by itself."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "exchange": None}  # a copy of the model is not the team's
+
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")

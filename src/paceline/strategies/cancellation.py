@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from paceline.strategies.model_copies import copy_without
+
 
 class StepCancelledError(BaseException):
     """Unwinds the user's code up to `with team.step():`, past handlers of ordinary exceptions."""
@@ -23,7 +25,9 @@ class CancelHooks:
         def made(_parameter: torch.Tensor) -> None:
             look()
 
-        self._hooks: list[Any] = [module.register_forward_pre_hook(before) for module in model.modules()]
+        modules = {module: module.register_forward_pre_hook(before) for module in model.modules()}
+        self._undo = copy_without({module: hook.id for module, hook in modules.items()})
+        self._hooks: list[Any] = [*modules.values()]
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(made)
             for parameter in model.parameters()
@@ -31,6 +35,7 @@ class CancelHooks:
         ]
 
     def remove(self) -> None:
+        self._undo()
         for hook in self._hooks:
             hook.remove()
 

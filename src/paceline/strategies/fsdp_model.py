@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.world_group import WorldGroup
 from paceline.strategies.blocks import blocks
+from paceline.strategies.model_copies import refuse_copies
 
 
 class _Memory:
@@ -101,6 +102,7 @@ class FsdpModel:
             model.register_state_dict_post_hook(functools.partial(self._give_whole)),  # torch sets an attribute on it
             model.register_load_state_dict_pre_hook(self._take_part),
         ]
+        self._allow_copies = refuse_copies(model.modules())
 
     def _take_over_optimizer(self) -> None:
         sharded = {id(whole): parameter for parameter, whole in self._whole_of.items()}
@@ -231,6 +233,7 @@ class FsdpModel:
 
     def undo(self) -> None:
         """Make the model and the optimizer plain and whole again; all workers call it."""
+        self._allow_copies()
         for hook in self._hooks:
             hook.remove()
         self.reshard()

@@ -25,6 +25,7 @@ from paceline.pipeline.exposed_gradients import ExposedGradients
 from paceline.pipeline.pipelined_model import PipelinedModel
 from paceline.pipeline.shared_state import SharedState
 from paceline.strategies.base import Options, Trainer, TrainerContext, run_closure
+from paceline.strategies.model_copies import copy_after
 from paceline.transport import BarrierKind
 
 
@@ -58,7 +59,9 @@ class PipelineTrainer(Trainer):
         self._exposed: ExposedGradients | None = None
         self._patch_optimizer()
         self._watch_gradients()
-        self._hook = model.register_state_dict_pre_hook(lambda *_: self._wait_for_stages())
+        # Also of a part of the model alone.
+        hooks = [one.register_state_dict_pre_hook(lambda *_: self._wait_for_stages()) for one in model.modules()]
+        self._undo = [copy_after(model.modules(), self._wait_for_stages), *(hook.remove for hook in hooks)]
 
     def _share(self) -> None:
         self._shared_state = SharedState(self._members, self._model, self._optimizer)
@@ -175,7 +178,8 @@ class PipelineTrainer(Trainer):
             }
             self._optimizer.state = _like(self._optimizer.state, copies)
         super().close()
-        self._hook.remove()
+        for undo in self._undo:
+            undo()
         self._pipelined.close()
 
 

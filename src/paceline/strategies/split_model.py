@@ -18,6 +18,7 @@ from paceline.pipeline.shared_state import share_buffers
 from paceline.strategies.base import Options, Trainer, TrainerContext
 from paceline.strategies.batch_norm import TeamBatchNorm
 from paceline.strategies.mesh_coord import MeshCoord, join_replica, random_state, set_random_state
+from paceline.strategies.model_copies import copy_after, refuse_copies
 from paceline.strategies.partitioned_parameters import PartitionedParameters
 from paceline.strategies.replica_client import ReplicaBarrier
 from paceline.tensor_parallel.comm_functions import ShardGroup
@@ -48,6 +49,7 @@ class SplitModel:
         self._sharded = _shard(model, options, context, coord) if coord.shape.tensor > 1 else None
         self.parts = PartitionedParameters(model, optimizer, coord, self._sharded)
         self.barrier = ReplicaBarrier(self._members, coord, context.say) if coord.shape.replica > 1 else None
+        self._allow_copies: Callable[[], None] = lambda: None
         self._pipelined = None
         if coord.shape.pipeline > 1 and self.barrier is not None:
             self._pipelined = self._pipeline(context, self.barrier, trainer)
@@ -60,6 +62,9 @@ class SplitModel:
             sharded.shards = lambda name: (
                 [parts.named[number][1].data for number in numbers[name]] if name in numbers else untrained[name]
             )
+            self._allow_copies = refuse_copies([model, *sharded.modules()])
+        elif self._pipelined is not None:
+            self._allow_copies = copy_after(model.modules(), lambda: None)
 
     def _pipeline(self, context: TrainerContext, barrier: ReplicaBarrier, trainer: Trainer) -> PipelinedModel:
         mesh, coord, sharded = context.strategy, self._coord, self._sharded
@@ -115,6 +120,7 @@ class SplitModel:
 
     def undo(self) -> None:
         """Makes the model whole again, in memory of its own."""
+        self._allow_copies()
         if self._sharded is not None:
             self._sharded.undo()
         if self._pipelined is not None:

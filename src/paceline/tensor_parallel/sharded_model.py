@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from paceline.cluster.membership import Members
-from paceline.errors import UsageError
 from paceline.graph.opaque_layers import OpaqueLayers
 from paceline.tensor_parallel.comm_functions import ShardGroup
 from paceline.tensor_parallel.layers import Role, install, layer_shards
@@ -56,9 +55,6 @@ class ShardedModel:
         everything = [*self._model.named_parameters(), *self._model.named_buffers()]
         return {id(tensor): tensor for _, tensor in everything if id(tensor) in self.placements}
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> ShardedModel:
-        raise UsageError("a model that is split over workers cannot be copied; make a plain one, and load its state")
-
     def share_untrained(
         self, members: Members, trained: set[int], replica: int, replicas: int
     ) -> dict[str, list[torch.Tensor]]:
@@ -97,15 +93,19 @@ class ShardedModel:
 
         self._gather = self._model.register_forward_hook(_gather_outputs)
         self._undo.append(_gather_for_custom_gradients())
-        for layer in self._layers.values():
-            self._undo.append(layer.register_state_dict_post_hook(export).remove)
-            self._undo.append(layer.register_load_state_dict_pre_hook(self._import).remove)
+        for module in self.modules():
+            self._undo.append(module.register_state_dict_post_hook(export).remove)
+            self._undo.append(module.register_load_state_dict_pre_hook(self._import).remove)
         for module in self._model.modules():
             # Their fast paths for evaluation read the parameters without calling the layers.
             if isinstance(module, nn.TransformerEncoderLayer):
                 self._undo.append(_set(module, "activation_relu_or_gelu", 0))
             elif isinstance(module, nn.TransformerEncoder):
                 self._undo.append(_set(module, "use_nested_tensor", False))
+
+    def modules(self) -> list[nn.Module]:
+        """All modules with a sharded tensor: sharded layers, and others that have it under another name."""
+        return [module for module in self._model.modules() if self._own(module)]
 
     @contextlib.contextmanager
     def traceable(self) -> Iterator[None]:
