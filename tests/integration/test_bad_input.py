@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,14 +39,64 @@ def refused(command: list[str | Path], folder: Path, *words: str) -> None:
         (["--slow", "1:often"], ["--slow '1:often'", "factor of at least 1", "exp(MEAN)", "pareto"]),
         (["--name", "../elsewhere"], ["--name", "'../elsewhere'", "letters, digits"]),
         (["--timeout", "0"], ["--timeout", "above 0"]),
+        (["--timeout", "inf"], ["--timeout is inf", "at most 1,000,000 seconds"]),
+        (["--name", "x" * 300], ["--name has 300 bytes", "200"]),
+        (["--strategy", "k-sync:k=2,k=1"], ["option 'k' of strategy 'k-sync' is given twice"]),
+        (["--strategy", "groups:size=1,between=k-sync:k=2,k=1"], ["option 'k' of strategy 'k-sync' is given twice"]),
+        (["--strategy", "sync", "--servers", "1000"], ["servers is 1000", "at most 64"]),
         (["--speed", "3"], ["--speed"]),
     ],
-    ids=["strategy", "option", "workers", "rank", "slowness", "name", "timeout", "unknown"],
+    ids=[
+        "strategy",
+        "option",
+        "workers",
+        "rank",
+        "slowness",
+        "name",
+        "timeout",
+        "endless",
+        "long",
+        "twice",
+        "nested",
+        "servers",
+        "unknown",
+    ],
 )
 def test_a_wrong_command_line_is_refused_in_one_sentence(options: list[str], words: list[str], tmp_path: Path) -> None:
     script = write_script(tmp_path, FINE)
     refused([PACELINE, "run", script, *options], tmp_path, *words)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "word"),
+    [
+        ("--bandwidth", "fast", "a rate, as 1Gbit/s"),
+        ("--latency", "-1us", "a time, as 2ms"),
+        ("--activations", "many", "a size, as 25MB"),
+    ],
+)
+@pytest.mark.parametrize("partition", [False, True], ids=["plan", "partition"])
+def test_a_plan_refuses_what_it_cannot_read_before_it_profiles(
+    option: str, value: str, word: str, partition: bool, tmp_path: Path
+) -> None:
+    if partition and option == "--activations":
+        pytest.skip("has no such option")
+    more = ["--partition"] if partition else []
+    refused([PACELINE, "plan", write_script(tmp_path, FINE), option, value, *more], tmp_path, option, value, word)
+
+
+def test_a_page_into_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    refused([PACELINE, "report", "a", "-o", "absent/page.html"], tmp_path, "absent/page.html", "no folder absent")
+    assert not (tmp_path / "absent").exists()
+
+
+def test_another_users_run_is_not_scaled(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a folder of another user")
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    os.chown(tmp_path / "runs" / "x", 12345, -1)
+    refused([PACELINE, "scale", "x", "3"], tmp_path, "runs/x belongs to the user with the number 12345")
 
 
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:

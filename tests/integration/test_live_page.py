@@ -318,10 +318,24 @@ def test_nothing_can_be_changed(method: str, asked: Served) -> None:
         assert 400 <= asked.ask(path, method)[0] < 500, path
 
 
-@pytest.mark.parametrize("host", ["example.org", "127.0.0.1.example.org", "localhost.example.org:80", "", "[::2]", "@"])
-def test_another_host_name_is_refused(host: str, asked: Served) -> None:
+@pytest.mark.parametrize(
+    "host",
+    [
+        "example.org",
+        "127.0.0.1.example.org",
+        "localhost.example.org:80",
+        "",
+        "[::2]",
+        "@",
+        "127.0.0.1:1",
+        "localhost:1",
+        "[::1]:1",
+        "127.0.0.1:x",
+    ],
+)
+def test_another_host_name_or_port_is_refused(host: str, asked: Served) -> None:
     for path in ("/", "/facts.json", "/stream"):
-        assert asked.ask(path, Host=host)[0] == 400, path
+        assert asked.ask(path, Host=host)[0] == (421 if host else 400), path
 
 
 def test_its_own_host_names_are_served(asked: Served) -> None:
@@ -469,7 +483,7 @@ def test_elsewhere_one_needs_the_token(tmp_path: Path, browser: Browser) -> None
         for path in ("/", "/page.js", "/facts.json", "/metrics"):
             assert served.ask(f"{path}?token={token}")[0] == 200
             assert served.ask(path, Authorization=f"Bearer {token}")[0] == 200
-        assert served.ask(f"/?token={token}", Host="example.org")[0] == 400
+        assert served.ask(f"/?token={token}", Host="example.org")[0] == 421
         watched = Watched(browser, f"http://127.0.0.1:{served.port}/?token={token}")
         watched.until("window.paceline.messages >= 2")
         assert watched.words("h1") == ["run"]

@@ -172,6 +172,7 @@ def test_the_page_loads_nothing_from_elsewhere(report: Report, tmp_path: Path) -
 
 def test_output_and_title_are_what_one_asks_for(report: Report, tmp_path: Path) -> None:
     write(tmp_path / "first", events())
+    (tmp_path / "deep" / "down").mkdir(parents=True)
     said = report("first", "-o", "deep/down/page.html", "--title", "A <b>title</b> & more")
     assert said == (0, "report: deep/down/page.html\n", "")
     page = Page(tmp_path / "deep" / "down" / "page.html")

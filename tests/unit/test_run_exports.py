@@ -218,6 +218,16 @@ def test_a_table_s_cells_come_back_whatever_is_in_them(tmp_path: Path) -> None:
     assert [float(row[1]) for row in table(tmp_path / "compute.csv")[1:]] == [11.25, 11.0, 13.0]
 
 
+@pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1", "-1+2", "@SUM(A1)", "\t=1", "\r=1"])
+def test_no_cell_is_a_formula(name: str, tmp_path: Path) -> None:
+    push = Push(0, 11.875, 7, 0, 0, 16, [3], 100, 300, "used", name)
+    write_csv(tmp_path, [Metric(0, 1.0, 1, {name: -2.0}), push])
+    (metric,) = csv.DictReader((tmp_path / "metric.csv").open(newline=""))
+    assert (metric["name"], metric["value"]) == (f"'{name}", "-2.0")
+    (row,) = csv.DictReader((tmp_path / "push.csv").open(newline=""))
+    assert row["reason"] == f"'{name}"
+
+
 def test_each_reported_value_has_a_row_of_its_own(tmp_path: Path) -> None:
     write_csv(tmp_path, RUN)
     assert table(tmp_path / "metric.csv")[1:] == [

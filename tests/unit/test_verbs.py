@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -30,6 +31,11 @@ def test_without_a_verb_all_of_them_are_told() -> None:
     told = answer("-m", "paceline")
     assert all(f" {verb} " in told.stdout for verb in VERBS)
     assert told.stderr == ""
+
+
+def test_its_version_is_told() -> None:
+    told = answer("-m", "paceline", "--version")
+    assert (told.returncode, told.stdout, told.stderr) == (0, f"paceline {metadata.version('paceline')}\n", "")
 
 
 def test_a_verb_that_there_is_not_is_one_sentence_that_names_the_nearest() -> None:

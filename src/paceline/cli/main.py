@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -33,14 +35,29 @@ def assemble(asked: str | None) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(lambda: None)  # so that the verb's name is needed even if it is the only one
-    for verb in [asked] if asked in VERBS else VERBS:
+    app.callback()(_options)  # also so that the verb's name is needed even if it is the only one
+    light = ["key"] if asked == "--version" else VERBS  # which needs none of them
+    for verb in [asked] if asked in VERBS else light:
         found = getattr(importlib.import_module(f"paceline.cli.{verb}"), VERBS[verb])
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=verb)
         else:
             app.command(verb)(found)
     return app
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"paceline {metadata.version('paceline')}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
@@ -58,6 +75,8 @@ def main() -> None:
     except BrokenPipeError:  # the reader of the output has gone
         sys.stdout = None
         code = 1
+    except OSError as error:  # a full disk, a folder that cannot be read or written
+        code = _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
     sys.exit(code or 0)
 
 

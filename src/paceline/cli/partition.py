@@ -43,10 +43,10 @@ def show_partition(script: Path, arguments: Sequence[str], options: PartitionOpt
     devices = _devices(options)
     if options.replicate:
         one_of("with --replicate, --schedule", options.schedule, shareable())
+    latency = 0.0 if options.latency is None else quantities.seconds("--latency", options.latency)
     console = Console(stderr=True)
     with console.status("tracing the model and measuring its operations"):
         profile = profile_script(script, arguments, options.microbatches)
-    latency = 0.0 if options.latency is None else quantities.seconds("--latency", options.latency)
     # A batch that cannot be divided passes through the stages as one microbatch.
     microbatches = max(1, min(options.microbatches, profile.batch // profile.microbatch))
     if options.replicate:

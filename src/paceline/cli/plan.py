@@ -25,6 +25,7 @@ from paceline.planner.choose import Choice, rank, simplest
 from paceline.planner.profile import profile
 from paceline.schedules import SCHEDULES
 from paceline.simulate.calibrate import Calibration, calibrate
+from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.convergence import Convergence, fit_runs, observed
 from paceline.simulate.replica import Model
 
@@ -151,6 +152,8 @@ def plan(
     _check_strategies(strategy or [], script)
     limit = None if memory is None else quantities.size("--memory", memory)
     wanted = _goal(goal)
+    with_links(SimulatedCluster(workers=1), latency, bandwidth, [], None)  # before a profile, which takes its time
+    _with_options(Model(), layers, activations)
     console = Console(stderr=True)
     if learn:
         known = [calibrate(path) for path in learn]

@@ -54,6 +54,8 @@ def report(
         raise UsageError(f"there are {len(runs)} runs but {len(names)} names; give one --name for each run, or none")
     if text and json:
         raise UsageError("--text and --json are two ways to print the same; give one of them")
+    if output is not None and not output.parent.is_dir():
+        raise UsageError(f"--output is {output}, and there is no folder {output.parent}; make it first")
     if png:
         find_browser()
     sources = _read(runs)

@@ -32,9 +32,13 @@ from paceline.config import (
     parse_strategy,
     search_beside,
 )
+from paceline.config.launch import LONGEST
 from paceline.errors import UsageError, names
 from paceline.events.summary import Summary, merge
 from paceline.policies import Policy
+
+_LONGEST_NAME = 200
+"""Bytes; file systems allow 255, and a number may be added."""
 
 
 @with_engine_options
@@ -138,8 +142,8 @@ def run(
     workers = engine_class.world_size(workers)
     if workers < 1:
         raise UsageError(f"--workers is {workers}; it must be at least 1")
-    if not timeout > 0:
-        raise UsageError(f"--timeout is {timeout:g}; it must be above 0 seconds")
+    if not 0 < timeout <= LONGEST:
+        raise UsageError(f"--timeout is {timeout:g}; it must be above 0 and at most {LONGEST:,.0f} seconds")
     restarts = engine_class.DEFAULT_RESTARTS if restarts is None else restarts
     if restarts < 0:
         raise UsageError(f"--restarts is {restarts}; it must be 0 or more")
@@ -266,6 +270,8 @@ def _make_folder(script: Path, name: str | None) -> Path:
 def _check_name(name: str) -> str:
     if not re.fullmatch(r"[\w][\w.+-]*", name):
         raise UsageError(f"--name is '{name}'; it may have letters, digits and . _ + - only")
+    if len(name.encode()) > _LONGEST_NAME:
+        raise UsageError(f"--name has {len(name.encode())} bytes; it may have {_LONGEST_NAME}")
     return name
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pwd
 from pathlib import Path
 
 import msgspec
@@ -41,6 +43,8 @@ def ask(folder: Path, workers: int) -> str:
     path = folder / _NAME
     if not folder.is_dir():
         raise UsageError(f"there is no run at {folder}")
+    if (owner := folder.stat().st_uid) != os.geteuid():
+        raise UsageError(f"the run at {folder} belongs to {_user(owner)}, who alone can scale it")
     if not path.exists():
         raise UsageError(f"{folder} is not a run that goes on; only one that `paceline run` started here can be scaled")
     try:
@@ -54,3 +58,10 @@ def ask(folder: Path, workers: int) -> str:
     if answer.refused:
         raise UsageError(answer.sentence)
     return str(answer.sentence)
+
+
+def _user(number: int) -> str:
+    try:
+        return f"the user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"the user with the number {number}"

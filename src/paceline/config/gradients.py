@@ -96,6 +96,10 @@ def parse_compression(spec: str) -> Compression:
     return Compression(form=form, share=float(share))
 
 
+_MOST = 64
+"""Server processes of a run: each imports torch, and the parameters are divided among them."""
+
+
 def parse_servers(text: str) -> int | str:
     """`lead`, `all`, `each`, `MACHINE:COUNT,…`, or a number of server processes."""
     if text in ("lead", "all", "each") or _BY_MACHINE.match(text):
@@ -105,6 +109,8 @@ def parse_servers(text: str) -> int | str:
             f"servers is '{text}'; it must be a number of processes, at least 1, or 'lead' or 'all', "
             "or over machines 'each', or MACHINE:COUNT,… as in 0:1,2:1"
         )
+    if int(text) > _MOST:
+        raise UsageError(f"servers is {text}; it must be at most {_MOST}, as every server is a process")
     return int(text)
 
 

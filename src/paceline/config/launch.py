@@ -10,6 +10,8 @@ import msgspec
 from paceline.config.slowness import Slowness
 from paceline.errors import UsageError
 
+LONGEST = 1e6
+"""Seconds: a longer timeout is refused, as the system's calls cannot wait so long."""
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 

@@ -91,6 +91,8 @@ def parse_options(kind: type[Kind], text: str, what: str) -> Kind:
             raise UsageError(f"{what} '{name}' has no option '{key}'; {allowed}")
         if not equals or not value:
             raise UsageError(f"option '{key}' of {what} '{name}' has no value; write {key}=VALUE")
+        if key in given:
+            raise UsageError(f"option '{key}' of {what} '{name}' is given twice; give it once")
         given[key] = value
     missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in given]
     if missing:

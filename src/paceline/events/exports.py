@@ -12,6 +12,9 @@ import msgspec
 from paceline.errors import UsageError
 from paceline.events import ACTIVITIES, Compute, Event, Join, Metric, Push
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""First characters by which a spreadsheet takes a cell for a formula."""
+
 
 def write_trace(path: Path, events: Iterable[Event]) -> None:
     """Writes Chrome's trace format: a track per worker and server, an arrow per push, a counter per metric."""
@@ -81,7 +84,7 @@ def write_csv(folder: Path, events: Iterable[Event]) -> list[Path]:
             _, writer, fields = files[kind]
             if isinstance(event, Metric):
                 for name, value in event.values.items():
-                    writer.writerow([event.rank, event.start, event.version, name, value])
+                    writer.writerow([event.rank, event.start, event.version, _cell(name), value])
             else:
                 writer.writerow([_cell(getattr(event, field)) for field in fields])
     finally:
@@ -91,7 +94,10 @@ def write_csv(folder: Path, events: Iterable[Event]) -> list[Path]:
 
 
 def _cell(value: object) -> object:
-    return " ".join(str(item) for item in value) if isinstance(value, list) else value
+    """A value as a spreadsheet shows it; a text that it would compute as a formula begins with an apostrophe."""
+    if isinstance(value, list):
+        value = " ".join(str(item) for item in value)
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def write_tensorboard(folder: Path, events: Iterable[Event]) -> None:

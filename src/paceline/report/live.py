@@ -73,8 +73,8 @@ class CurrentFacts:
 class Guard:
     """Admits only requests with an allowed method, host, origin and, if set, token."""
 
-    def __init__(self, app: Any, *, hosts: set[str], token: str | None) -> None:
-        self._app, self._hosts, self._token = app, hosts, token
+    def __init__(self, app: Any, *, hosts: set[str], port: int, token: str | None) -> None:
+        self._app, self._hosts, self._port, self._token = app, hosts, port, token
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -94,8 +94,10 @@ class Guard:
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:
         host = request.headers.get("host", "")
-        if _name(host) not in self._hosts:
-            return 400, "this host name is not served here"
+        name, port = _name_and_port(host)
+        if name not in self._hosts or port not in ("", str(self._port)):
+            why = "this host name or port is not served here; through a tunnel, use the same port"
+            return 421 if host else 400, why
         if request.method not in ("GET", "HEAD"):
             return 405, "this page only reads: GET and HEAD are allowed"
         origin = request.headers.get("origin")
@@ -113,11 +115,13 @@ def _given(request: Request) -> str:
     return word if scheme.lower() == "bearer" else request.query_params.get("token", "")
 
 
-def _name(host: str) -> str:
-    """A host without its port."""
+def _name_and_port(host: str) -> tuple[str, str]:
+    """A host's name, and its port if it is given."""
     if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
+        name, _, port = host[1:].partition("]")
+        return name.lower(), port.removeprefix(":")
+    name, _, port = host.partition(":")
+    return name.lower(), port
 
 
 def application(source: RunSource, token: str | None) -> Starlette:
@@ -185,7 +189,7 @@ def is_loopback(host: str) -> bool:
 
 def serve(source: RunSource, listener: socket.socket, host: str, token: str | None, *, until_over: bool) -> None:
     """Serves the page until interrupted or, with `until_over`, until the run is over."""
-    app = Guard(application(source, token), hosts=allowed_hosts(host), token=token)
+    app = Guard(application(source, token), hosts=allowed_hosts(host), port=listener.getsockname()[1], token=token)
     config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
 
