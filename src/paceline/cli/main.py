@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import resource
 import sys
 from importlib import metadata
 from typing import Annotated
@@ -76,8 +78,15 @@ def main() -> None:
         sys.stdout = None
         code = 1
     except OSError as error:  # a full disk, a folder that cannot be read or written
-        code = _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
+        code = _complain(_system_error(error), 1)
     sys.exit(code or 0)
+
+
+def _system_error(error: OSError) -> str:
+    if error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{limit} open files, which is the limit here, are too few; raise it with ulimit -n"
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def _complain(sentence: str, code: int) -> int:

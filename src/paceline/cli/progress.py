@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -13,30 +15,42 @@ from rich.live import Live
 from rich.text import Text
 
 from paceline.events import Compute, Event, Leave, Metric, Pass, Update, decode
+from paceline.events.private import open_private, unrecorded, write_all
 
 _TAIL = 48 * 1024
 """Bytes at the end of a worker's stream from which its current pace is computed."""
 _PLAIN_INTERVAL = 10.0
 """Seconds between progress lines where there is no terminal to rewrite one on."""
 _REFRESH = 0.5
+_UNRECORDED = b"paceline: recording of "
+"""The start of the sentence with which any process of a run says that it cannot record."""
 
 
 class Progress:
     """Shows output line by line, and the progress line below it."""
 
-    def __init__(self, folder: Path, workers: int, *, all_output: bool, quiet: bool, apart: bool = False) -> None:
-        """apart: the workers' stdout goes to stderr, and stdout is left free."""
+    def __init__(
+        self, folder: Path | None, workers: int, *, all_output: bool, quiet: bool, apart: bool = False
+    ) -> None:
+        """folder: of the run, None if it has none.
+
+        apart: the workers' stdout goes to stderr, and stdout is left free.
+        """
         self.folder, self._workers = folder, workers
         self._all_output, self._quiet, self._apart = all_output, quiet, apart
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        self._logs: dict[int, IO[bytes]] = {}
+        self._logs: dict[int, IO[bytes]] | None = {}
+        """Files of the processes' output; None if there are none, or if one could not be written."""
         self._shown: set[bytes] = set()
         self._next = time.monotonic() + _PLAIN_INTERVAL
         """When the progress line is due."""
 
     def __enter__(self) -> Progress:
-        self._logs = {rank: self.output_of(rank).open("wb", buffering=0) for rank in range(self._workers)}
+        for rank in range(self._workers):
+            with self.recording():
+                if (path := self.output_of(rank)) is not None:
+                    open_private(path, "wb").close()
         if not self._quiet and self._console.is_terminal:
             self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
             self._live.start()
@@ -47,22 +61,38 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        for log in self._logs.values():
-            log.close()
-        self._logs = {}
+        self._close_logs()
 
-    def output_of(self, rank: int) -> Path:
+    def _close_logs(self) -> None:
+        logs, self._logs = self._logs or {}, None
+        for log in logs.values():
+            log.close()
+
+    def output_of(self, rank: int) -> Path | None:
+        """The file of a process's output; None if there is none."""
         name = str(rank) if rank >= 0 else f"server-{-1 - rank}"
-        return self.folder / "output" / f"{name}.log"
+        return None if self.folder is None else self.folder / "output" / f"{name}.log"
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Says that recording stops if the run's folder cannot be written, and goes on."""
+        try:
+            yield
+        except OSError as error:
+            self._close_logs()
+            if self.folder is not None:
+                self.note_once(unrecorded(self.folder, error))
+
+    @property
+    def unrecorded(self) -> bool:
+        """True if recording has stopped."""
+        return any(line.startswith(_UNRECORDED) for line in self._shown)
 
     # -- output ------------------------------------------------------------------------------------------------------
 
     def output(self, rank: int, stream: str, line: bytes, force: bool = False) -> None:
         """Log a line; show it if it is the lead's, or a message of Paceline that has not been shown yet."""
-        if self._logs:
-            if rank not in self._logs:  # a server's
-                self._logs[rank] = self.output_of(rank).open("wb", buffering=0)
-            self._logs[rank].write(line + b"\n")
+        self._log(rank, line + b"\n")
         if stream == "stderr" and line.startswith(b"paceline: "):
             if line not in self._shown:
                 self._shown.add(line)
@@ -70,6 +100,22 @@ class Progress:
         elif force or self._all_output or rank == 0:
             plain = stream == "stdout" and not self._apart
             self._write(sys.stdout if plain else sys.stderr, f"[{rank}] ".encode() + line)
+
+    def _log(self, rank: int, data: bytes) -> None:
+        path = self.output_of(rank)
+        if self._logs is None or path is None:
+            return
+        with self.recording():
+            if rank not in self._logs:
+                self._logs[rank] = open_private(path, "ab")
+            write_all(self._logs[rank], data)
+
+    def note_once(self, sentence: str) -> None:
+        """As `note`, unless this or a worker has said the same."""
+        line = f"paceline: {sentence}".encode()
+        if line not in self._shown:
+            self._shown.add(line)
+            self._write(sys.stderr, line)
 
     def note(self, sentence: str) -> None:
         self._write(sys.stderr, f"paceline: {sentence}".encode())
@@ -83,7 +129,7 @@ class Progress:
 
     def _ranks(self) -> list[int]:
         """Ranks of all workers that have joined so far."""
-        known = [path.stem for path in (self.folder / "streams").glob("*.jsonl")]
+        known = [] if self.folder is None else [path.stem for path in (self.folder / "streams").glob("*.jsonl")]
         return sorted({*range(self._workers), *(int(name) for name in known if name.isdecimal())})
 
     # -- the line ----------------------------------------------------------------------------------------------------
@@ -106,7 +152,7 @@ class Progress:
         """
         update, metrics, workers = 0, "", []
         for rank in (-1, *self._ranks()):
-            events = _tail(self.folder / "streams" / f"{rank}.jsonl")
+            events = [] if self.folder is None else _tail(self.folder / "streams" / f"{rank}.jsonl")
             if events and isinstance(events[-1], Leave):
                 continue
             for event in events:
@@ -146,7 +192,7 @@ def _tail(path: Path) -> list[Event]:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL))
             lines = file.read().split(b"\n")
-    except FileNotFoundError:
+    except OSError:  # it is not there yet, or cannot be read
         return []
     events = []
     for line in lines[1 if size > _TAIL else 0 : -1]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 import typer
 
 from paceline.cli.engines import ON_HELP, ON_METAVAR, RESTARTS_DEFAULT, check_given, with_engine_options
+from paceline.cli.folders import RunFolder, check_name
 from paceline.cli.live import LivePage
 from paceline.cli.progress import Progress, shown
 from paceline.cluster.engines import detected_engine, find_engine
@@ -34,11 +34,9 @@ from paceline.config import (
 )
 from paceline.config.launch import LONGEST
 from paceline.errors import UsageError, names
-from paceline.events.summary import Summary, merge
+from paceline.events.private import write_private
+from paceline.events.summary import Summariser, Summary, merge
 from paceline.policies import Policy
-
-_LONGEST_NAME = 200
-"""Bytes; file systems allow 255, and a number may be added."""
 
 
 @with_engine_options
@@ -184,10 +182,13 @@ def run(
         )
     )
     if engine_class.detected():
-        engine.run(msgspec.structs.replace(launch, name=name and _check_name(name)), EngineCallbacks())
+        engine.run(msgspec.structs.replace(launch, name=name and check_name(name)), EngineCallbacks())
         return
-    folder = _make_folder(script, name)
-    launch = msgspec.structs.replace(launch, folder=str(folder.resolve()))
+    own = _make_folder(script, name, engine_class)
+    folder = None if own is None else own.path
+    launch = msgspec.structs.replace(
+        launch, folder=None if folder is None else str(folder.resolve()), record=record and folder is not None
+    )
     config: dict[str, Any] = {
         "script": str(script),
         "arguments": arguments or [],
@@ -205,14 +206,18 @@ def run(
         "on": on,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    _write_config(folder, config)
     progress = Progress(folder, workers, all_output=all_output, quiet=quiet or json, apart=json)
-    code, summary = _carry_out(engine, launch, progress, LivePage(folder) if live else None, config)
+    _write_config(progress, config)
+    page = LivePage(folder) if live and launch.record and folder is not None else None
+    if live and page is None:
+        progress.note("--live shows nothing, as the run is not recorded")
+    code, summary = _carry_out(engine, launch, progress, page, config)
     if json:
-        told = {"folder": os.path.relpath(folder), "code": code, **msgspec.to_builtins(summary, str_keys=True)}
+        where = None if folder is None else os.path.relpath(folder)
+        told = {"folder": where, "code": code, **msgspec.to_builtins(summary, str_keys=True)}
         print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
     elif not quiet and code != 2:
-        _close(folder, summary, code)
+        _close(progress, summary, code)
     raise typer.Exit(code)
 
 
@@ -220,7 +225,7 @@ def _carry_out(
     engine: Engine, launch: Launch, progress: Progress, page: LivePage | None, config: dict[str, Any]
 ) -> tuple[int, Summary]:
     """Run to the end, also to an early one; returns the exit code, and the summary of the run's events."""
-    code, folder = 0, progress.folder
+    code, workers = 0, config["workers"]
     try:
         if page is not None:
             page.start()
@@ -232,8 +237,9 @@ def _carry_out(
         progress.note(f"stopped by {signal.Signals(stop.number).name}; all workers have ended")
         code = 128 + stop.number
     finally:
-        summary = merge(folder, config["workers"])
-        _write_config(folder, {**config, "strategy": summary.strategy or config["strategy"]})
+        folder = progress.folder
+        summary = Summariser(workers).result() if folder is None else merge(folder, workers, progress.note_once)
+        _write_config(progress, {**config, "strategy": summary.strategy or config["strategy"]})
         if page is not None:
             page.stop()
     return code, summary
@@ -248,31 +254,23 @@ def _check(spec: str, workers: int) -> Strategy:
     return strategy
 
 
-def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    (folder / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
+def _write_config(progress: Progress, config: dict[str, Any]) -> None:
+    if progress.folder is not None:
+        with progress.recording():
+            text = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
+            write_private(progress.folder / "config.json", text)
 
 
-def _make_folder(script: Path, name: str | None) -> Path:
-    """Make a folder for the run. An earlier one of the same name is renamed."""
-    if name is None:
-        name = f"{script.stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    folder = Path("runs") / _check_name(name)
-    if folder.exists():
-        number = 1
-        while (old := folder.with_name(f"{name}~{number}")).exists():
-            number += 1
-        folder.rename(old)
-        print(f"paceline: the earlier {folder} is now {old}", file=sys.stderr)
-    (folder / "output").mkdir(parents=True)
-    return folder
-
-
-def _check_name(name: str) -> str:
-    if not re.fullmatch(r"[\w][\w.+-]*", name):
-        raise UsageError(f"--name is '{name}'; it may have letters, digits and . _ + - only")
-    if len(name.encode()) > _LONGEST_NAME:
-        raise UsageError(f"--name has {len(name.encode())} bytes; it may have {_LONGEST_NAME}")
-    return name
+def _make_folder(script: Path, name: str | None, engine: type[Engine]) -> RunFolder | None:
+    """The run's folder; None if it cannot be made, which is said."""
+    try:
+        return RunFolder(script, name)
+    except OSError as error:
+        why = f"runs/ cannot be written: {error.strerror or error}"
+        if engine.SEVERAL_MACHINES:
+            raise UsageError(f"{why}; a run on {engine.NAME} needs its folder") from None
+        print(f"paceline: {why}; the run is not recorded", file=sys.stderr)
+        return None
 
 
 def _report_failures(statuses: list[ExitStatus], progress: Progress) -> int:
@@ -289,7 +287,8 @@ def _report_failures(statuses: list[ExitStatus], progress: Progress) -> int:
     first = causes[0]
     report = first.exit_report
     if report is None:
-        progress.note(f"{first.description}; its output is in {progress.output_of(first.rank)}")
+        where = progress.output_of(first.rank)
+        progress.note(first.description + (f"; its output is in {where}" if where is not None else ""))
     elif report.usage:
         progress.note(report.message)
         return 2
@@ -313,15 +312,18 @@ def _error(report: ExitReport) -> tuple[str, str]:
     return report.kind, report.message
 
 
-def _close(folder: Path, summary: Summary, code: int) -> None:
+def _close(progress: Progress, summary: Summary, code: int) -> None:
     """Print the main results on one line."""
+    folder, state = progress.folder, "done" if code == 0 else "ended early"
+    if folder is None or progress.unrecorded:
+        print(f"paceline: {state}; how it went is not recorded", file=sys.stderr)
+        return
     words = [f"{summary.updates} updates"]
     if summary.samples_per_second:
         words.append(f"{summary.samples_per_second:,.0f} samples/s")
     if summary.seconds_per_update:
         words.append(f"{summary.seconds_per_update * 1e3:.3g} ms per update")
     words += [f"{name} {shown(value)}" for name, value in summary.last.items()]
-    state = "done" if code == 0 else "ended early"
     where = os.path.relpath(folder)
     print(
         f"paceline: {state}: {', '.join(words)}; see {where}/summary.json, or: paceline report {where}", file=sys.stderr

@@ -34,7 +34,11 @@ def _exit_report(path: str, error: BaseException) -> int:
         "consequence": "paceline.errors.TeamError" in kinds,
         "traceback": "".join(told.format()),
     }
-    pathlib.Path(path).write_text(json.dumps(report), encoding="utf-8")
+    try:
+        pathlib.Path(path).write_text(json.dumps(report), encoding="utf-8")
+    except OSError:  # a full disk
+        pathlib.Path(path).unlink(missing_ok=True)
+        print(f"paceline: {error}" if usage else report["traceback"], file=sys.stderr)
     return 2 if usage else 1
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import JoinError, TeamError, UsageError
+from paceline.events.private import write_private
 from paceline.transport.unix_connection import Closed, connect
 
 _NAME = "launcher"
@@ -31,7 +32,7 @@ class ScaleReply(msgspec.Struct, frozen=True, tag=True):
 
 def announce(folder: Path, address: str) -> None:
     """Write the address of a run's launcher into the run's folder."""
-    (folder / _NAME).write_text(address, encoding="ascii")
+    write_private(folder / _NAME, address.encode("ascii"))
 
 
 def withdraw(folder: Path) -> None:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from paceline.events.private import open_private, unrecorded, write_all
 from paceline.events.recorder import folder_of
 
 FIRST_MACHINE = 0
@@ -38,6 +40,8 @@ class StreamForwarder:
         """
         self._machine, self._only = machine, only
         self._folder = None if folder is None else folder_of(Path(folder), machine) / "streams"
+        self._full = False
+        """True if a line could not be written."""
         self._offsets: dict[str, int] = {}
         """By stream, the bytes that were sent."""
         self._open = {str(rank) for rank in machines[machine]}
@@ -100,9 +104,13 @@ class StreamForwarder:
         """Appends lines from another machine to their stream; ValueError if they are not that machine's."""
         if self._machine != FIRST_MACHINE or self._machine_of.get(name) != machine:
             raise ValueError("events of another machine")
-        if self._folder is not None:
-            with (self._folder / f"{name}.jsonl").open("ab") as file:
-                file.write(text)
+        if self._folder is not None and not self._full:
+            try:
+                with open_private(self._folder / f"{name}.jsonl", "ab") as file:
+                    write_all(file, text)
+            except OSError as error:
+                self._full = True
+                print(f"paceline: {unrecorded(self._folder.parent, error)}", file=sys.stderr, flush=True)
 
     def remove(self) -> None:
         """Removes from this machine the streams that have been sent."""

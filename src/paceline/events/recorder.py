@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from paceline.events import Event
+from paceline.events.private import make_private, open_private, unrecorded, write_all
 
 _INTERVAL = 0.5
 """Seconds between writes, by which a reader of the file can lag."""
@@ -21,15 +24,30 @@ class Recorder:
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
         self._next = time.perf_counter() + _INTERVAL
-        self._file = None
+        self._folder = folder
+        self._file: IO[bytes] | None = None
         if folder is not None:
-            streams = folder / "streams"
-            streams.mkdir(parents=True, exist_ok=True)
-            path = streams / f"{rank}.jsonl"
-            cut_off = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-            self._file = path.open("ab", buffering=0)
-            if cut_off:  # an earlier process of this rank was killed while it wrote
-                self._file.write(b"\n")
+            try:
+                self._open(folder / "streams" / f"{rank}.jsonl")
+            except OSError as error:
+                self._stop(error)
+
+    def _open(self, path: Path) -> None:
+        make_private(path.parent.parent)
+        make_private(path.parent)
+        cut_off = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._file = open_private(path, "ab")
+        if cut_off:  # an earlier process of this rank was killed while it wrote
+            write_all(self._file, b"\n")
+
+    def _stop(self, error: OSError) -> None:
+        """Records nothing any more, since the file cannot be written; says so."""
+        self._pending.clear()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._folder is not None:
+            print(f"paceline: {unrecorded(self._folder, error)}", file=sys.stderr, flush=True)
 
     @property
     def on(self) -> bool:
@@ -52,7 +70,10 @@ class Recorder:
             encode_into(event, line)
             buffer += line
             buffer += b"\n"
-        self._file.write(buffer)
+        try:
+            write_all(self._file, buffer)
+        except OSError as error:
+            self._stop(error)
         self._pending.clear()
         self._next = time.perf_counter() + _INTERVAL
 

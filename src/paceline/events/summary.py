@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ import numpy as np
 
 from paceline import events
 from paceline.events.bubbles import Bubble, Bubbles
+from paceline.events.private import open_private, unrecorded, write_all, write_private
 from paceline.events.reader import Reader
 
 
@@ -177,8 +179,11 @@ class Summariser:
         )
 
 
-def merge(folder: Path, world_size: int) -> Summary:
-    """Merges a run's streams by time into `events.jsonl`, and writes `summary.json`."""
+def merge(folder: Path, world_size: int, say: Callable[[str], None] | None = None) -> Summary:
+    """Merges a run's streams by time into `events.jsonl`, and writes `summary.json`.
+
+    If a file cannot be written, the streams stay; `say` gets one sentence, by default printed.
+    """
     streams = sorted((folder / "streams").glob("*.jsonl"))
     summariser = Summariser(world_size)
     starts, places = array("d"), array("q")  # start; file, first and last offset of each event
@@ -190,20 +195,35 @@ def merge(folder: Path, world_size: int) -> Summary:
                 starts.append(event.start)
                 places.extend((number, begin, end))
     summary = summariser.result()
+    partial = folder / ".events.jsonl"
+    try:
+        _write_ordered(partial, streams, starts, places)
+        partial.replace(folder / "events.jsonl")
+        write_private(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        for path in streams:
+            path.unlink()
+        if streams:
+            (folder / "streams").rmdir()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        (say or _print)(unrecorded(folder, error))
+    return summary
+
+
+def _print(sentence: str) -> None:
+    print(f"paceline: {sentence}", file=sys.stderr, flush=True)
+
+
+def _write_ordered(target: Path, streams: list[Path], starts: array[float], places: array[int]) -> None:
+    """Writes the events of all streams by their start; places: stream, first and last offset of each."""
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(_mapped(path)) for path in streams]
-        out = stack.enter_context((folder / "events.jsonl").open("wb"))
+        out = stack.enter_context(open_private(target, "wb"))
         table = np.frombuffer(places, np.int64).reshape(-1, 3) if places else np.zeros((0, 3), np.int64)
         order = np.argsort(np.frombuffer(starts, np.float64) if starts else np.zeros(0), kind="stable")
-        for part in np.array_split(order, max(1, len(order) // 100_000)):
-            out.writelines(files[number][begin:end] for number, begin, end in table[part].tolist())
-    text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-    (folder / "summary.json").write_bytes(text + b"\n")
-    for path in streams:
-        path.unlink()
-    if streams:
-        (folder / "streams").rmdir()
-    return summary
+        for part in np.array_split(order, max(1, len(order) // 20_000)):
+            write_all(out, b"".join(files[number][begin:end] for number, begin, end in table[part].tolist()))
 
 
 @contextlib.contextmanager

@@ -8,10 +8,13 @@ process of the same user reaches it through `/proc/<pid>/fd/<n>`, or inherits th
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +38,15 @@ class Memory:
         """New zeroed memory. The system provides its pages when they are first written."""
         descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
         size = max(_PAGE, -(-size // _PAGE) * _PAGE)
-        os.ftruncate(descriptor, size)
+        try:
+            os.ftruncate(descriptor, size)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno != errno.EFBIG:
+                raise
+            raise UsageError(
+                f"{size:,} bytes of shared memory are more than the largest file that is allowed (ulimit -f); raise it"
+            ) from None
         return cls(descriptor, size)
 
     @classmethod

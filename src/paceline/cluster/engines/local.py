@@ -10,6 +10,8 @@ import contextlib
 import os
 import shutil
 import socket
+import tempfile
+from pathlib import Path
 
 import msgspec
 
@@ -49,7 +51,7 @@ class LocalRun(SupervisedRun):
         """Where workers can join the run; empty while there is no server."""
         self._leaving: set[int] = set()
         """Ranks of the workers that were told to leave."""
-        self._exit_reports = self.folder / "exit_reports"
+        self._exit_reports = self._make_exit_reports()
         self._processes = ProcessSet(BOOTSTRAP, self._exit_reports, callbacks.output)
         self._control: Listener | None = None
         self._port_holder = socket.socket()
@@ -58,7 +60,6 @@ class LocalRun(SupervisedRun):
     # -- starting ----------------------------------------------------------------------------------------------------
 
     def start(self, attempt: int) -> None:
-        self._exit_reports.mkdir(parents=True, exist_ok=True)
         workers = self.job.workers
         control = Memory.create(Barrier.memory_size(workers))
         launch = msgspec.structs.replace(self.launch, control=control.descriptor, starter=self._lead_socket.fileno())
@@ -79,9 +80,27 @@ class LocalRun(SupervisedRun):
         self._lead_socket.close()
         control.close_descriptor()
         if self.launch.folder is not None:
-            self._control = listener = Listener(address := new_address())
+            self._listen()
+
+    def _make_exit_reports(self) -> Path:
+        """A folder for the errors of scripts: in the run's, or a temporary one if that cannot be written."""
+        if self.launch.folder is not None:
+            with contextlib.suppress(OSError):
+                path = self.folder / "exit_reports"
+                path.mkdir(mode=0o700, exist_ok=True)
+                return path
+        return Path(tempfile.mkdtemp(prefix="paceline-"))
+
+    def _listen(self) -> None:
+        """Take requests of `paceline scale`, which finds the address in the run's folder."""
+        listener = Listener(address := new_address())
+        try:
             announce(self.folder, address)
-            self._processes.listen(listener.descriptor, lambda: self._answer(listener))
+        except OSError:  # the run cannot be scaled; that nothing can be written there is said elsewhere
+            listener.close()
+            return
+        self._control = listener
+        self._processes.listen(listener.descriptor, lambda: self._answer(listener))
 
     def _start_worker(self, rank: int, world_size: int, inherited: tuple[int, ...] = ()) -> None:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -175,7 +194,8 @@ class LocalRun(SupervisedRun):
         self._processes.stop()
         if self._control is not None:
             self._control.close()
-            withdraw(self.folder)
+            with contextlib.suppress(OSError):
+                withdraw(self.folder)
         for one in (self._own_socket, self._lead_socket, self._port_holder):
             one.close()
         shutil.rmtree(self._exit_reports, ignore_errors=True)
