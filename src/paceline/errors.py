@@ -49,6 +49,10 @@ class Mismatch(TeamError):
     """The workers are at different operations: one at an update and another at a barrier, for example."""
 
 
+FORK = "this process is a fork of a worker, which is no member of the team; use the team in the worker itself"
+"""The message of a UsageError in a process that a script has forked."""
+
+
 def names(ranks: Sequence[int]) -> str:
     """Workers as messages name them: `rank 3`, `ranks 1 and 2`, `ranks 1, 2 and 5`."""
     if len(ranks) == 1:

@@ -45,6 +45,7 @@ def _exit_report(path: str, error: BaseException) -> int:
 def main() -> None:
     parent, exit_report, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     _die_with_parent(parent)
+    process = os.getpid()
     sys.argv = sys.argv[3:]
     sys.path[0] = str(pathlib.Path(script).resolve().parent)
     try:
@@ -54,6 +55,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BaseException as error:
+        if os.getpid() != process:  # a fork of the worker: its error is not the worker's
+            raise
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader's process was killed
         code = _exit_report(exit_report, error)
         sys.last_value = error  # as the interpreter does it, for functions that run at exit

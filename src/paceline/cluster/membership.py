@@ -16,7 +16,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from paceline.cluster.process_set import machine
 from paceline.cluster.rendezvous import MemberList, exchange_ports, find_members, open_store
 from paceline.config import Launch, Place, Timeouts
-from paceline.errors import JoinError, TeamTimeout
+from paceline.errors import FORK, JoinError, TeamTimeout, UsageError
 from paceline.transport import Barrier, BarrierKind, ElasticBarrier, MachinesBarrier, Memory, StepCounter
 from paceline.transport.keys import Secret, key_of_run
 from paceline.transport.peer_connections import FrameKind, PeerConnections, compare_clocks, connect
@@ -92,6 +92,7 @@ class Members:
         """Numbers of the objects found through the store: all members make the same ones in the same order."""
         self.store = store  # rank 0 may host it, for as long as the team lasts
         self._liveness = liveness
+        self._process = os.getpid()
 
     def share(self, size: int, *, keep: bool = False) -> Memory:
         """New memory that all members of this machine map; all must call this, with the same size.
@@ -152,9 +153,20 @@ class Members:
                     left = max(left, int.from_bytes(note[:8], "little"))
         return [b"".join(part) for part in parts]
 
+    def detach(self) -> None:
+        """This process is a fork of a member: it must not come to a barrier in its place."""
+
+        def refuse(*_: object) -> BarrierKind:
+            raise UsageError(FORK)
+
+        for members in (self, self.local):
+            vars(members.barrier)["wait"] = refuse
+
     def leave(self) -> None:
         """Tell the others that this member leaves the team."""
         global _current
+        if os.getpid() != self._process:  # a fork of a member is not a member
+            return
         self.barrier.sign_out()
         if self.connections is not None:
             if self.exit_report is not None:

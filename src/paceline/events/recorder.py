@@ -43,9 +43,7 @@ class Recorder:
     def _stop(self, error: OSError) -> None:
         """Records nothing any more, since the file cannot be written; says so."""
         self._pending.clear()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._close()
         if self._folder is not None:
             print(f"paceline: {unrecorded(self._folder, error)}", file=sys.stderr, flush=True)
 
@@ -77,8 +75,16 @@ class Recorder:
         self._pending.clear()
         self._next = time.perf_counter() + _INTERVAL
 
+    def detach(self) -> None:
+        """Forgets all events, in a fork of the process that records them."""
+        self._pending.clear()
+        self._close()
+
     def close(self) -> None:
         self.flush()
+        self._close()
+
+    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from paceline.config import RunSpec, Timeouts
-from paceline.errors import JoinError, ServerLost, TeamError, TeamTimeout, error_from
+from paceline.errors import FORK, JoinError, ServerLost, TeamError, TeamTimeout, UsageError, error_from
 from paceline.server.flags import SharedFlags
 from paceline.server.memory import MEMORIES, RunMemory
 from paceline.server.messages import (
@@ -58,7 +58,7 @@ class ServerClient:
         """Sums this worker's part of its group's gradient, on request."""
         self.copy: Callable[[], None] = lambda: None
         """Copies the model's buffers to shared memory, on request."""
-        self._closed = False
+        self._closed = self._detached = False
 
     def attach(self, flags: SharedFlags) -> None:
         """Takes the flags that reach a worker before messages do."""
@@ -119,7 +119,9 @@ class ServerClient:
             raise JoinError(f"the server was not ready within {self._timeouts.join:g} s")
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends a message that has no reply."""
+        """Sends a message that has no reply; a fork of the worker has nothing to say."""
+        if self._detached:
+            return
         try:
             self._connection.send(message)
         except Closed:
@@ -146,6 +148,8 @@ class ServerClient:
         return msgspec.msgpack.decode(text or b"", type=dict[int, bytes])
 
     def _receive_reply(self) -> Any:
+        if self._detached:
+            raise UsageError(FORK)
         while True:
             self._connection.linger(_LINGER)
             try:
@@ -196,6 +200,11 @@ class ServerClient:
             if left > _LOOK and not self._connection.open:
                 raise self._lost()
         return version is not None and bool(flags.values[place] > version)
+
+    def detach(self) -> None:
+        """In a fork of the worker: closes the fork's end of the connection, which is the worker's."""
+        self._closed = self._detached = True
+        self._connection.close()
 
     def close(self) -> None:
         if not self._closed:

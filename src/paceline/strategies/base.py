@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from paceline.cluster.membership import Members
 from paceline.config import Launch, Strategy
-from paceline.errors import TeamError, UsageError
+from paceline.errors import FORK, TeamError, UsageError
 from paceline.events import Wait
 from paceline.events.recorder import Recorder
 from paceline.events.stopwatch import Stopwatch
@@ -273,6 +273,10 @@ class Trainer(ABC):
     def wait_until_forwarded(self) -> None:
         """This worker has written its last event; wait until it has arrived in the run's folder."""
 
+    def detach(self) -> None:
+        """This process is a fork of a worker: it must not act as one."""
+        self._patch.replace("step", _refuse_fork)
+
     def abandon(self) -> None:
         """The script ends with an error; the other workers are elsewhere in theirs, so wait for none."""
 
@@ -281,6 +285,10 @@ class Trainer(ABC):
         self._patch.undo()
         if self._access is not None:
             self._access.undo()
+
+
+def _refuse_fork(*_args: Any, **_kwargs: Any) -> Any:
+    raise UsageError(FORK)
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:

@@ -80,6 +80,10 @@ class ReplicaClient:
     def wait_until_ready(self) -> None:
         self._pass_on(lambda client: client.wait_until_ready())
 
+    def detach(self) -> None:
+        if self.client is not None:
+            self.client.detach()
+
     def send(self, message: msgspec.Struct) -> None:
         if self.client is not None:
             self.client.send(message)

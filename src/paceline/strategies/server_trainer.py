@@ -259,6 +259,10 @@ class ServerTrainer(Trainer):
         if getattr(sys, "last_value", None) is None:  # a script that has failed ends at once, so that others know
             self._servers.wait()
 
+    def detach(self) -> None:
+        super().detach()
+        self._client.detach()
+
     def wait_until_forwarded(self) -> None:
         self._servers.wait_for_relay()
 

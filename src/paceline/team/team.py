@@ -35,7 +35,7 @@ from paceline.config import (
 from paceline.data import TeamLoader
 from paceline.data.leased_loader import LeasedLoader
 from paceline.data.loader import batch_growth, check_loader
-from paceline.errors import UsageError
+from paceline.errors import FORK, UsageError
 from paceline.events import Join, Leave, Metric
 from paceline.events.recorder import Recorder, folder_of
 from paceline.events.stopwatch import Stopwatch
@@ -65,6 +65,15 @@ def join(strategy: str | Strategy | None = None, *, name: str | None = None, tim
     if _joined is None:
         _joined = Team(Place.from_environment(), Launch.from_environment(), strategy, name, timeouts)
     return _joined
+
+
+def _forked() -> None:
+    """Called in every fork of this process, which is no member of the team."""
+    if _joined is not None:
+        _joined._detach()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class _Step:
@@ -136,8 +145,7 @@ class Team:
         """Nested accumulating steps that the script is in."""
         self._step, self._accumulating_step = _Step(self, False), _Step(self, True)
         self._loaders = LoaderTeam(self.rank, self._started_with, self._members, self._recorder, self._stopwatch)
-        self._closed = False
-        self._process = os.getpid()
+        self._closed = self._detached = False
         where = (socket.gethostname(), str(self.device), str(self.strategy))
         self._recorder.add(Join(self.rank, time.perf_counter(), os.getpid(), *where, time.time()))
         atexit.register(self._leave)
@@ -192,6 +200,8 @@ class Team:
             ("linear"), or its root ("sqrt"), reached over `warmup` updates.
         loss: the loss function, from which a split of the model is planned; the loop calls it as before.
         """
+        if self._detached:
+            raise UsageError(FORK)
         if self._trainer is not None:
             raise UsageError("setup was called before; a team trains one model with one optimizer")
         check(model, optimizer)
@@ -373,7 +383,7 @@ class Team:
     def _leave(self) -> None:
         """Leave the team; also called when the script ends without `close`."""
         global _joined
-        if self._closed or os.getpid() != self._process:  # a fork of a worker is not a member of the team
+        if self._closed:
             return
         self._closed = True
         atexit.unregister(self._leave)
@@ -390,6 +400,15 @@ class Team:
             merge(self._folder, self._started_with)
         if _joined is self:
             _joined = None
+
+    def _detach(self) -> None:
+        """Lets this process, a fork of a worker, do nothing in the worker's name."""
+        self._closed = self._detached = True
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.detach()
+        self._members.detach()
+        self._recorder.detach()
 
     def __enter__(self) -> Team:
         return self
@@ -413,6 +432,8 @@ class Team:
         return [torch.frombuffer(bytearray(part), dtype=value.dtype) for part in parts if part]
 
     def _training(self) -> Trainer:
+        if self._detached:
+            raise UsageError(FORK)
         if self._trainer is None:
             raise UsageError("the team has no model yet; call team.setup(model, optimizer, …) first")
         return self._trainer

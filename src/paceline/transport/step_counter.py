@@ -90,8 +90,8 @@ class StepCounter:
         _STATUS.pack_into(self._status[self.rank], 0, os.getpid(), _HERE)
 
     def sign_out(self) -> None:
-        """Tells the others that this member will not come again."""
-        if _STATUS.unpack_from(self._status[self.rank])[1] == _HERE:
+        """Tells the others that this member will not come again; in a fork of it, does nothing."""
+        if _STATUS.unpack_from(self._status[self.rank]) == (os.getpid(), _HERE):
             _STATUS.pack_into(self._status[self.rank], 0, os.getpid(), _LEFT)
 
     def fail(self, reason: str) -> None:
