@@ -11,7 +11,12 @@ import pathlib
 import runpy
 import signal
 import sys
+import threading
+import time
 import traceback
+
+_PATIENCE = 5.0
+"""Seconds from the end of a script until the threads that keep its process alive are named."""
 
 
 def _die_with_parent(parent: int) -> None:
@@ -42,6 +47,26 @@ def _exit_report(path: str, error: BaseException) -> int:
     return 2 if usage else 1
 
 
+def _tell_of_threads() -> None:
+    """Says after a while which threads keep the process alive, though its script has ended."""
+
+    def tell() -> None:
+        time.sleep(_PATIENCE)
+        # The executors' threads end by themselves once the interpreter waits for all.
+        left = [thread.name for thread in threads if thread.is_alive()]
+        if left:
+            print(
+                f"paceline: the script of rank {os.environ.get('RANK', '0')} has ended, but it still runs because of "
+                f"its thread{'s' * (len(left) > 1)} {', '.join(left)}; make them daemon threads, or let them end",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    threads = [one for one in threading.enumerate() if one is not threading.current_thread() and not one.daemon]
+    if threads:
+        threading.Thread(target=tell, daemon=True).start()
+
+
 def main() -> None:
     parent, exit_report, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     _die_with_parent(parent)
@@ -50,7 +75,9 @@ def main() -> None:
     sys.path[0] = str(pathlib.Path(script).resolve().parent)
     try:
         runpy.run_path(script, run_name="__main__")
+        _tell_of_threads()
     except SystemExit:
+        _tell_of_threads()
         raise
     except KeyboardInterrupt:
         sys.exit(130)

@@ -16,7 +16,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from paceline.cluster.process_set import machine
 from paceline.cluster.rendezvous import MemberList, exchange_ports, find_members, open_store
 from paceline.config import Launch, Place, Timeouts
-from paceline.errors import FORK, JoinError, TeamTimeout, UsageError
+from paceline.errors import FORK, JoinError, TeamTimeout, UsageError, WorkerLost, names
 from paceline.transport import Barrier, BarrierKind, ElasticBarrier, MachinesBarrier, Memory, StepCounter
 from paceline.transport.keys import Secret, key_of_run
 from paceline.transport.peer_connections import FrameKind, PeerConnections, compare_clocks, connect
@@ -244,6 +244,12 @@ def _join_local(
         barrier.wait(BarrierKind.BARRIER)
     except TeamTimeout as error:
         raise JoinError(f"{error}; raise it with --timeout if they only need longer", error.ranks) from None
+    except WorkerLost as error:
+        raise JoinError(
+            f"{names(error.ranks)} ended without paceline.join(), and the team needs all {size} workers; let every "
+            "worker join",
+            error.ranks,
+        ) from None
     barrier.timeouts = timeouts
     barrier.watch = liveness = LivenessMonitor(barrier)
     # All wait until everyone has opened its pidfds: a process id must not be reused in between.

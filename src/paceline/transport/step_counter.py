@@ -94,6 +94,13 @@ class StepCounter:
         if _STATUS.unpack_from(self._status[self.rank]) == (os.getpid(), _HERE):
             _STATUS.pack_into(self._status[self.rank], 0, os.getpid(), _LEFT)
 
+    @staticmethod
+    def sign_out_absent(memory: Memory, rank: int, size: int) -> None:
+        """Tells the members of a group of this size that `rank` will not come, if it has not signed in."""
+        status = memory.bytes(FutexArray.STRIDE * size + _STATUS_STRIDE * rank, _STATUS_STRIDE)
+        if _STATUS.unpack_from(status)[0] == 0:
+            _STATUS.pack_into(status, 0, 0, _LEFT)
+
     def fail(self, reason: str) -> None:
         """Tells the others that this member has given up, so that none waits for it or writes to it."""
         text = reason.encode()[: _REASON - 1]

@@ -53,6 +53,8 @@ class LocalRun(SupervisedRun):
         """Ranks of the workers that were told to leave."""
         self._exit_reports = self._make_exit_reports()
         self._processes = ProcessSet(BOOTSTRAP, self._exit_reports, callbacks.output)
+        self._barriers: Memory | None = None
+        """The memory of the workers' barriers."""
         self._control: Listener | None = None
         self._port_holder = socket.socket()
         self._lead_socket, self._own_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -61,7 +63,7 @@ class LocalRun(SupervisedRun):
 
     def start(self, attempt: int) -> None:
         workers = self.job.workers
-        control = Memory.create(Barrier.memory_size(workers))
+        self._barriers = control = Memory.create(Barrier.memory_size(workers))
         launch = msgspec.structs.replace(self.launch, control=control.descriptor, starter=self._lead_socket.fileno())
         self._processes.listen(self._own_socket.fileno(), self._read_lead)
         # Bound but not listening: no other process is given this port, yet rank 0 may still listen on it.
@@ -136,6 +138,10 @@ class LocalRun(SupervisedRun):
 
     def poll(self, seconds: float) -> list[ProcessEnd]:
         ends = self._processes.poll(seconds)
+        for end in ends:
+            if 0 <= end.rank < self.job.workers and end.code == 0 and self._barriers is not None:
+                # The others may be waiting for it to join, and cannot know of a process that they have never seen.
+                Barrier.sign_out_absent(self._barriers, end.rank, self.job.workers)
         self._leaving -= {end.rank for end in ends}
         return ends
 
