@@ -213,8 +213,8 @@ def run(
         progress.note("--live shows nothing, as the run is not recorded")
     code, summary = _carry_out(engine, launch, progress, page, config)
     if json:
-        where = None if folder is None else os.path.relpath(folder)
-        told = {"folder": where, "code": code, **msgspec.to_builtins(summary, str_keys=True)}
+        path = None if folder is None else os.path.relpath(folder)
+        told = {"folder": path, "code": code, **msgspec.to_builtins(summary, str_keys=True)}
         print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
     elif not quiet and code != 2:
         _close(progress, summary, code)

@@ -51,7 +51,8 @@ def copy_without(hooks: Mapping[torch.nn.Module, int]) -> Callable[[], None]:
 
 
 def _reduce_without(module: torch.nn.Module, number: int, protocol: int) -> Any:
-    make, arguments, state, *rest = type(module).__reduce_ex__(module, protocol)  # type: ignore[misc]
+    made: Any = type(module).__reduce_ex__(module, protocol)
+    make, arguments, state, *rest = made
     if isinstance(state, dict):
         state = {name: value for name, value in state.items() if name != "__reduce_ex__"}
         before = state["_forward_pre_hooks"]

@@ -53,7 +53,7 @@ def _add_tensor(digest: Any, tensor: torch.Tensor) -> None:
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].cpu().contiguous()
-        digest.update(memoryview(part.view(torch.uint8).numpy()))
+        digest.update(part.view(torch.uint8).numpy())
 
 
 def _tell(digest: Any, text: str) -> None:
