@@ -137,7 +137,7 @@ def test_an_error_of_the_script_is_told_where_nothing_can_be_written(tmp_path: P
     with mounted(tmp_path / "runs", "size=64k,ro"):
         outcome = played([script], tmp_path)
     assert outcome.code == 1
-    assert "rank 0 failed: ValueError: no such data" in outcome.err
+    assert "failed: ValueError: no such data" in outcome.err
 
 
 @pytest.mark.parametrize("strategy", ["all-reduce", "async"])

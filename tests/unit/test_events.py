@@ -39,6 +39,8 @@ from paceline.events import (
 )
 from paceline.events.recorder import Recorder
 from paceline.events.summary import merge
+from paceline.simulate.cluster import SimulatedCluster
+from paceline.simulate.predict import simulate
 
 EVERY_KIND: list[Event] = [
     Join(0, 1.25, 4711, "höst", "cpu", "all-reduce", 1.7e9),
@@ -286,11 +288,45 @@ def test_a_summary_counts_what_a_server_says() -> None:
     summary = summarise(run, 2)
     assert (summary.updates, summary.cancelled, summary.dropped) == (2, 1, 1)
     assert (summary.pushed_bytes, summary.saved_bytes) == (300, 900)
-    assert summary.staleness.histogram == {0: 2, 1: 1}
-    assert summary.staleness.mean == pytest.approx(1 / 3)
+    assert summary.staleness.histogram == {0: 2}, "of the gradients that were used"
+    assert summary.staleness.mean == 0.0
     assert summary.seconds_per_update == pytest.approx(1.2)
     assert set(summary.workers) == {0, 1}, "a server is not a worker"
     assert summary.workers[0].communicating == 0.125
+
+
+GROUPS: list[Event] = [
+    Join(0, 0.0, 1, "host", "cpu", "groups:size=2", 0.0),
+    Push(0, 1.0, 1, 0, 0, 8, [1], 0, 0, "held", "1 of 2 of group 0"),
+    Push(2, 1.1, 2, 0, 0, 8, [2], 0, 0, "held", "1 of 2 of group 1"),
+    Update(-1, 1.2, 0.1, 1, 0, 2, pushes=[2, 3]),
+    Push(3, 1.2, 3, 0, 0, 8, [3], 0, 0, "used", "group 1"),
+    Update(-1, 1.4, 0.1, 2, 0, 2, pushes=[1, 4]),
+    Push(1, 1.4, 4, 0, 1, 8, [4], 0, 0, "used", "group 0"),
+    Push(2, 1.6, 5, 1, 1, 8, [5], 0, 0, "held", "1 of 2 of group 1"),
+    Push(3, 1.8, 6, 1, 1, 8, [6], 0, 0, "dropped", "group 1 is too old"),
+    Update(-1, 2.4, 0.1, 3, 0, 2, pushes=[7, 8]),
+    Push(0, 2.3, 7, 2, 0, 8, [7], 0, 0, "held", "1 of 2 of group 0"),
+    Push(1, 2.4, 8, 2, 0, 8, [8], 0, 0, "used", "group 0"),
+]
+"""Two groups of two; the second one's last push is dropped, and with it what its member had pushed before."""
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_summary_counts_gradients_of_groups_when_they_are_used(turned: bool) -> None:
+    summary = summarise(GROUPS[::-1] if turned else GROUPS, 4)
+    assert summary.dropped == 2
+    assert summary.staleness.histogram == {0: 4, 1: 2}
+    # From the end of the first update to that of the last: four gradients of eight samples.
+    assert summary.samples_per_second == pytest.approx(32 / 1.2)
+
+
+def test_a_summary_counts_minibatches_that_a_worker_had_not_recorded_when_it_was_killed() -> None:
+    summary = summarise([*GROUPS, Compute(0, 0.5, 0.5, 0, 1, 8)], 4)
+    assert summary.minibatches == 8
+    assert [worker.minibatches for worker in summary.workers.values()] == [2, 2, 2, 2]
+    together = summarise([Compute(0, 0.0, 1.0, 0, 1, 8), Update(0, 1.0, 0.1, 1, 0, 2), Update(0, 2.0, 0.1, 2, 0, 1)], 2)
+    assert together.minibatches == 3
 
 
 def test_a_summary_does_not_depend_on_the_order_of_events() -> None:
@@ -362,3 +398,16 @@ def test_refusals_are_counted_by_why() -> None:
         Refused(-1, 3.0, 1, "seen before", 1),
     ]
     assert summarise(events, 1).refused == {"damaged": 5, "seen before": 1}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["async", "k-async:k=2", "k-batch-sync:k=2", "ssp:s=2", "groups:size=2", "groups:size=2,between=k-async:k=2"],
+)
+def test_a_summary_agrees_with_the_simulator_that_made_the_events(strategy: str) -> None:
+    told, trace = simulate(strategy, SimulatedCluster(workers=4), updates=300, seed=3, trace=True)
+    assert trace is not None
+    summary = summarise(trace.events, 4)
+    assert summary.updates == 300
+    assert summary.staleness.mean == pytest.approx(told.staleness.mean, abs=0.02)
+    assert summary.samples_per_second == pytest.approx(told.samples_per_second, rel=0.1)

@@ -88,9 +88,20 @@ class Summariser:
         self._updates: dict[int, float] = {}
         self._gradients: tuple[array[float], array[int]] = array("d"), array("q")
         """End time and samples of each gradient."""
-        self._pushes: tuple[array[float], array[int]] = array("d"), array("q")
-        """The same for the gradients that a server used."""
+        self._used: tuple[array[float], array[int]] = array("d"), array("q")
+        """The same for the gradients that a server used, at their use."""
         self._ages: Counter[int] = Counter()
+        """Gradients that a server used, by staleness at their use."""
+        self._pending: dict[int, events.Push] = {}
+        """Pushes that no update has used so far, by ticket."""
+        self._awaited: dict[int, tuple[int, float]] = {}
+        """By the ticket of a push that has not been seen: version and end of the update that used it."""
+        self._lists_pushes = False
+        """True if updates tell which pushes they used."""
+        self._pushed: Counter[int] = Counter()
+        """By rank, minibatches in its pushes."""
+        self._in_updates: dict[int, int] = {}
+        """By version, gradients in its update."""
         self._refused: Counter[str] = Counter()
         self._last: dict[str, tuple[int, float | None]] = {}
         """Rank and last value of each metric; the lead's values replace those of others."""
@@ -114,7 +125,7 @@ class Summariser:
             case events.Reduce() | events.Pull() | events.Update():
                 worker.communicating += event.seconds
                 if isinstance(event, events.Update) and not event.skipped:
-                    self._updates[event.version] = max(self._updates.get(event.version, 0.0), end)
+                    self._count_update(event, end)
             case events.Push():
                 self._count_push(event)
             case events.Cancel():
@@ -140,23 +151,45 @@ class Summariser:
         self._gradients[0].append(end)
         self._gradients[1].append(event.samples)
 
+    def _count_update(self, update: events.Update, end: float) -> None:
+        self._updates[update.version] = max(self._updates.get(update.version, 0.0), end)
+        self._in_updates[update.version] = update.workers
+        self._lists_pushes |= bool(update.pushes)
+        for ticket in update.pushes:
+            if ticket in self._pending:
+                self._use(self._pending.pop(ticket), update.version, end)
+            else:
+                self._awaited[ticket] = update.version, end
+
     def _count_push(self, push: events.Push) -> None:
-        self._ages[push.staleness] += 1
         self._bytes += push.bytes
         self._saved += push.saved
+        self._pushed[push.rank] += max(1, len(push.leases))
         self._dropped += push.outcome == "dropped"
-        if push.outcome in ("used", "held"):
-            self._pushes[0].append(push.start)
-            self._pushes[1].append(push.samples)
+        if push.ticket in self._awaited:
+            self._use(push, *self._awaited.pop(push.ticket))
+        elif push.outcome in ("used", "held"):
+            self._pending[push.ticket] = push
+
+    def _use(self, push: events.Push, version: int, end: float) -> None:
+        """Counts a gradient that an update to this version has used."""
+        self._ages[max(0, version - 1 - push.version)] += 1
+        self._used[0].append(end)
+        self._used[1].append(push.samples)
 
     def result(self) -> Summary:
         """The summary of the events so far."""
         times = sorted(self._updates.values())
         span = times[-1] - times[0] if len(times) > 1 else 0.0
         gradients = len(self._gradients[0])
-        ages = self._ages or Counter({0: gradients} if gradients else {})
-        inside = 0
-        for end, samples in zip(*(self._pushes if self._ages else self._gradients), strict=True):
+        # Where the update is not recorded, or does not tell which gradients it used, a push counts by its outcome.
+        alone = [push for push in self._pending.values() if push.outcome == "used" or not self._lists_pushes]
+        ages = self._ages + Counter(push.staleness for push in alone)
+        if not self._pushed:
+            ages = Counter({0: gradients} if gradients else {})
+        workers, minibatches = self._with_unrecorded()
+        inside = sum(push.samples for push in alone if times and times[0] < push.start <= times[-1])
+        for end, samples in zip(*(self._used if self._pushed else self._gradients), strict=True):
             if times and times[0] < end <= times[-1]:
                 inside += samples
         return Summary(
@@ -164,19 +197,31 @@ class Summariser:
             world_size=self._world_size,
             seconds=max(0.0, self._final - self._first),
             updates=len(times),
-            minibatches=self._minibatches,
+            minibatches=minibatches,
             seconds_per_update=span / (len(times) - 1) if span else None,
             samples_per_second=inside / span if span else None,
             cancelled=self._cancelled,
-            dropped=self._dropped,
+            dropped=self._dropped + len(self._pending) - len(alone),  # with its group, or held when the run ended
             pushed_bytes=self._bytes,
             saved_bytes=self._saved,
             staleness=Staleness.of(ages),
             refused=dict(self._refused),
             bubble=self._bubbles.result(self._strategy),
             last={name: value for name, (_, value) in self._last.items()},
-            workers=self._workers,
+            workers=workers,
         )
+
+    def _with_unrecorded(self) -> tuple[dict[int, WorkerSummary], int]:
+        """The workers and the number of all minibatches, with those that a worker had not recorded when it was killed.
+
+        A server knows each worker's; without one, an update knows how many gradients were in it.
+        """
+        workers, total = {}, self._minibatches
+        for rank, worker in self._workers.items():
+            unrecorded = max(0, self._pushed[rank] - worker.minibatches)
+            workers[rank] = msgspec.structs.replace(worker, minibatches=worker.minibatches + unrecorded)
+            total += unrecorded
+        return workers, max(total, sum(self._in_updates.values()))
 
 
 def merge(folder: Path, world_size: int, say: Callable[[str], None] | None = None) -> Summary:

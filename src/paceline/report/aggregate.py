@@ -253,7 +253,7 @@ class RunAggregate:
         tally.steps += np.bincount(np.clip(index.astype(int), 0, _BINS - 1), minlength=_BINS)
 
     def _count_pushes(self, pushes: Rows) -> None:
-        for age, count in zip(*np.unique(pushes["staleness"], return_counts=True), strict=True):
+        for age, count in zip(*np.unique(pushes["staleness"][pushes["used"]], return_counts=True), strict=True):
             self.staleness[int(age)] += int(count)
         for rank in np.unique(pushes["rank"]):
             mine, tally = pushes[pushes["rank"] == rank], self.tallies[int(rank)]

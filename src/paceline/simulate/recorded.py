@@ -144,7 +144,8 @@ class Recording:
                 case events.Push():
                     self._pushes[event.rank].append(event.start)
                     self.size = max(self.size, event.bytes + event.saved)
-                    self.ages.append(event.staleness)
+                    if event.outcome in ("used", "held"):
+                        self.ages.append(event.staleness)
                 case events.Update():
                     if event.rank <= 0:
                         self.updates[event.version] = (event.start, event.start + event.seconds)
