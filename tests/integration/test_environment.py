@@ -160,3 +160,12 @@ def test_a_page_of_a_run_without_records_is_said_to_show_nothing(tmp_path: Path)
     outcome = played([write_script(tmp_path, TRAIN), "--live", "--no-record", "--", "10"], tmp_path)
     assert outcome.code == 0, outcome.err
     assert outcome.err.count("--live shows nothing, as the run is not recorded") == 1
+
+
+def test_restarts_without_a_server_to_join_are_said_to_do_nothing(tmp_path: Path) -> None:
+    script = write_script(tmp_path, TRAIN)
+    outcome = played([script, "--restarts", "2", "--", "10"], tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert outcome.err.count("--restarts starts no worker again, as there is no parameter server") == 1
+    served = played([script, "--restarts", "2", "--strategy", "async", "--", "10"], tmp_path)
+    assert (served.code, "--restarts" in served.err) == (0, False)

@@ -31,7 +31,7 @@ def draw_scaling(facts: dict[str, Any], path: Path) -> None:
         for values, key in zip(curve, ("workers", "efficiency", "throughput"), strict=True):
             values.append(point[key])
     title = f"{facts['model']} under {facts['strategy']}"
-    figure = _figure(title, "Scaling efficiency", "Samples per second", curves)
+    figure = _figure(title, "Efficiency over plain processes at once", "Samples per second", curves)
     figure.add_hline(1.0, line_dash="dot", line_color="grey", row=1, col=1)
     figure.update_xaxes(title_text="workers", dtick=1)
     figure.update_yaxes(rangemode="tozero")

@@ -100,11 +100,11 @@ def scaling(
     plot: Annotated[Path | None, typer.Option(help="Write the curves to this HTML file.")] = None,
     json: Json = False,
 ) -> None:
-    """Print scaling efficiency: the time of one iteration alone over that in a team, at the same batch per worker.
+    """Print scaling efficiency: the time of an iteration of plain torch over that in a team, at the same batch.
 
-    `single` is one plain torch process that has the machine to itself; `at once` is as many of them as there are
-    workers, so that memory and caches are shared as in the team; `same allocator` gives these Paceline's way of
-    keeping freed memory.
+    `at once`, which is plotted, is as many plain processes as there are workers, so that memory and caches are shared
+    as in the team; `single` is one that has the machine to itself; `same allocator` is as many at once with
+    Paceline's way of keeping freed memory.
 
     Example: `paceline bench scaling --model mlp25m --workers 1,2,4 --batch 8,32 --plot scaling.html`
     """

@@ -214,6 +214,11 @@ class SupervisedRun(abc.ABC):
     def serve(self, request: StartServers) -> None:
         """Handle a worker's request for servers."""
         self.supervision.tolerates_loss, self.supervision.joinable = request.tolerates_loss, bool(request.address)
+        if self.restarts_left and not request.address and not self.restarts_team:
+            self.callbacks.note(
+                "--restarts starts no worker again, as there is no parameter server that it could join; if one is "
+                "lost, the others go on, as with --elastic"
+            )
         self.start_servers(request)
 
     def check_interrupted(self) -> None:
