@@ -54,7 +54,7 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Lin
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 inputs = torch.randn(160, 8)
 loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
-model, optimizer, loader = team.setup(model, optimizer, loader)
+model, optimizer, loader = team.setup(model, optimizer, loader, global_batch=8)
 seen = 0
 with team:
     for n, (x, y) in enumerate(loader):

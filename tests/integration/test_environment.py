@@ -27,7 +27,7 @@ model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 inputs = torch.randn(rounds * 8, 8)
 loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
-model, optimizer, loader = team.setup(model, optimizer, loader)
+model, optimizer, loader = team.setup(model, optimizer, loader, global_batch=8)
 note(f"begun-{team.rank}")
 while wait and not pathlib.Path(wait[0]).exists():
     time.sleep(0.01)
@@ -38,6 +38,8 @@ for x, y in loader:
     optimizer.zero_grad()
     print("a line of the script " * 10)
     team.report(loss=loss)
+if rounds == 11:
+    team.save()
 note(f"done-{team.rank}", loss=float(loss.detach()))
 """
 )
@@ -83,7 +85,8 @@ def test_runs_without_a_name_that_start_in_the_same_second_have_folders_of_their
 
 def test_only_the_user_can_read_a_run(tmp_path: Path) -> None:
     script = write_script(tmp_path, TRAIN)
-    assert played([script, "--name", "z", "--strategy", "async", "--", "10"], tmp_path).code == 0
+    assert played([script, "--name", "z", "--strategy", "async", "--", "11"], tmp_path).code == 0
+    assert list((tmp_path / "runs" / "z" / "checkpoints").glob("*.pt"))
     for path in [tmp_path / "runs" / "z", *(tmp_path / "runs" / "z").rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 

@@ -15,6 +15,7 @@ import torch
 from paceline.cluster.file_sync import newest_checkpoint
 from paceline.cluster.membership import Members
 from paceline.errors import UsageError
+from paceline.events.private import make_private
 from paceline.parameters.checkpoint_codec import pack, unpack
 from paceline.team.checksum import KEY, checksum
 
@@ -74,25 +75,30 @@ def _packed(path: Path) -> bytes:
         return pack(str(error))
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes a checkpoint; the file is complete or not there, and nothing else is left if the process is killed."""
+def write(path: Path, content: dict[str, Any], *, private: bool = False) -> None:
+    """Writes a checkpoint; the file is complete or not there, and nothing else is left if the process is killed.
+
+    private: only this user can read it.
+    """
     try:
+        if private:
+            make_private(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_partial(path.parent, path.name)
-        _write({**content, KEY: checksum(content)}, path)
+        _write({**content, KEY: checksum(content)}, path, 0o600 if private else 0o666)
     except OSError as error:
         raise UsageError(f"the checkpoint {path} cannot be written: {error.strerror or error}") from None
 
 
-def _write(content: dict[str, Any], path: Path) -> None:
+def _write(content: dict[str, Any], path: Path, mode: int) -> None:
     partial = path.with_name(f".{path.name}.{_HOST}.{os.getpid()}")
     try:
-        descriptor = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o666)
+        descriptor = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, mode)
         nameless = True
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
-        descriptor = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)  # a file system without such files
+        descriptor = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, mode)  # a file system without such files
         nameless = False
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -340,7 +340,7 @@ class Team:
         of it. Without a path it goes to the run's `checkpoints/`.
         """
         trainer = self._training()
-        path = self._checkpoints.path(path, trainer.version)
+        own, path = path is None, self._checkpoints.path(path, trainer.version)
         content: dict[str, Any] = {}
         if self.is_lead or trainer.lockstep:
             with trainer.frozen():
@@ -351,7 +351,7 @@ class Team:
                     "version": trainer.version,
                 }
         if self.is_lead:
-            write(path, content)
+            write(path, content, private=own)
         return path
 
     def load(self, path: str | Path) -> dict[str, Any]:
