@@ -36,6 +36,8 @@ class PipelineContext:
     """Relative speed of each of the pipeline's workers; 1 unless it is made slow on purpose."""
     version: Callable[[], int]
     """Version of the parameters."""
+    before_call: Callable[[], object] = lambda: None
+    """Called before each call of the model, once it is split."""
     enter_backward: Callable[[Callable[[], torch.Tensor]], object] = lambda _: None
     """Called before a backward pass, with a function that computes the loss on random outputs of the model."""
     leave_backward: Callable[[], object] = lambda: None

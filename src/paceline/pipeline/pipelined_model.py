@@ -75,6 +75,8 @@ class PipelinedModel:
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             raise UsageError("an input of the model requires a gradient, which a pipeline does not compute; detach it")
         self._check_rows(leaves)
+        if self.runtime is not None:
+            self._context.before_call()
         runtime = self.runtime = self.runtime or self._build(args, kwargs)
         kind = runtime.key(args, kwargs)
         trace = runtime.trace(kind, args, kwargs)

@@ -6,8 +6,9 @@ For a checkpoint a worker reads the other stages' tensors in place.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -16,7 +17,9 @@ from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
 from paceline.errors import TeamTimeout, WorkerLost
+from paceline.parameters.versions import take_back
 from paceline.transport import BarrierKind, Memory
+from paceline.transport.copy_on_write import CopyOnWriteView
 
 _LINE = 64
 _ROOM = 8
@@ -56,18 +59,60 @@ class SharedState:
         self._directory = _SPARE + 512 * len(self.parameters)
         self._room = _ROOM * sum(parameter.nbytes for parameter in self.parameters) + _SPARE
         self._state = _aligned(size)
-        self._memory: Memory = members.share(self._state + members.size * (self._directory + self._room))
+        self._memory: Memory = members.share(self._state + members.size * (self._directory + self._room), keep=True)
+        self._private = CopyOnWriteView(self._memory)
+        self._memory.close_descriptor()
         self._control = [self._memory.bytes(_LINE * rank, _LINE).cast("q") for rank in range(members.size)]
-        views = []
-        for tensor, offset in zip(self._tensors, offsets, strict=True):
-            flat = self._memory.tensor(offset, tensor.numel(), tensor.dtype)
-            dense = torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta")
-            views.append(flat.as_strided(tensor.shape, dense.stride()) if tensor.numel() else tensor.data)
+        views = [_view(self._memory, offset, one) for one, offset in zip(self._tensors, offsets, strict=True)]
+        private = [_view(self._private, offset, one) for one, offset in zip(self._tensors, offsets, strict=True)]
         _move(members, self._tensors, views, write=self._rank == 0)
+        self._places = list(zip(self.parameters, views, private, strict=False))
+        """Per parameter, its place in shared memory, and the same as the script sees and may change it."""
+        self._names = [name for name, _ in model.named_parameters()]
+        self._span = (offsets[0], offsets[len(self.parameters) - 1] + _aligned(self.parameters[-1].nbytes))
+        """The bytes [start, stop) of all parameters."""
+        self._point(shared=False)
         self._placed: dict[tuple[int, str], torch.Tensor] = {}
         self._entries: list[_Entry] = []
         self._used = 0
         self._own: list[torch.nn.Parameter] = []
+
+    # -- the parameters ----------------------------------------------------------------------------------------------
+
+    def _point(self, *, shared: bool) -> None:
+        for parameter, place, private in self._places:
+            parameter.data = place if shared else private
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """While entered, changes of parameters are seen by all."""
+        self._point(shared=True)
+        try:
+            yield
+        finally:
+            self._point(shared=False)
+
+    def changed(self) -> bool:
+        """True if the script has changed parameters itself, outside of the optimizer."""
+        for name, (parameter, _, private) in zip(self._names, self._places, strict=True):
+            if parameter.data_ptr() != private.data_ptr() and private.numel():
+                take_back(name, parameter, private)
+        if not self._private.written(*self._span):
+            return False
+        if all(torch.equal(place, private) for _, place, private in self._places):
+            self._private.discard()
+            return False
+        return True
+
+    def share_changes(self) -> None:
+        """Let all see what all scripts have changed alike: a parameter's owner counts; all workers call it."""
+        self._members.barrier.wait(BarrierKind.GATHER)
+        own = set(map(id, self._own))
+        for parameter, place, private in self._places:
+            if id(parameter) in own:
+                place.copy_(private)
+        self._members.barrier.wait(BarrierKind.GATHER)
+        self._private.discard()
 
     # -- the optimizer's state ---------------------------------------------------------------------------------------
 
@@ -178,6 +223,14 @@ def share_buffers(members: Members, buffers: Iterable[torch.Tensor], slot: int, 
         views.append(memory.tensor(offset, tensor.numel(), tensor.dtype).view(tensor.shape))
         offset += size
     _move(members, tensors, views, write=write)
+
+
+def _view(memory: Memory | CopyOnWriteView, offset: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The place of a tensor at this offset, in its shape and memory format."""
+    if not tensor.numel():
+        return tensor.data
+    dense = torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta")
+    return memory.tensor(offset, tensor.numel(), tensor.dtype).as_strided(tensor.shape, dense.stride())
 
 
 def _move(members: Members, tensors: list[torch.Tensor], views: list[torch.Tensor], *, write: bool) -> None:

@@ -55,7 +55,10 @@ class ServerBarrier:
                     "workers must look at .grad, or none",
                     [session.rank],
                 )
-        return [session for session in due if session.state in (SessionState.BARRIER, SessionState.COMPUTING)]
+        at_epoch = (session for session in due if session.payload and session.payload[0] == BarrierKind.EPOCH)
+        done = {session.rank for session in at_epoch}
+        states = (SessionState.BARRIER, SessionState.COMPUTING)
+        return [session for session in due if session.state in states and session.rank not in done]
 
     def _release(self, sessions: list[Session], payloads: dict[int, bytes]) -> None:
         text = msgspec.msgpack.encode(payloads)

@@ -57,6 +57,8 @@ class LeaseClient:
         self._trained: set[int] = set()
         """Loaders whose current epoch this worker trains on, instead of only evaluating."""
         self._loaders = 0
+        self.on_enter: Callable[[], None] = lambda: None
+        """Called before an epoch begins."""
         self.on_ask: Callable[[], None] = lambda: None
         """Called before a lease is requested while none is open."""
 
@@ -99,6 +101,7 @@ class LeaseClient:
         self._stopwatch.ask()
 
     def enter(self, loader: int, epoch: int, draw: Callable[[], LeasedEpoch]) -> None:
+        self.on_enter()
         start = time.perf_counter()
         training = torch.is_grad_enabled()
         if training:

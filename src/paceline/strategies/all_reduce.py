@@ -118,7 +118,9 @@ class AllReduceTrainer(SynchronousTrainer):
 
     def _share_versions(self) -> ShardedOptimizer:
         members, layout = self._members, self._layout
-        self._versions = versions = Versions(layout, members.share(Versions.memory_size(layout)))
+        memory = members.share(Versions.memory_size(layout), keep=True)
+        self._versions = versions = Versions(layout, memory, private=True)
+        memory.close_descriptor()
         if self._machines is not None:
             members.mirror([slot.parameter for slot in layout.slots])
         if self._place == 0:
@@ -130,6 +132,10 @@ class AllReduceTrainer(SynchronousTrainer):
         return shard
 
     # -- a step ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _shared(self) -> Versions | None:
+        return self._versions
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self._shard is not None:
@@ -274,5 +280,7 @@ class AllReduceTrainer(SynchronousTrainer):
 
     def addresses(self) -> list[int]:
         """Where the shared parameters and the optimizer's state begin."""
-        tensors = [*(self._versions.flats if self._versions else []), *(self._shard.state() if self._shard else [])]
+        versions, shard = self._versions, self._shard
+        tensors = [*(versions.flats if versions else []), *(shard.state() if shard else [])]
+        tensors += [slot.parameter for slot in self._layout.slots[:1]]  # in a view of the versions
         return [tensor.data_ptr() for tensor in tensors]

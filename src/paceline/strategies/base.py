@@ -115,7 +115,9 @@ class Trainer(ABC):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Replaces `optimizer.step()`."""
         self._look_away()
-        return None if self._accumulating else self._step(closure)
+        result = None if self._accumulating else self._step(closure)
+        Trainer.leave_backward(self)  # the script may look at the gradient after the step, too
+        return result
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """A step of a trainer that updates parameters itself, with the user's hooks before and after."""
@@ -134,6 +136,7 @@ class Trainer(ABC):
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         if not self._accumulating:
+            self._look_away()
             self._clear_gradients(set_to_none)
 
     def _clear_gradients(self, set_to_none: bool) -> None:

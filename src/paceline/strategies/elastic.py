@@ -24,6 +24,7 @@ from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout
 from paceline.parameters.optimizers import ELEMENTWISE
 from paceline.parameters.reduction import Weights
+from paceline.parameters.versions import Versions
 from paceline.strategies.all_reduce import on_host, topology_of
 from paceline.strategies.base import Options, TrainerContext, split_parameters
 from paceline.strategies.elastic_shards import ElasticShards
@@ -85,6 +86,10 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
         self._barrier.spare = True
         if self._rank == 0:  # the launcher must know that a worker may be lost
             start_servers(context.launch, StartServers(0, "", 0.0, [], True))
+
+    @property
+    def _shared(self) -> Versions | None:
+        return self._shards.versions
 
     # -- the workers that are left -----------------------------------------------------------------------------------
 

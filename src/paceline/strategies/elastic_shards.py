@@ -31,7 +31,9 @@ class ElasticShards:
         """count: shards of all workers."""
         self._optimizer, self._members, self._gradients, self._count = optimizer, members, gradients, count
         self._layout = layout = gradients.layout
-        self.versions = Versions(layout, members.share(Versions.memory_size(layout, 2)), 2)
+        memory = members.share(Versions.memory_size(layout, 2), keep=True)
+        self.versions = Versions(layout, memory, 2, private=True)
+        memory.close_descriptor()
         self.buffer = 0
         """The buffer, 0 or 1, with the newest version."""
         if len(members.machines) > 1:

@@ -51,7 +51,9 @@ class MeshTrainer(SynchronousTrainer):
         super().__init__(model, optimizer, context, rate, gradients, table, counts=not coord.place)
         self.replica = (coord.replica, coord.shape.data)
         self._reduction = SharedReduction(layout, gradients, self._rank, coord.replica)
-        versions = Versions(layout, members.share(Versions.memory_size(layout)))
+        memory = members.share(Versions.memory_size(layout), keep=True)
+        self._versions = versions = Versions(layout, memory, private=True)
+        memory.close_descriptor()
         if self._rank == 0:
             parts.fill(versions.views(0))
         self._barrier.wait(BarrierKind.ALLOCATE)
@@ -62,10 +64,21 @@ class MeshTrainer(SynchronousTrainer):
         gradients.attach()
         self._patch_optimizer()
         self._watch_gradients()
+        self._hook = model.register_state_dict_pre_hook(lambda *_: self._show_changes())
         split.ready()
 
+    def _show_changes(self) -> None:
+        """Others have changed their parts of the model as this worker's script has: they must be seen in the whole."""
+        if self._find_changes():
+            self._share_changes(BarrierKind.GATHER)
+
     def epoch_drawn(self) -> None:
+        super().epoch_drawn()
         self._split.draw_alike()
+
+    @property
+    def _shared(self) -> Versions | None:
+        return self._versions
 
     def _update_parameters(self, agreed: StepAgreement) -> int:
         groups = self._scaled_groups(agreed)
@@ -85,4 +98,5 @@ class MeshTrainer(SynchronousTrainer):
         return agreed.weights[0][0] * self._coord.shape.replica
 
     def _restore_model(self) -> None:
+        self._hook.remove()
         self._split.undo()

@@ -218,7 +218,7 @@ class MeshServerTrainer(ServerTrainer):
         for replica in range(self._coord.shape.data):
             if replica == self._server_rank:
                 with self._replica_frozen():
-                    self._model.load_state_dict(model)
+                    self._load_model(model)
                 self._optimizer.load_state_dict(optimizer)
             self._barrier.wait(BarrierKind.BARRIER)
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from paceline.cluster.membership import Members
 from paceline.config import RunSpec, capacity
 from paceline.errors import Mismatch, ServerLost, TeamError
+from paceline.parameters.layout import Slot
 from paceline.parameters.model_buffers import ModelBuffers
 from paceline.parameters.step_snapshot import StepSnapshot
 from paceline.policies import Policy, parse_policy
@@ -29,7 +30,7 @@ from paceline.strategies.local_servers import LocalServers
 from paceline.strategies.optimizer_patch import own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.server_trainer import ServerTrainer, check_server
-from paceline.strategies.step_table import weigh
+from paceline.strategies.step_table import changed_unlike, weigh
 from paceline.strategies.worker_memory import Named, WorkerMemory, describe_run
 from paceline.transport import BarrierKind
 from paceline.transport.unix_connection import new_address
@@ -91,6 +92,8 @@ class ParameterServerTrainer(ServerTrainer):
         self._patch_optimizer()
         self._exposes = policy.lockstep and len(members.machines) == 1 and run.memory.feedback is None
         """True if all workers compute every update together, and can read each other's gradients."""
+        if self._exposes:
+            self._leases.on_enter = self._begin_epoch
         if self._exposes or policy.k > 1:  # else a gradient is an update by itself
             self._watch_gradients()
 
@@ -140,6 +143,35 @@ class ParameterServerTrainer(ServerTrainer):
             view.copy_(total)
         self._gradients.show(bytes(any(flags) for flags in zip(*used.values(), strict=True)))
         self._gradients_shown(len(weights))
+
+    def _accept_changes(self, changed: list[Slot]) -> None:
+        if not self._exposes:
+            super()._accept_changes(changed)
+        self._commit_changes(changed, BarrierKind.REDUCE)
+
+    def _begin_epoch(self) -> None:
+        # A worker without samples in the last update has not run what the others' scripts did after it.
+        self._commit_changes(self._memory.versions.changed(), BarrierKind.EPOCH)
+
+    def _commit_changes(self, changed: list[Slot], kind: BarrierKind) -> None:
+        """What all scripts did alike to these parameters counts once."""
+        versions = self._memory.versions
+        digest = versions.digest(changed) if changed else 0
+        found = self._client.exchange(kind, digest.to_bytes(8, "little"))
+        digests = {rank: int.from_bytes(one, "little") for rank, one in found.items()}
+        if not any(digests.values()):
+            return
+        first = min(rank for rank, one in digests.items() if one)
+        others = [
+            rank for rank, one in digests.items() if one != digests[first] and (one or kind is BarrierKind.REDUCE)
+        ]
+        if others and self._server_version:
+            raise changed_unlike(changed, others, first)
+        if self._rank == first:
+            with self.frozen():
+                versions.commit(changed)
+        self._client.exchange(kind, b"")
+        versions.discard()
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         if not self._exposes:
@@ -223,7 +255,7 @@ class ParameterServerTrainer(ServerTrainer):
         for rank in here:
             if rank == self._rank:
                 with self.frozen():
-                    self._model.load_state_dict(model)
+                    self._load_model(model)
                 self._optimizer.load_state_dict(optimizer)
             self.gather(b"", BarrierKind.BARRIER)
 

@@ -52,6 +52,7 @@ class PipelineTrainer(Trainer):
             slow_pass=context.stopwatch.slow_pass,
             speeds=[1.0 / slow[rank].factor if rank in slow else 1.0 for rank in ranks],
             version=lambda: self.version,
+            before_call=self._share_changes,
             enter_backward=self.enter_backward,
             leave_backward=self.leave_backward,
         )
@@ -84,7 +85,9 @@ class PipelineTrainer(Trainer):
         self._hide_gradients()
         start = time.perf_counter()
         rates = self._patch.scaled_rates(self._rate.factor(self.version))
-        with rates, self._patch.values(_in_one_pass(self._optimizer)):
+        self._share_changes()
+        updating = contextlib.nullcontext() if self._pipelined.runtime is None else self._shared_state.updating()
+        with rates, updating, self._patch.values(_in_one_pass(self._optimizer)):
             self._patch.plain_step()
         self._steps += 1
         self.version += 1
@@ -136,6 +139,13 @@ class PipelineTrainer(Trainer):
         """Waits until all stages have had as many updates as this worker's."""
         if self._pipelined.runtime is not None:
             self._shared_state.wait(self._steps)
+        self._share_changes()
+
+    def _share_changes(self) -> None:
+        """Let all stages see what the workers' scripts have changed themselves, all alike."""
+        if self._pipelined.runtime is not None and self._shared_state.changed():
+            self._shared_state.wait(self._steps)
+            self._shared_state.share_changes()
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -162,6 +172,7 @@ class PipelineTrainer(Trainer):
         if self._pipelined.runtime is not None:
             self._barrier.wait(BarrierKind.BARRIER)
         super().load(model, optimizer)
+        self._share_changes()
         if self._pipelined.runtime is not None:
             self._barrier.wait(BarrierKind.BARRIER)
 

@@ -25,6 +25,7 @@ from paceline.errors import UsageError
 from paceline.events import Pull, Reduce, Wait
 from paceline.parameters.gradient_weight import GradientWeight
 from paceline.parameters.hyperparameters import RateScaling
+from paceline.parameters.layout import Slot
 from paceline.parameters.loss_weight import LossWeight
 from paceline.parameters.reduction import CHUNK, weighted_sum
 from paceline.policies import Policy
@@ -126,6 +127,8 @@ class ServerTrainer(Trainer):
         clear_gradients(self._optimizer, self._layout, set_to_none)
 
     def _update(self, unscale: float, found_inf: bool) -> None:
+        if changed := self._memory.versions.changed():
+            self._accept_changes(changed)
         _, samples = self._stopwatch.stop(self._server_version)
         start = time.perf_counter()
         used, found_inf = self._collect(found_inf)
@@ -165,6 +168,22 @@ class ServerTrainer(Trainer):
         self._stopwatch.restart(end)
         self.on_update()
         self._after_push(answer)
+
+    def _accept_changes(self, changed: list[Slot]) -> None:
+        """The script has changed these parameters itself, outside of the optimizer."""
+        named = ", ".join([*(slot.name for slot in changed[:3]), "…"][: len(changed) + (len(changed) > 3)])
+        raise UsageError(
+            f"the script has changed parameters outside of the optimizer ({named}); under '{self._strategy}' workers "
+            "compute on different versions, which only the server changes; do it before team.setup, with team.load, or "
+            "use all-reduce or sync"
+        )
+
+    def _load_model(self, model: dict[str, Any]) -> None:
+        """Load values into the newest version, while nothing else changes it."""
+        self._model.load_state_dict(model)
+        versions = self._memory.versions
+        versions.commit(versions.changed())
+        versions.discard()
 
     def _gradients_shown(self, workers: int) -> None:
         """The gradient of so many workers is in `.grad` now."""

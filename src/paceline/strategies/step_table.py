@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
+from paceline.errors import Mismatch, names
 from paceline.parameters.hyperparameters import Hyperparameters
+from paceline.parameters.layout import Slot
 from paceline.parameters.loss_weight import Kind, LossWeight
 from paceline.parameters.worker_table import WorkerTable
 
-_NOTE = struct.Struct("=dqddqqqdq")
-# share, kind and count of the loss, factor, skip, number of the hyperparameters, all used, seconds, samples
+_NOTE = struct.Struct("=dqddqqqdqq")
+# share, kind and count of the loss, factor, skip, number of the hyperparameters, all used, seconds, samples,
+# digest of changes by hand
 
 
 class StepAgreement(NamedTuple):
@@ -34,6 +38,8 @@ class StepAgreement(NamedTuple):
     """Undoes the scale of the first contributing worker's loss."""
     share: float = 1.0
     """Their share of the global batch; below 1 if a worker was lost that had samples of it."""
+    changes: dict[int, int] = {}  # noqa: RUF012
+    """By rank, the digest of parameters that its script has changed itself; 0 if it has not."""
 
     def anywhere(self) -> bytes | None:
         """A byte per parameter: 1 if it has a gradient on any worker; None if all have."""
@@ -62,18 +68,26 @@ class StepTable:
         """The number of the hyperparameters that the other workers have."""
 
     def write(
-        self, share: float, loss: LossWeight, factor: float, skip: bool, used: bytes, pace: tuple[float, int]
+        self,
+        share: float,
+        loss: LossWeight,
+        factor: float,
+        skip: bool,
+        used: bytes,
+        pace: tuple[float, int],
+        changed: int = 0,
     ) -> int:
         """Write this worker's note for the next barrier; returns its length in bytes.
 
-        share: its share of the global batch; factor: undoes the scale of its loss.
+        share: its share of the global batch; factor: undoes the scale of its loss; changed: the digest of parameters
+        that its script has changed itself, or 0.
         """
         complete = 0 not in used
         if not complete:
             self._used[self._rank][:] = used
         number = self._hyperparameters.publish()
         note = self._barrier.note
-        _NOTE.pack_into(note, 0, share, loss.kind, loss.items, factor, skip, number, complete, *pace)
+        _NOTE.pack_into(note, 0, share, loss.kind, loss.items, factor, skip, number, complete, *pace, changed)
         end = _NOTE.size
         if not self._in_notes:
             return end
@@ -94,16 +108,18 @@ class StepTable:
         paces: list[tuple[float, int]] = [(0.0, 0)] * self._size
         used = [self._everything] * self._size
         complete, skip = True, False
+        changes: dict[int, int] = {}
         groups: list[dict[str, Any]] = []
         for rank, note in enumerate(self._barrier.notes):
             if self._barrier.passive[rank]:
                 continue
-            share, kind, count, factor, skips, number, all_used, seconds, samples = _NOTE.unpack_from(note)
+            share, kind, count, factor, skips, number, all_used, seconds, samples, changed = _NOTE.unpack_from(note)
             if self._in_notes:
                 self._take(rank, note[_NOTE.size : self._barrier.length(rank)], bool(all_used))
             if not losses:
                 groups = self._hyperparameters.read(rank, number)
             losses.append((rank, share, kind, count, factor))
+            changes[rank] = changed
             paces[rank] = (seconds, samples)
             skip = skip or bool(skips)
             if not all_used:
@@ -111,7 +127,8 @@ class StepTable:
                 used[rank] = bytes(self._used[rank])
         weights, share = weigh(losses[:: self.each])
         factor = losses[0][-1] if losses else 1.0
-        return StepAgreement(weights, None if complete else used, skip, groups, paces, factor, share)
+        used_flags = None if complete else used
+        return StepAgreement(weights, used_flags, skip, groups, paces, factor, share, changes)
 
     def _take(self, rank: int, rest: memoryview, complete: bool) -> None:
         """Store the flags and hyperparameters of another worker's note."""
@@ -138,6 +155,16 @@ def weigh(losses: list[tuple[int, float, int, float, float]]) -> tuple[list[tupl
     ):  # a divisor that is a count by chance is one on few workers
         return [(rank, factor) for rank, *_, factor in parts], 1.0
     return [(rank, share * factor) for rank, share, *_, factor in losses], sum(share for _, share, *_ in losses)
+
+
+def changed_unlike(changed: Sequence[Slot], others: Sequence[int], first: int) -> Mismatch:
+    """The error of workers whose scripts have changed these parameters to other values than the first worker's."""
+    named = f" ({', '.join(slot.name for slot in changed[:3])})" if changed else ""
+    return Mismatch(
+        f"parameters{named} were changed outside of the optimizer, by {names(others)} to other values than by rank "
+        f"{first}; all workers must change them alike, or before team.setup",
+        others,
+    )
 
 
 class ReplicaStepTable(StepTable):

@@ -25,16 +25,18 @@ from paceline.events import Reduce, Update
 from paceline.parameters.gradient_weight import GradientWeight
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
-from paceline.parameters.layout import Layout
+from paceline.parameters.layout import Layout, Slot
 from paceline.parameters.reduction import combine_norms
 from paceline.parameters.sharding import ShardedOptimizer
+from paceline.parameters.versions import Versions
 from paceline.strategies.base import Options, Trainer, TrainerContext
 from paceline.strategies.optimizer_patch import clear_gradients, own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
-from paceline.strategies.step_table import StepAgreement, StepTable
+from paceline.strategies.step_table import StepAgreement, StepTable, changed_unlike
 from paceline.transport import BarrierKind
 
 _VALUES = struct.Struct("=dd")
+_DIGEST = struct.Struct("=q")
 
 
 class SynchronousTrainer(Trainer):
@@ -58,6 +60,11 @@ class SynchronousTrainer(Trainer):
         self._weight = GradientWeight(1.0 / rate.workers, gradients, context.say, self._sum_counts)
         self._groups: list[dict[str, Any]] = []
         """The hyperparameters of the last update."""
+        self._changed: list[Slot] = []
+        """Parameters that the script has changed itself since the last update."""
+        self._resting: set[int] = set()
+        """Workers without samples in the last update."""
+        self._initial_version = self.version
         self._exposed = 0
         """The number of workers whose gradients are in `.grad`, if that is the team's gradient; else 0."""
         self._clip_factor: float | None = None
@@ -113,6 +120,7 @@ class SynchronousTrainer(Trainer):
 
     def finish_epoch(self) -> None:
         helped = False
+        self._exposed = 0  # what is in `.grad` is of an update that is over
         while (kind := self._wait(BarrierKind.PASSIVE)) is not BarrierKind.PASSIVE:
             if not self._take_part(kind):
                 self._barrier.carry(kind)
@@ -135,7 +143,8 @@ class SynchronousTrainer(Trainer):
         """Write this worker's note; returns its length in bytes."""
         # The reduced mean lies in the shared buffer, where this worker's own gradient must not be copied again.
         used = self._gradients.collect() if self._clip_factor is None else self._gradients.used()
-        return self._table.write(self._weight.share, self._weight.loss, unscale, found_inf, used, pace)
+        changed = self._find_changes()
+        return self._table.write(self._weight.share, self._weight.loss, unscale, found_inf, used, pace, changed)
 
     def _pace(self) -> tuple[float, int]:
         """Seconds and samples of this worker's step."""
@@ -145,6 +154,9 @@ class SynchronousTrainer(Trainer):
         start = time.perf_counter()
         agreed = self._table.read()
         self.paces = agreed.paces
+        self._resting = {rank for rank in range(self._members.size) if rank not in agreed.changes}
+        if any(agreed.changes.values()):
+            self._commit_changes(agreed.changes)
         read = 0 if agreed.skip else self._update_parameters(agreed)
         self._clip_factor, self._exposed = None, 0
         self._stopwatch.slow_link(time.perf_counter() - start)
@@ -157,6 +169,52 @@ class SynchronousTrainer(Trainer):
             self.version += 1
         self.on_update()
         self._stopwatch.restart(time.perf_counter())
+
+    @property
+    def _shared(self) -> Versions | None:
+        """The parameters in shared memory, if they are there."""
+        return None
+
+    def _find_changes(self) -> int:
+        """The digest of parameters that the script has changed itself since the last update; 0 if there are none."""
+        if self._shared is None:
+            return 0
+        self._changed = self._shared.changed()
+        return self._shared.digest(self._changed) if self._changed else 0
+
+    def epoch_drawn(self) -> None:
+        # A worker without samples in the last update has not run what the others' scripts did after it.
+        self._share_changes(BarrierKind.EPOCH)
+
+    def _share_changes(self, kind: BarrierKind) -> None:
+        """Let all workers see what scripts have changed themselves; all workers call it."""
+        _DIGEST.pack_into(self._barrier.note, 0, self._find_changes())
+        self._wait(kind, _DIGEST.size)
+        digests = {rank: _DIGEST.unpack_from(note)[0] for rank, note in enumerate(self._barrier.notes)}
+        digests = {rank: digest for rank, digest in digests.items() if rank not in self._barrier.departed}
+        if any(digests.values()):
+            self._commit_changes({rank: digest for rank, digest in digests.items() if rank not in self._resting})
+
+    def _commit_changes(self, digests: dict[int, int]) -> None:
+        """Scripts have changed parameters themselves: what all of them did alike counts once.
+
+        digests: of the workers' changes, by rank, without those that have had no samples.
+        """
+        assert self._shared is not None
+        each, ranks = self._table.each, sorted(digests)
+        first = {rank % each: digests[rank] for rank in reversed(ranks)}
+        others = [rank for rank in ranks if digests[rank] != first[rank % each]]
+        if others and self.version > self._initial_version:
+            raise changed_unlike(self._changed, others, ranks[0])
+        here = self._members.machines[self._members.machine]
+        if any(not set(ranks) & set(machine) for machine in self._members.machines):
+            self._members.mirror([slot.parameter for slot in self._layout.slots])
+            self._find_changes()
+            ranks = sorted(here)
+        if self._rank in [rank for rank in ranks if rank in here][:each]:
+            self._shared.commit(self._changed)
+        self._wait(BarrierKind.PUBLISH)
+        self._shared.discard()
 
     @abstractmethod
     def _update_parameters(self, agreed: StepAgreement) -> int:
@@ -232,6 +290,12 @@ class SynchronousTrainer(Trainer):
         # No worker may still compute on these values, and none may go on before all of them are loaded.
         self._wait(BarrierKind.BARRIER)
         super().load(model, optimizer)
+        if self._shared is not None:
+            changed = self._shared.changed()
+            if self._rank in self._members.machines[self._members.machine][: self._table.each]:
+                self._shared.commit(changed)
+            self._wait(BarrierKind.BARRIER)
+            self._shared.discard()
         self._wait(BarrierKind.BARRIER)
 
     def _share_state(self, state: OptimizerState) -> None:

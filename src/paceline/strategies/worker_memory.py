@@ -79,7 +79,7 @@ class WorkerMemory:
         self.spec, self._rank = spec, rank
         self.layout, kind = make_layout(spec, named, optimizer)
         parts = [share(size) for size in memory_sizes(spec, self.layout)]
-        self.versions = Versions(self.layout, parts[1], spec.versions)
+        self.versions = Versions(self.layout, parts[1], spec.versions, private=True)
         self.feedback: Feedback | None = None
         """The encoder of gradients that are compressed."""
         self.gradient_size = self.layout.size

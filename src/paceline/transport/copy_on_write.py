@@ -1,0 +1,78 @@
+"""A process's own view of shared memory: it reads the shared values, and keeps what it writes to itself.
+
+The memory is mapped a second time, copy-on-write. A page that the process has not written is the shared one, so the
+view costs nothing and follows every change of it. A page that it has written is its own, until that is discarded.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.transport.memory import Memory
+
+if TYPE_CHECKING:
+    import torch
+
+_PAGE = mmap.PAGESIZE
+_ENTRY = 8
+"""Bytes of a page's entry in /proc/self/pagemap."""
+_SHARED, _SWAPPED, _PRESENT = (np.uint64(1 << bit) for bit in (61, 62, 63))
+"""Bits of an entry: the page is one of the file, it is swapped out, it is in memory."""
+
+
+class CopyOnWriteView:
+    """A copy-on-write view of a memory whose descriptor is open."""
+
+    def __init__(self, memory: Memory) -> None:
+        import torch
+
+        self._map = mmap.mmap(memory.descriptor, memory.size, flags=mmap.MAP_PRIVATE)
+        self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self._faults = -1
+        """Page faults of this process at the last look."""
+        self._pages: tuple[int, int] | None = None
+        """The process, and its open pagemap."""
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        if count == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
+
+    def written(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Which of these bytes are in pages that this process has written since they were last discarded.
+
+        All calls are about the same bytes until `discard`: only what was looked at is known to be clean.
+        """
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        faults = usage.ru_minflt + usage.ru_majflt
+        if faults == self._faults:
+            return []  # the first write to a page is a fault
+        first = start // _PAGE
+        entries = np.frombuffer(self._read_pagemap(first, -(-stop // _PAGE) - first), dtype=np.uint64)
+        own = (entries & (_PRESENT | _SWAPPED) != 0) & (entries & _SHARED == 0)
+        if not own.any():
+            self._faults = faults
+            return []
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], own.astype(np.int8), [0]))))
+        return [(int(one + first) * _PAGE, int(other + first) * _PAGE) for one, other in edges.reshape(-1, 2)]
+
+    def forget(self) -> None:
+        """The next look is about other bytes."""
+        self._faults = -1
+
+    def _read_pagemap(self, first: int, count: int) -> bytes:
+        if self._pages is None or self._pages[0] != os.getpid():  # a fork has pages of its own
+            self._pages = os.getpid(), os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(self._pages[1], count * _ENTRY, (self._start // _PAGE + first) * _ENTRY)
+
+    def discard(self) -> None:
+        """Drop what this process has written: all pages are the shared ones again."""
+        self._faults = -1
+        self._map.madvise(mmap.MADV_DONTNEED)

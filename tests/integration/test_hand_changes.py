@@ -1,0 +1,159 @@
+"""Parameters that a script changes itself, outside of the optimizer: what all workers do alike counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.teams import run_team
+from helpers.training import apart, data, under
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from paceline import Team
+from paceline.config import Launch
+
+PIPELINE = "pipeline:stages=2,microbatches=2"
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def launched(strategy: str) -> Launch:
+    return under(strategy, None if strategy.startswith(("all", "tensor", "pipe")) else "lead")
+
+
+def step(model: Any, optimizer: Any, batch: Batch) -> None:
+    optimizer.zero_grad()
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+def decay(model: Any, optimizer: Any, batch: Batch) -> None:
+    step(model, optimizer, batch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.97)
+
+
+def clamp(model: Any, optimizer: Any, batch: Batch) -> None:
+    step(model, optimizer, batch)
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.2, 0.2)
+
+
+def assign(model: Any, optimizer: Any, batch: Batch) -> None:
+    step(model, optimizer, batch)
+    model[0].weight.data = model[0].weight.data * 0.9
+
+
+def sharpness(model: Any, optimizer: Any, batch: Batch) -> None:
+    """SAM: the gradient at a point uphill, applied to the parameters as they were."""
+    optimizer.zero_grad()
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    before = [parameter.data.clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(parameter.grad * (0.1 / norm))
+    optimizer.zero_grad()
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        parameter.data = old
+    optimizer.step()
+
+
+def second_optimizer(model: Any, optimizer: Any, batch: Batch) -> None:
+    optimizer.zero_grad()
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+    torch.optim.SGD(model[2].parameters(), lr=0.05).step()
+
+
+def averaged(model: Any, optimizer: Any, batch: Batch) -> None:
+    """Evaluates with other values, and puts the former ones back."""
+    step(model, optimizer, batch)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict({name: value * 0.5 for name, value in before.items()})
+    with torch.no_grad():
+        model(batch[0])
+    model.load_state_dict(before)
+
+
+HABITS: dict[str, Callable[[Any, Any, Batch], None]] = {
+    "decay": decay,
+    "clamp": clamp,
+    "assign": assign,
+    "sharpness": sharpness,
+    "second optimizer": second_optimizer,
+    "averaged": averaged,
+}
+
+
+def train(team: Team | None, habit: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader: Any = DataLoader(data(49), batch_size=12)
+    if team is not None:
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+    if habit == "again":
+        torch.manual_seed(5)
+        for layer in (model[0], model[2]):
+            nn.init.normal_(layer.weight)
+    for _ in range(2):
+        for batch in loader:
+            HABITS.get(habit, step)(model, optimizer, batch)
+    return [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "sync", PIPELINE])
+@pytest.mark.parametrize("habit", [*HABITS, "again"])
+def test_it_counts_once(habit: str, strategy: str) -> None:
+    expected = train(None, habit)
+    assert apart(run_team(train, 2, habit, launch=launched(strategy))[0], expected) < 1e-9
+
+
+@pytest.mark.parametrize("habit", ["decay", "clamp", "averaged"])
+def test_of_a_sharded_model_it_counts_once(habit: str) -> None:
+    assert apart(run_team(train, 2, habit, launch=launched("tensor:degree=2"))[0], train(None, habit)) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["async", "k-sync:k=1"])
+def test_where_versions_differ_it_is_refused(strategy: str) -> None:
+    with pytest.raises(AssertionError, match=r"changed parameters outside of the optimizer \(0\.weight"):
+        run_team(train, 2, "decay", launch=launched(strategy))
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "sync"])
+def test_workers_that_change_them_to_unlike_values_are_told(strategy: str) -> None:
+    def work(team: Team) -> None:
+        model, optimizer, loader = prepared(team)
+        for batch in loader:
+            step(model, optimizer, batch)
+            with torch.no_grad():
+                model[0].weight.add_(team.rank + 1)
+
+    with pytest.raises(AssertionError, match=r"rank 1 to other values than by rank 0"):
+        run_team(work, 2, launch=launched(strategy))
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "sync", "async", "tensor:degree=2", PIPELINE])
+@pytest.mark.parametrize("convert", [lambda model: model.float(), lambda model: model.bfloat16()])
+def test_a_model_that_is_converted_after_setup_is_refused(strategy: str, convert: Callable[[Any], Any]) -> None:
+    def work(team: Team) -> None:
+        model, optimizer, loader = prepared(team)
+        for number, (x, y) in enumerate(loader):
+            if number == 1:
+                convert(model)
+            step(model, optimizer, (x.to(next(model.parameters()).dtype), y))
+
+    with pytest.raises(AssertionError, match=r"convert, move or resize the model before team\.setup"):
+        run_team(work, 2, launch=launched(strategy))
+
+
+def prepared(team: Team) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    return team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(48), batch_size=12))
