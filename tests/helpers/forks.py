@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import os
@@ -14,12 +15,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import process as multiprocessing_process
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
@@ -43,6 +44,8 @@ with contextlib.suppress(ImportError):  # what some versions of typer import whe
 
 _Popen = subprocess.Popen
 _SERVER = str(paceline.server.main.__file__)
+_HIGH = 512
+"""File descriptors from here on are in nobody's way."""
 
 
 class Fork:
@@ -168,7 +171,11 @@ def _program(words: list[str], options: dict[str, Any], streams: dict[int, int |
     for target, source in streams.items():
         if source is not None:
             os.dup2(nothing if source == subprocess.DEVNULL else source, target)
-    kept = {0, 1, 2, *options.get("pass_fds", ()), *_MARKS}
+    descriptors = options.get("descriptors", {})
+    moved = {number: fcntl.fcntl(one, fcntl.F_DUPFD, _HIGH) for number, one in descriptors.items()}
+    for number, one in moved.items():
+        os.dup2(one, number)
+    kept = {0, 1, 2, *options.get("pass_fds", ()), *descriptors, *_MARKS}
     for path in list(Path("/proc/self/fd").iterdir()):
         if int(path.name) not in kept:
             with contextlib.suppress(OSError):  # replaced, not closed: objects of before may still close that number
@@ -183,9 +190,10 @@ def _program(words: list[str], options: dict[str, Any], streams: dict[int, int |
         os.environ.update(variables)
     os.chdir(options.get("cwd", "."))
     torch.set_num_threads(1)
+    os.execve = _replace  # type: ignore[assignment]
     code: Any = 0
     try:
-        _run(words)
+        _run_replaced(words)
     except SystemExit as end:
         code = end.code
         if isinstance(code, str):
@@ -198,6 +206,30 @@ def _program(words: list[str], options: dict[str, Any], streams: dict[int, int |
     sys.stdout.flush()
     sys.stderr.flush()
     return int(code or 0)
+
+
+class _Replaced(BaseException):
+    """This program is to be replaced by another one, in the same process."""
+
+
+def _replace(_path: str, words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    raise _Replaced(list(words), dict(environment))
+
+
+def _run_replaced(words: list[str]) -> None:
+    """Run a program, or the one by which it is replaced, as by `os.execve`."""
+    try:
+        _run(_plain(words))
+    except _Replaced as replaced:
+        words, environment = replaced.args
+    else:
+        return
+    atexit._clear()
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _run_replaced(words)
 
 
 def _run(words: list[str]) -> None:

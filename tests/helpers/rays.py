@@ -15,13 +15,20 @@ from typing import Any
 
 from helpers.guard import PREFIX
 from helpers.support import PACELINE, Outcome, Run, environment, started
+from paceline.cluster.process import WITHOUT_AMX
 
 RAY = str(Path(sys.executable).with_name("ray"))
-_PORT = "6379"  # nobody else is in that network
+PORT = "6379"  # nobody else is in that network
 CORES = 3
 """Of each node, as Ray counts them."""
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 """Lets Ray report nothing, and start no Python workers before somebody needs them."""
+
+NODE = ["--num-cpus", str(CORES), "--object-store-memory", "80000000", "--disable-usage-stats"]
+NODE += ["--include-log-monitor=false", "--no-monitor"]
+"""Options of `ray start` for any node: no process for the driver's copy of logs, which a run does not ask for, and
+none that would add nodes."""
+HEAD = ["--head", "--port", PORT, "--include-dashboard=false"]
 
 
 class RayNetwork:
@@ -34,9 +41,10 @@ class RayNetwork:
     @property
     def variables(self) -> dict[str, str]:
         return {
-            "RAY_ADDRESS": f"127.0.0.1:{_PORT}",
+            "RAY_ADDRESS": f"127.0.0.1:{PORT}",
             "RAY_TMPDIR": self.scratch.name,
             **QUIET,
+            **WITHOUT_AMX,  # spares the doctor a look for it, which takes another process
             "TMPDIR": self.scratch.name,
         }
 
@@ -46,11 +54,9 @@ class RayNetwork:
     def up(self) -> None:
         subprocess.run(["ip", "netns", "add", self.name], check=True)
         subprocess.run(self.inside("ip", "link", "set", "lo", "up"), check=True)
-        common = ["--num-cpus", str(CORES), "--object-store-memory", "80000000", "--disable-usage-stats"]
-        head = ["--head", "--port", _PORT, "--include-dashboard=false", "--temp-dir", self.scratch.name]
-        for own in (head, ["--address", self.variables["RAY_ADDRESS"]]):
+        for own in ([*HEAD, "--temp-dir", self.scratch.name], ["--address", self.variables["RAY_ADDRESS"]]):
             variables = environment(**{**self.variables, "RAY_ADDRESS": ""})
-            words = self.inside(RAY, "start", *own, *common)
+            words = self.inside(RAY, "start", *own, *NODE)
             done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=180, check=False)
             assert done.returncode == 0, done.stdout + done.stderr
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
 import yaml
+from helpers.fork_server import ForkServer
 from helpers.forks import starting
 from helpers.hosts import Host, hosts
 from helpers.machines import Failure, Spread
@@ -312,7 +313,7 @@ for pid in $pids; do wait $pid || exit 1; done
         "SCRIPT": str(write_script(tmp_path, TOGETHER)),
     }
     command = ["bash", ROOT / "examples" / "cluster" / "slurm.sbatch", "--epochs", "1"]
-    with started(command, tmp_path, **environment) as run:
+    with ForkServer() as server, started(command, tmp_path, **environment, **server.variables) as run:
         outcome = run.finish(120.0)
     assert outcome.code == 0, outcome.err
     assert "loss " in outcome.out
@@ -336,11 +337,13 @@ def test_the_kubernetes_job_starts_a_torchrun_per_pod(tmp_path: Path) -> None:
     given |= {"MASTER": "127.0.0.1", "WORKERS": "1", "PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"}
     line = container["args"][0].replace("/checkpoints/", f"{tmp_path}/").replace("--epochs 10", "--epochs 1")
     line = line.replace("29400", str(free_port())).replace("examples/", f"{ROOT}/examples/")
-    runs = [
-        started([*container["command"], line], tmp_path, **given, JOB_COMPLETION_INDEX=str(pod_number))
-        for pod_number in range(2)
-    ]
-    with runs[0] as first, runs[1] as second:
+    with ForkServer() as server, contextlib.ExitStack() as stack:
+        given |= server.variables
+        runs = [
+            started([*container["command"], line], tmp_path, **given, JOB_COMPLETION_INDEX=str(pod_number))
+            for pod_number in range(2)
+        ]
+        first, second = (stack.enter_context(run) for run in runs)
         outcome = first.finish(120.0)
         assert (outcome.code, second.finish(30.0).code) == (0, 0), outcome.err
     assert "loss " in outcome.out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from helpers.fork_server import ForkServer
 from helpers.forks import done, starting
 from helpers.support import PACELINE, TORCHRUN, finished
 
@@ -39,7 +40,9 @@ def test_under_torchrun_the_lead_tells_it_once(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_loopback_cannot(tmp_path: Path) -> None:
-    outcome = finished(["unshare", "--net", PACELINE, "doctor", "--json"], tmp_path, 170, **WITHOUT_AMX)
+    with ForkServer() as server:
+        words = ["unshare", "--net", PACELINE, "doctor", "--json"]
+        outcome = finished(words, tmp_path, 170, **WITHOUT_AMX, **server.variables)
     assert outcome.code == 1, outcome.err
     facts = json.loads(outcome.out)
     assert facts["verdict"] == "cannot"

@@ -6,6 +6,7 @@ import inspect
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.forks import Fork
 from helpers.support import wait_until, write_script
 
 from paceline.cli.engines import with_engine_options
@@ -243,7 +245,10 @@ for step in range(100000):
 
 
 @EVERY
-def test_a_killed_worker_is_started_again_and_joins_the_servers(name: str, tmp_path: Path) -> None:
+def test_a_killed_worker_is_started_again_and_joins_the_servers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Fork)  # the other tests start new interpreters
     told = Told()
     made, launch = engine(name, tmp_path, LOSES, restarts=1, strategy="async")
     statuses = made.run(launch, told.callbacks)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.forks import done
+from helpers.forks import Fork, done
 from helpers.support import PACELINE, write_script
 from helpers.teams import run_command
 
@@ -43,7 +44,9 @@ def test_a_scripts_model_is_cut_and_drawn(script: Path, tmp_path: Path) -> None:
 
 
 def test_devices_and_links_may_all_be_different(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sheet = profile_script(script, [], 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Fork)
+        sheet = profile_script(script, [], 8)
     monkeypatch.setattr(partition, "profile_script", lambda *_: sheet)  # which is the same for all of them
 
     def plan(*words: str) -> Any:

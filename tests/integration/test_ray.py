@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.fork_server import ForkServer
 from helpers.forks import played, starting
 from helpers.rays import CORES, RayNetwork, ray_network
 from helpers.support import PACELINE, PREAMBLE, Run, finished, wait_until, write_script
@@ -38,6 +39,8 @@ if '"joins":"' in os.environ["PACELINE_LAUNCH"].replace(" ", ""):
     note("again")
 may_end = pathlib.Path(os.environ["RUN_NOTES"], "may-end.json")
 note(f"begins-{team.rank}")
+if "WAIT" in os.environ:
+    time.sleep(0.6)  # with the next step it writes its events, that it has joined among them, before it may be killed
 for epoch in range(first, EPOCHS):
     if "WAIT" in os.environ and epoch == EPOCHS - 1 and team.is_lead:  # for whoever is started again
         until = time.monotonic() + 240
@@ -51,7 +54,7 @@ for epoch in range(first, EPOCHS):
             optimizer.zero_grad()
             team.report(loss=loss)
     team.save(epoch=epoch)
-    note(f"epoch-{team.rank}", epoch=epoch, parent=os.getppid())
+    note(f"epoch-{team.rank}", epoch=epoch)
 print(f"ends on {os.environ['RANK']} of {os.environ['LOCAL_WORLD_SIZE']} with {os.environ.get('GREETING')}")
 """
 )
@@ -62,6 +65,13 @@ def network() -> Iterator[RayNetwork]:
     with ray_network() as network:
         yield network
         all_room_is_free(network)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """Forks the workers that agents start; those of the first test import torch themselves."""
+    with ForkServer() as server:
+        yield server
 
 
 @pytest.fixture
@@ -114,9 +124,10 @@ def processes_of_rank_1(run: Run) -> set[int]:
     return {event["pid"] for event in run.events("hurt") if event["event"] == "join" and event["rank"] == 1}
 
 
-def test_a_killed_worker_brings_the_team_back(network: RayNetwork, project: Path) -> None:
+def test_a_killed_worker_brings_the_team_back(network: RayNetwork, server: ForkServer, project: Path) -> None:
     words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "hurt", "--strategy", "all-reduce")
-    with network.run(project, *words, "--all-output", "--env", "RUN_NOTES", "--env", "WAIT=1") as run:
+    more = ("--all-output", *server.words, "--env", "RUN_NOTES", "--env", "WAIT=1")
+    with network.run(project, *words, *more) as run:
         os.kill(run.note("epoch-1", 180)["pid"], signal.SIGKILL)
         may_end(run)
         outcome = run.finish(180)
@@ -134,14 +145,15 @@ def may_end(run: Run) -> None:
 
 
 def test_with_a_server_a_killed_worker_comes_back_alone_and_with_a_new_one_all_do(
-    network: RayNetwork, project: Path
+    network: RayNetwork, server: ForkServer, project: Path
 ) -> None:
     words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "hurt", "--strategy", "async")
-    more = ("--restarts", "2", "--place", "pack", "--env", "RUN_NOTES", "--env", "WAIT=1")
+    more = ("--restarts", "2", "--place", "pack", *server.words, "--env", "RUN_NOTES", "--env", "WAIT=1")
     with network.run(project, *words, *more) as run:
         os.kill(run.note("epoch-1", 180)["pid"], signal.SIGKILL)
         run.note("again", 180)
-        os.kill(server_under(run.note("epoch-0", 180)["parent"]), signal.SIGKILL)
+        run.note("epoch-0", 180)
+        os.kill(server_in(network), signal.SIGKILL)
         may_end(run)
         outcome = run.finish(180)
     assert outcome.code == 0, outcome.err
@@ -152,16 +164,16 @@ def test_with_a_server_a_killed_worker_comes_back_alone_and_with_a_new_one_all_d
     nothing_left(network)
 
 
-def server_under(agent: int) -> int:
-    """The process id of the server that an agent has started."""
-    tasks = Path(f"/proc/{agent}/task").iterdir()
-    found = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-    (server,) = [pid for pid in found if b"server/main.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+def server_in(network: RayNetwork) -> int:
+    """The process id of the one server that an agent has started."""
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in network.pids()}
+    (server,) = [pid for pid, line in words.items() if b"server/main.py" in line]
     return server
 
 
-def test_what_ends_the_driver_ends_all(network: RayNetwork, project: Path) -> None:
-    words = ("run", "train.py", "--on", "ray", "--workers", "2", "--env", "RUN_NOTES", "--env", "WAIT=1", "--name")
+def test_what_ends_the_driver_ends_all(network: RayNetwork, server: ForkServer, project: Path) -> None:
+    words = ("run", "train.py", "--on", "ray", "--workers", "2", "--env", "RUN_NOTES", "--env", "WAIT=1")
+    words = (*words, *server.words, "--name")
     with network.run(project, *words, "stopped") as stopped, network.run(project, *words, "killed") as killed:
         workers = [run.note("begins-0", 180)["pid"] for run in (stopped, killed)]
         stopped.process.send_signal(signal.SIGINT)
@@ -176,10 +188,13 @@ def test_what_ends_the_driver_ends_all(network: RayNetwork, project: Path) -> No
     nothing_left(network)
 
 
-def test_an_error_of_the_script_is_told_once_and_not_tried_again(network: RayNetwork, project: Path) -> None:
+def test_an_error_of_the_script_is_told_once_and_not_tried_again(
+    network: RayNetwork, server: ForkServer, project: Path
+) -> None:
     write_script(project, "import paceline\nteam = paceline.join()\nteam.barrier()\nraise KeyError('mine')\n", "bad.py")
     # Through the port for clients from outside the cluster.
-    outcome = network.finished(project, "run", "bad.py", "--on", "ray://127.0.0.1:10001", "--name", "bad")
+    words = ("run", "bad.py", "--on", "ray://127.0.0.1:10001", "--name", "bad", *server.words)
+    outcome = network.finished(project, *words)
     assert outcome.code == 1
     assert outcome.err.count("KeyError: 'mine'\n") + outcome.err.count('KeyError: "mine"\n') >= 1
     assert outcome.tracebacks == 1

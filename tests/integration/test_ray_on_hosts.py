@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.fork_server import ForkServer
 from helpers.hosts import Host, hosts
-from helpers.rays import RAY
+from helpers.rays import HEAD, NODE, PORT, QUIET, RAY
 from helpers.support import PACELINE, PREAMBLE, environment, started, write_script
 
-PORT = 6379
 SCRIPT = (
     PREAMBLE
     + """
@@ -54,8 +54,7 @@ def variables(scratch: str, head: Host) -> dict[str, str]:
         "RAY_ADDRESS": address,
         "RAY_TMPDIR": scratch,
         "TMPDIR": scratch,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_prestart_worker_first_driver": "0",
+        **QUIET,
     }
     return environment(**own)
 
@@ -66,12 +65,11 @@ def cluster() -> Iterator[tuple[list[Host], dict[str, str]]]:
     scratch = tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True)  # sockets need short names
     with hosts(2) as made:
         own = variables(scratch.name, made[0])
-        common = ["--num-cpus", "3", "--object-store-memory", "80000000", "--disable-usage-stats"]
-        head = ["--head", "--port", str(PORT), "--include-dashboard=false", "--temp-dir", scratch.name]
+        head = [*HEAD, "--temp-dir", scratch.name]
         try:
             for host, words in zip(made, (head, ["--address", own["RAY_ADDRESS"]]), strict=True):
                 place = ["--node-ip-address", host.address]
-                done = host.run([RAY, "start", *words, *place, *common], 180, env={**own, "RAY_ADDRESS": ""})
+                done = host.run([RAY, "start", *words, *place, *NODE], 180, env={**own, "RAY_ADDRESS": ""})
                 assert done.returncode == 0, done.stdout + done.stderr
             yield made, own
         finally:
@@ -98,8 +96,10 @@ def running(cluster: tuple[list[Host], dict[str, str]], folder: Path, *words: st
     made, own = cluster
     write_script(folder, SCRIPT)
     fixed = [PACELINE, "run", "train.py", "--on", "ray", "--workers", "4", "--place", "spread", "--name", "run"]
-    with started(made[0].command([*map(str, fixed), "--env", "RUN_NOTES", *words]), folder, **own) as run:
-        yield run
+    with ForkServer() as server:
+        line = made[0].command([*map(str, fixed), *server.words, "--env", "RUN_NOTES", *words])
+        with started(line, folder, **own) as run:
+            yield run
 
 
 def _first(run: Any, pattern: str, seconds: float = 180.0) -> dict[str, Any]:
