@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.fork_server import ForkServer
 from helpers.forks import playing
 from helpers.pages import TIMELINE, Watched, browsing, colours, heap, line, make_going, step
 from helpers.support import PACELINE, PREAMBLE, Run, finished, started, wait_until, write_script
@@ -60,6 +61,15 @@ for epoch in itertools.count():
 
 Metrics = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 """By name and labels."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_commands() -> Iterator[None]:
+    """Commands need not import anything. Their server is forked from here, so it comes before the browser."""
+    with ForkServer() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.variables.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="module")
