@@ -21,7 +21,7 @@ def answer(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("verb", ["run", "scale", "key"])
+@pytest.mark.parametrize("verb", ["run", "scale", "key", "doctor"])
 def test_what_starts_workers_loads_nothing_that_takes_long(verb: str) -> None:
     told = answer("-c", LOADED.format(verb=verb, heavy=HEAVY))
     assert (told.returncode, told.stdout.split()) == (0, [])

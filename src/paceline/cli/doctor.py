@@ -11,15 +11,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import paceline.doctor
 from paceline.cli.engines import ON_METAVAR
 from paceline.cluster.engines import find_engine
 from paceline.cluster.engines.base import EngineCallbacks, Job
 from paceline.cluster.supervision import ExitStatus, Interrupted
 from paceline.config import Launch, Place, Timeouts
-from paceline.doctor import member
 from paceline.doctor.findings import Diagnosis, Finding, LinkFindings
 from paceline.errors import TeamError, UsageError
 
+_MEMBER = Path(paceline.doctor.__file__).with_name("member.py")
 _WIDTH = 160
 _COLOURS = {"ok": "green", "works with limits": "yellow", "cannot": "red"}
 
@@ -50,7 +51,10 @@ def doctor(
         raise UsageError(f"--workers is {workers}; it must be at least 1")
     place = Place.from_environment()
     if place.world_size > 1 or (not find_engine(on).SEVERAL_MACHINES and (workers or 1) == 1):
-        diagnosis = member.diagnose(place)
+        # Not above: it imports torch, which neither help nor the doctor of a cluster needs here.
+        from paceline.doctor.member import diagnose
+
+        diagnosis = diagnose(place)
     else:
         diagnosis = _on_workers(on, workers or 2)
     if diagnosis is None:  # the lead prints it
@@ -73,7 +77,7 @@ def _on_workers(on: str, workers: int) -> Diagnosis:
 
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
         launch = Launch(folder=folder, record=False, timeouts=Timeouts(join=180.0))
-        engine = find_engine(on)(Job(script=Path(member.__file__), workers=workers, on=on))
+        engine = find_engine(on)(Job(script=_MEMBER, workers=workers, on=on))
         try:
             statuses = engine.run(launch, EngineCallbacks(output=output))
         except Interrupted as stop:
