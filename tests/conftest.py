@@ -1,6 +1,7 @@
 """Every session of tests runs under a guard."""
 
 import gc
+import os
 import sys
 
 import pytest
@@ -8,6 +9,9 @@ from helpers import guard, load
 from helpers.huge_pages import prepare_to_fork
 
 gc.set_threshold(50_000)
+# As the Makefile does: none of the processes that tests start should compile again what another one has compiled.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 _module: object = None
 
 
