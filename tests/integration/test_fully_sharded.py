@@ -162,7 +162,7 @@ def held(team: Team) -> tuple[int, int, int, int]:
     model: Any = made("transformer")
     optimizer: Any = torch.optim.AdamW(model.parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
-    model, optimizer, loader = team.setup(model, optimizer, DataLoader(tokens(), batch_size=4))
+    model, optimizer, loader = team.setup(model, optimizer, DataLoader(tokens(), batch_size=16))
     most = 0
 
     def count(*_: Any) -> None:
@@ -230,7 +230,7 @@ def resumed(team: Team, folder: str) -> None:
     optimizer: Any = adamw(model.parameters())
     optimizer.load_state_dict(content["optimizer"])
     model.load_state_dict(content["model"])
-    model, optimizer, loader = team.setup(model, optimizer, DataLoader(tokens(), batch_size=8))
+    model, optimizer, loader = team.setup(model, optimizer, DataLoader(tokens(), batch_size=32))
     loop_once(model, optimizer, loader)
     team.save(f"{folder}/carried.pt", epochs=3)
     assert team.load(f"{folder}/plain.pt") == {"epochs": 2}
@@ -377,7 +377,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(strategy: str, kind: str, said:
 def struck(team: Team, victim: int, how: str) -> tuple[str, str, tuple[int, ...], float]:
     """Train until something happens to the victim; what the others were told, and how soon."""
     model: Any = made("transformer")
-    loader: Any = DataLoader(tokens(), batch_size=2)
+    loader: Any = DataLoader(tokens(), batch_size=8)
     model, optimizer, loader = team.setup(model, adamw(model.parameters()), loader)
     loop_once(model, optimizer, loader)
     team.barrier()
@@ -437,7 +437,7 @@ def test_a_worker_that_is_stuck_is_named() -> None:
 
 def saved_by_the_lead_alone(team: Team, folder: str) -> tuple[str, str]:
     model: Any = made("transformer")
-    loader: Any = DataLoader(tokens(), batch_size=2)
+    loader: Any = DataLoader(tokens(), batch_size=8)
     model, optimizer, loader = team.setup(model, adamw(model.parameters()), loader)
     try:
         if team.is_lead:

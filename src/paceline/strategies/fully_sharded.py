@@ -27,10 +27,11 @@ from paceline.strategies.base import Options, Trainer, TrainerContext, run_closu
 from paceline.strategies.blocks import check_shardable
 from paceline.strategies.fsdp_model import FsdpModel
 from paceline.strategies.split_checks import check_split
-from paceline.strategies.step_table import StepTable
+from paceline.strategies.step_table import StepTable, weigh
 from paceline.transport import BarrierKind
 
 _NORM = struct.Struct("=d")
+_LOSS = struct.Struct("=dqd")  # share of the samples, kind and items of a loss
 
 
 class FullyShardedTrainer(Trainer):
@@ -44,8 +45,11 @@ class FullyShardedTrainer(Trainer):
         check_shardable(model, strategy)
         super().__init__(model, optimizer, context)
         self._rate = RateScaling(options.scale_lr, context.members.size, options.warmup, options.batch)
-        self._share = self._weight = 1.0 / context.members.size
-        """This worker's share of the samples, and the weight of its gradients."""
+        self._share = 1.0 / context.members.size
+        """This worker's share of the samples."""
+        self._loss = LossWeight()
+        self._agreed: float | None = None
+        """The weight of this worker's gradients in the current backward pass; None until the workers agree on it."""
         self._samples = 0
         self._constants: set[float] = set()
         """Numbers by which the script divides sums, though they count no samples."""
@@ -54,7 +58,7 @@ class FullyShardedTrainer(Trainer):
         self._world = WorldGroup(context.members, device, self._exchanged)
         try:
             self._shards = FsdpModel(
-                model, optimizer, self._world, lambda: self._weight, lambda: self._wait(BarrierKind.GATHER)
+                model, optimizer, self._world, self._agree_on_weight, lambda: self._wait(BarrierKind.GATHER)
             )
         except BaseException:
             self._world.close()
@@ -83,14 +87,25 @@ class FullyShardedTrainer(Trainer):
         found = loss_weight(loss, Batch(self._samples, self._constants))
         if self.weight is not None:
             found = LossWeight(Kind.MEAN, self.weight, by_sample=False)
-        self._weight = self._share
-        if found.kind is Kind.SUM and self._samples:
-            self._weight = 1.0
-        elif found.kind is Kind.MEAN and not found.by_sample:
-            _NORM.pack_into(self._barrier.note, 0, found.items if self._share else 0.0)
-            self._wait(BarrierKind.COUNT, _NORM.size)
-            self._weight = found.items / (sum(_NORM.unpack_from(note)[0] for note in self._barrier.notes) or 1.0)
+        elif found.kind is Kind.SUM and not self._samples:
+            found = LossWeight()  # not of a loader that divides batches
+        self._loss, self._agreed = found, None
         return True
+
+    def _agree_on_weight(self) -> float:
+        """The weight of this worker's gradients, which depends on the losses of all.
+
+        Asked for by the first gradients of a backward pass: all workers scatter those, but one may have a backward pass
+        of another model.
+        """
+        if self._agreed is None:
+            start = time.perf_counter()
+            _LOSS.pack_into(self._barrier.note, 0, self._share, self._loss.kind, self._loss.items)
+            self._wait(BarrierKind.COUNT, _LOSS.size)
+            losses = [(rank, *_LOSS.unpack_from(note), 1.0) for rank, note in enumerate(self._barrier.notes)]
+            self._agreed = dict(weigh(losses)[0]).get(self._rank, 0.0)
+            self._stopwatch.exchanged(time.perf_counter() - start, 0)
+        return self._agreed
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if getattr(self._optimizer, "found_inf", None) is not None:  # as GradScaler sets it for the time of a step
