@@ -143,6 +143,30 @@ def test_dropout_draws_alike_where_all_have_the_same_and_apart_where_they_do_not
     assert any(outside)
 
 
+def tested(team: Team) -> list[float]:
+    """One worker has drawn a random number more than the other when a shuffled loader is evaluated."""
+    model: Any = made("chain")
+    loader: Any = DataLoader(MODELS["chain"][1](), batch_size=8, shuffle=True)
+    model, optimizer, loader = team.setup(model, adam(model), loader)
+    for x, y in loader:
+        score(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if team.rank:
+        torch.rand(1)
+    model.eval()
+    with torch.no_grad():
+        found = [float(score(model(x), y)) * len(x) for x, y in loader]
+        rows = loader.dataset.tensors
+        return [sum(found) / len(rows[0]), float(score(model(rows[0]), rows[1]))]
+
+
+@pytest.mark.parametrize("strategy", ["tensor:degree=2", "pipeline:stages=2", "mesh:data=1,tensor=2"])
+def test_all_workers_of_a_model_evaluate_the_same_batches(strategy: str) -> None:
+    for by_batch, at_once in run_team(tested, 2, launch=launched(strategy)):
+        assert by_batch == pytest.approx(at_once, rel=1e-5)
+
+
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -173,6 +173,18 @@ def test_an_epoch_that_is_only_evaluated_is_the_user_s_own_loader_s(options: dic
     assert [hand.taken for hand in team.hands] == [[]] * 3
 
 
+@pytest.mark.parametrize("options", [{"batch_size": 8}, {"batch_size": None, "collate_fn": None}])
+def test_workers_of_one_replica_evaluate_the_same_batches(options: dict[str, Any]) -> None:
+    team = Team(2, 20, **options, shuffle=True)
+    for hand in team.hands:
+        hand.evaluates, hand.replica, hand.replicas = True, 0, 1
+    first, second = (list(loader) for loader in team.loaders)  # shuffled with a random state that goes on
+    assert first == second
+    assert [len(loader) for loader in team.loaders] == [len(team.originals[0])] * 2
+    flat = sorted(first if options["batch_size"] is None else [one for batch in first for one in batch])
+    assert flat == list(range(20))
+
+
 def test_a_balanced_loader_follows_the_paces() -> None:
     team = Team(2, 4000, share={"global_batch": 40, "balance": True}, batch_size=20)
     changes: list[tuple[int, list[int]]] = []

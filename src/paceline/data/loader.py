@@ -6,7 +6,8 @@ worker. Datasets, collate functions, loader processes and pinned memory are the 
 replaced.
 
 An epoch that is only evaluated (under `torch.no_grad`, or with the model in evaluation mode) is not divided: every
-worker that iterates gets the user's own loader.
+worker that iterates gets the user's own loader. Workers of one replica call its model together, so they get the order
+that the lead draws.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class _Shares:
 
     def _rounds(self) -> Iterator[list[list[Any]]]:
         """Per round, one list of indices per replica."""
-        order = self._order(self._loader.batch_sampler if self._custom else self._loader.sampler)
+        order = self._order(self._loader.batch_sampler if self._custom else self._loader.sampler, batches=self._custom)
         number, start, orphans = self.first, 0, self.orphans
         while True:
             ranks = orphans.sharers(number)
@@ -142,14 +143,21 @@ class _Shares:
             first += share
         return parts, end
 
-    def _order(self, sampler: Any) -> list[Any]:
+    def undivided(self) -> Iterator[list[Any]]:
+        """The batches of the user's own loader, alike on every worker."""
+        if self._loader.batch_sampler is None:
+            yield from ([key] for key in self._order(self._loader.sampler, batches=False))
+        else:
+            yield from self._order(self._loader.batch_sampler, batches=True)
+
+    def _order(self, sampler: Any, *, batches: bool) -> list[Any]:
         """The order drawn by the lead's sampler, on every worker."""
         if self._team.size == 1:
             return list(sampler)
         payload = b""
         while True:
             if self._team.rank == self._team.lead:
-                payload = self._draw(sampler)
+                payload = self._draw(sampler, batches)
             # The lead may be lost before it draws; then the next one does.
             if payload_of_lead := self._team.from_lead(payload):
                 break
@@ -158,9 +166,9 @@ class _Shares:
             raise UsageError(order["error"])
         return restored(order)
 
-    def _draw(self, sampler: Any) -> bytes:
+    def _draw(self, sampler: Any, batches: bool) -> bytes:
         try:
-            return pack(sampler, batches=self._custom)
+            return pack(sampler, batches=batches)
         except UsageError as error:  # raised on all workers
             return msgspec.msgpack.encode({"error": str(error)})
 
@@ -171,6 +179,19 @@ class Batches(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[list[Any]]: ...
+
+
+class _Undivided:
+    """A batch sampler of whole batches, drawn by the lead."""
+
+    def __init__(self, loader: DataLoader[Any], shares: _Shares) -> None:
+        self._loader, self._shares = loader, shares
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._shares.undivided()
 
 
 class _Singles:
@@ -234,7 +255,11 @@ class UserLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._evaluated = self._evaluates()
-        yield from self._loader if self._evaluated else self._train()
+        yield from self._whole() if self._evaluated else self._train()
+
+    def _whole(self) -> Iterable[Any]:
+        """The batches of an epoch that is only evaluated."""
+        return self._loader
 
     def _evaluates(self) -> bool:
         """True if the script evaluates the model now, instead of training it."""
@@ -270,7 +295,11 @@ class TeamLoader(UserLoader):
         self._balancer = Balancer(team.replicas, self.global_batch, on=balance, changed=changed)
         self._shares = _Shares(loader, team, self._balancer, self.global_batch)
         self._inner = with_batches_from(loader, self._shares, workers=loader.num_workers)
+        self._undivided = with_batches_from(loader, _Undivided(loader, self._shares), workers=loader.num_workers)
         self._rounds = 0
+
+    def _whole(self) -> Iterable[Any]:
+        return self._loader if self._team.replicas == self._team.size else self._undivided
 
     def _length(self) -> int:
         return len(self._shares)
