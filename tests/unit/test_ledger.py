@@ -22,11 +22,10 @@ def opened(
     *,
     in_turns: bool = False,
     drop_last: bool = False,
-    turns: bool = True,
 ) -> Ledger:
     """A ledger with one open epoch, in which all workers take part."""
     ledger = Ledger(range(workers), in_turns=in_turns)
-    ledger.open(LOADER, 0, list(range(count)), sizes, drop_last=drop_last, turns=turns)
+    ledger.open(LOADER, 0, list(range(count)), sizes, drop_last=drop_last)
     for worker in range(workers):
         ledger.enter(worker, LOADER)
     return ledger
@@ -241,12 +240,6 @@ def test_in_turns_an_incomplete_round_is_dropped(count: int, samples: int) -> No
     seen = [taken(ledger, worker) for worker in range(2)]
     assert len(seen[0]) == len(seen[1]) == samples // 6
     assert sorted(chain(*(lease.keys for lease in chain(*seen)))) == list(range(samples))
-
-
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_what_is_only_evaluated_is_dropped_by_minibatch_and_goes_to_whoever_asks(in_turns: bool) -> None:
-    ledger = opened(11, [3, 3], workers=2, in_turns=in_turns, drop_last=True, turns=False)
-    assert [lease.keys for lease in taken(ledger, 1)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 def test_loaders_do_not_mix() -> None:

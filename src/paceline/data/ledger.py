@@ -95,14 +95,11 @@ class Ledger:
         sizes: Sequence[int],
         *,
         drop_last: bool,
-        turns: bool = True,
     ) -> int:
         """Opens an epoch; returns its number of samples.
 
         sizes: of the minibatches, in turn; empty if the order is one of whole batches.
-        turns: False if the workers need not take turns even in a repeatable run.
         """
-        in_turns = self._in_turns and turns
         parts: list[tuple[int, list[Any]]] = []
         if not sizes:
             parts = [(place, list(keys)) for place, keys in enumerate(order)]
@@ -115,9 +112,9 @@ class Ledger:
             whole = len(sizes) or 1
             if parts and sizes and len(parts[-1][1]) < sizes[(len(parts) - 1) % whole]:
                 parts.pop()
-            if in_turns and sizes:
+            if self._in_turns and sizes:
                 del parts[len(parts) // whole * whole :]  # an update takes a whole round
-        self._epochs[loader] = _Epoch(epoch, parts, sorted(self._workers) if in_turns else None)
+        self._epochs[loader] = _Epoch(epoch, parts, sorted(self._workers) if self._in_turns else None)
         return sum(len(keys) for _, keys in parts)
 
     def is_over(self, loader: int) -> bool:

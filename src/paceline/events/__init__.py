@@ -219,7 +219,7 @@ class Return(_Event, frozen=True, gc=False):
 
 
 class Seen(_Event, frozen=True, gc=False):
-    """A worker used samples without a gradient, such as for evaluation."""
+    """A worker passed over samples: its script computed no gradient from them."""
 
     leases: list[int]
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.leased_loader import LeasedEpoch, LeasedLoader
@@ -54,8 +53,8 @@ class LeaseClient:
         """A lease that came with the answer to a push."""
         self._want: int | None = None
         """The loader whose next lease should come with the next answer."""
-        self._trained: set[int] = set()
-        """Loaders whose current epoch this worker trains on, instead of only evaluating."""
+        self._entered: set[int] = set()
+        """Loaders in whose current epoch this worker is."""
         self._loaders = 0
         self.on_enter: Callable[[], None] = lambda: None
         """Called before an epoch begins."""
@@ -89,7 +88,7 @@ class LeaseClient:
         None, too, with several loaders at once: two workers could each wait for the end of one loader's epoch while
         they hold a lease of the other loader that they do not need yet.
         """
-        return self._want if self.granted is None and len(self._trained) == 1 else None
+        return self._want if self.granted is None and len(self._entered) == 1 else None
 
     # -- requests of loaders ------------------------------------------------------------------------------------------
 
@@ -103,13 +102,11 @@ class LeaseClient:
     def enter(self, loader: int, epoch: int, draw: Callable[[], LeasedEpoch]) -> None:
         self.on_enter()
         start = time.perf_counter()
-        training = torch.is_grad_enabled()
-        if training:
-            self._trained.add(loader)
-        answer = self._client.call(BeginEpoch(loader, epoch, not self._open, training))
+        self._entered.add(loader)
+        answer = self._client.call(BeginEpoch(loader, epoch, not self._open))
         if isinstance(answer, DrawOrder):
             order = draw()
-            self._client.send(EpochOrder(loader, epoch, order.sizes, order.drop_last, training))
+            self._client.send(EpochOrder(loader, epoch, order.sizes, order.drop_last))
             answer = self._client.call_in_parts(order.order)
         self._adopt(answer)
         self._stopwatch.away(time.perf_counter() - start)
@@ -121,18 +118,17 @@ class LeaseClient:
             return granted
         if not self._open and not ahead:
             self.on_ask()
-        training = torch.is_grad_enabled()
-        if training and not ahead and not self._computed and (passed := self._forget(loader)):
+        if not ahead and not self._computed and (passed := self._forget(loader)):
             self._client.send(LeaseDone(passed))  # the script has skipped them
         start = time.perf_counter()
-        answer = self._client.call(RequestLease(loader, epoch, ahead, training and not self._open and not ahead))
+        answer = self._client.call(RequestLease(loader, epoch, ahead, not self._open and not ahead))
         self._stopwatch.away(time.perf_counter() - start)
         if isinstance(answer, LeaseGranted):
-            self._want = loader if training and not ahead else None
+            self._want = None if ahead else loader
             self._adopt(answer)
             return answer.lease
         self._want = None
-        self._trained.discard(loader)
+        self._entered.discard(loader)
         self._adopt(answer)
         return None
 
@@ -154,17 +150,14 @@ class LeaseClient:
         return len(lease.keys) if self._counts else 0
 
     def begin(self, lease: Lease) -> None:
-        if torch.is_grad_enabled():
-            self._open[lease.number] = lease
-            self._stopwatch.start(self._counted(lease))
-        elif self._counts:
-            self._client.send(LeaseDone([lease.number]))
+        self._open[lease.number] = lease
+        self._stopwatch.start(self._counted(lease))
 
     def quit(self, loader: int, epoch: int) -> None:
         if self.granted is not None and self.granted.loader == loader:
             self.granted = None
         self._want = None
-        self._trained.discard(loader)
+        self._entered.discard(loader)
         self._forget(loader)
         with contextlib.suppress(TeamError):
             self._client.send(LeaveEpoch(loader, epoch))

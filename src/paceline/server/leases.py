@@ -44,8 +44,6 @@ class LeaseService:
         self._sessions, self._policy, self._updates, self._recorder = sessions, policy, updates, recorder
         self._patience, self._execute = patience, execute
         self._ledger = Ledger(sessions, in_turns=policy.lockstep)
-        self._training: dict[int, bool] = {}
-        """By loader, True if its running epoch is trained on, and not only evaluated."""
 
     # -- messages of workers -----------------------------------------------------------------------------------------
 
@@ -58,14 +56,12 @@ class LeaseService:
         data = receive_parts(session.connection, self._patience)
         if data is None:
             raise Mismatch(f"rank {session.rank} did not send the order of the epoch", [session.rank])
-        loader, epoch, training = message.loader, message.epoch, message.training
+        loader, epoch = message.loader, message.epoch
         order, now = msgspec.msgpack.decode(data), time.perf_counter()
-        self._training[loader] = training
-        samples = self._ledger.open(loader, epoch, order, message.sizes, drop_last=message.drop_last, turns=training)
+        samples = self._ledger.open(loader, epoch, order, message.sizes, drop_last=message.drop_last)
         self._recorder.add(events.Epoch(-1, now, loader, epoch, samples))
-        if training:
-            for rank in self._sessions.trained:
-                self._policy.wake(rank)  # also a worker that has not begun the epoch yet: it will
+        for rank in self._sessions.trained:
+            self._policy.wake(rank)  # also a worker that has not begun the epoch yet: it will
         session.enter(SessionState.ENTERING)
         self.answer_waiting()
 
@@ -96,7 +92,7 @@ class LeaseService:
         pushed = self._updates.leases_of(session.rank)
         leases = self._ledger.quit(session.rank, message.loader, message.epoch, pushed)
         self._record_return(session.rank, [lease.number for lease in leases], "abandoned")
-        if is_open and self._training[message.loader]:
+        if is_open:
             self._execute(self._policy.rest(session.rank), session.rank)
         self.answer_waiting()
 
@@ -161,7 +157,7 @@ class LeaseService:
         if request.pull:
             self._sessions.pull(session)
         self._sessions.reply(session, EpochOver(session.version, session.buffer))
-        if is_open and self._training[request.loader] and self._worker_is_ahead():
+        if is_open and self._worker_is_ahead():
             self._execute(self._policy.rest(session.rank), session.rank)
         elif not session.fresh:
             self._policy.wake(session.rank)
@@ -189,12 +185,11 @@ class LeaseService:
             self._request_order(session)
 
     def _may_draw(self, session: Session, request: BeginEpoch) -> bool:
-        """True if this worker shall draw the order of the next epoch; a worker may evaluate by itself."""
+        """True if this worker shall draw the order of the next epoch."""
         drawing = [other.request for other in self._sessions.values() if other.state is SessionState.DRAWING]
         if any(isinstance(other, BeginEpoch) and other.loader == request.loader for other in drawing):
             return False
-        alone = not request.training and not self._policy.lockstep
-        return alone or session.rank == min(self._sessions.trained or self._sessions)
+        return session.rank == min(self._sessions.trained or self._sessions)
 
     def _request_order(self, session: Session) -> None:
         session.enter(SessionState.DRAWING)
@@ -203,7 +198,7 @@ class LeaseService:
     def resolve_deadlock(self) -> bool:
         """When all workers wait, gives one of them samples that no other will request; True if there was one.
 
-        So a script in which some workers evaluate or train by themselves does not wait for ever.
+        So a script in which some workers iterate over a loader by themselves does not wait for ever.
         """
         for session in sorted(
             self._sessions.values(), key=lambda session: (session.state is not SessionState.REQUESTING, session.rank)

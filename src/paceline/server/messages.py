@@ -133,8 +133,6 @@ class BeginEpoch(_Message, frozen=True, gc=False):
     epoch: int
     pull: bool
     """True if the worker can pull a new version: it is not in the middle of a gradient."""
-    training: bool = True
-    """False if the worker only evaluates."""
 
 
 class EpochOrder(_Message, frozen=True, gc=False):
@@ -145,8 +143,6 @@ class EpochOrder(_Message, frozen=True, gc=False):
     sizes: list[int]
     """Of the minibatches, in turns; none if the order is one of whole batches."""
     drop_last: bool
-    training: bool
-    """False if the worker only evaluates."""
 
 
 class RequestLease(_Message, frozen=True, gc=False):
@@ -161,7 +157,7 @@ class RequestLease(_Message, frozen=True, gc=False):
 
 
 class LeaseDone(_Message, frozen=True, gc=False):
-    """A worker has used these leases without a gradient. No reply."""
+    """A worker has passed over the samples of these leases: they lead to no gradient. No reply."""
 
     leases: list[int]
 
