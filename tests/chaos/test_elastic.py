@@ -38,7 +38,7 @@ data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 layers = torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
 model = torch.nn.Sequential(*layers)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=options["loaders"])
+loader = DataLoader(data, batch_size=8 * team.world_size, shuffle=True, num_workers=options["loaders"])
 model, optimizer, loader = team.setup(model, optimizer, loader)
 if options["load"]:
     team.load(options["load"])

@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 from paceline.events import Compute, Event, Leave, Lost, Roster
 
 BATCH, WORKERS = 4, 3
+"""Samples of a worker before one is lost; the batch of all stays."""
 SCRIPT = (
     PREAMBLE
     + """
@@ -37,7 +38,7 @@ inputs = torch.randn(options["samples"], 6, dtype=torch.float64)
 data = TensorDataset(torch.arange(len(inputs)), inputs, inputs.sum(1, keepdim=True))
 make = torch.optim.AdamW if options["adam"] else torch.optim.SGD
 optimizer = make(model.parameters(), lr=0.01, weight_decay=0.01)
-model, optimizer, loader = team.setup(model, optimizer, DataLoader(data, batch_size=4))
+model, optimizer, loader = team.setup(model, optimizer, DataLoader(data, batch_size=12))
 number = 0
 trainer = team._trainer
 is_victim = team.rank == options["victim"]
@@ -124,21 +125,18 @@ def plain(rounds: list[list[int]], samples: int = 97, clip: bool = False) -> lis
 
 
 def rounds_of(victim: int, lost_at: int | None, counted: bool, samples: int = 97, epochs: int = 2) -> list[list[int]]:
-    """Which samples make which update, when a worker is lost at one: 12 of three workers, then 8 of two."""
+    """Which samples make which update, when a worker is lost at one: 12 of three workers, then 12 of two."""
     rounds: list[list[int]] = []
-    gone = False
+    size = BATCH * WORKERS
     for _ in range(epochs):
         order, left = list(range(samples)), []
         while order:
-            size = BATCH * (WORKERS - gone)
             if len(order) < size:  # what the lost one had goes with what is left
                 order, left = order + left, []
             keys, order = order[:size], order[size:]
-            if len(rounds) == lost_at:
-                gone = True
-                if not counted:
-                    left = keys[BATCH * victim : BATCH * (victim + 1)]
-                    keys = [key for key in keys if key not in left]
+            if len(rounds) == lost_at and not counted:
+                left = keys[BATCH * victim : BATCH * (victim + 1)]
+                keys = [key for key in keys if key not in left]
             rounds.append(keys)
     return rounds
 

@@ -84,7 +84,7 @@ def _prepare(trainer: Any, when: str) -> None:
 def work(team: Any, victims: dict[int, str], clip: bool = False, epochs: int = 2) -> dict[str, Any]:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
-    model, optimizer, loader = team.setup(model, optimizer, DataLoader(_data(), batch_size=BATCH))
+    model, optimizer, loader = team.setup(model, optimizer, DataLoader(_data(), batch_size=BATCH * team.world_size))
     trainer = team._trainer
     when = victims.get(team.rank, "")
     _prepare(trainer, when)
@@ -127,19 +127,16 @@ def plain(rounds: list[list[int]], clip: bool = False) -> list[torch.Tensor]:
 def rounds_of(workers: int, victims: set[int], counted: bool, epochs: int = 2) -> list[list[int]]:
     """Which samples make which update when these are lost at one."""
     rounds: list[list[int]] = []
-    here = workers
+    size = BATCH * workers
     for _ in range(epochs):
         order, left = list(range(SAMPLES)), []
         while order:
-            size = BATCH * here
             if len(order) < size:  # what the lost ones had goes with what is left
                 order, left = order + left, []
             keys, order = order[:size], order[size:]
-            if len(rounds) == AT:
-                here -= len(victims)
-                if not counted:
-                    left = [key for index, key in enumerate(keys) if index // BATCH in victims]
-                    keys = [key for key in keys if key not in left]
+            if len(rounds) == AT and not counted:
+                left = [key for index, key in enumerate(keys) if index // BATCH in victims]
+                keys = [key for key in keys if key not in left]
             rounds.append(keys)
     return rounds
 

@@ -33,7 +33,7 @@ def work(team: Any, notes: str) -> tuple[int, int]:
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-    model, optimizer, loader = team.setup(model, optimizer, DataLoader(data, batch_size=4))
+    model, optimizer, loader = team.setup(model, optimizer, DataLoader(data, batch_size=4 * team.world_size))
     trainer = team._trainer
     tracked = int(model[1].num_batches_tracked)
     begun = {

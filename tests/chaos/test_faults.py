@@ -266,7 +266,7 @@ model = torch.nn.Linear(256, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 inputs = torch.randn(20_000, 256)
 data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-loader = DataLoader(data, batch_size=4, num_workers=2, worker_init_fn=loader_started)
+loader = DataLoader(data, batch_size=8, num_workers=2, worker_init_fn=loader_started)
 model, optimizer, loader = team.setup(model, optimizer, loader)
 for number, (x, y) in enumerate(loader):
     mse_loss(model(x), y).backward()

@@ -49,7 +49,7 @@ inputs = torch.randn(options["samples"], 6)
 data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=options["loaders"])
+loader = DataLoader(data, batch_size=8 * team.world_size, shuffle=True, num_workers=options["loaders"])
 model, optimizer, loader = team.setup(model, optimizer, loader)
 
 def strike(number):
@@ -273,7 +273,7 @@ def struck(self, *arguments):
 setattr(client.ServerClient, before, struck)
 team = paceline.join()
 model = torch.nn.Linear(2, 1)
-loader = DataLoader(TensorDataset(torch.randn(48, 2)), batch_size=2)
+loader = DataLoader(TensorDataset(torch.randn(48, 2)), batch_size=6)
 model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
 for (x,) in loader:
     model(x).mean().backward()

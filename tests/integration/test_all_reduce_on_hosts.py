@@ -227,7 +227,8 @@ TOLD = """
 import paceline, torch
 team = paceline.join("all-reduce", name="of-the-script")
 model = torch.nn.Linear(8, 1)
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(64, 8), torch.ones(64, 1)), batch_size=4)
+data = torch.utils.data.TensorDataset(torch.ones(64, 8), torch.ones(64, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=16)
 model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
 for x, y in loader:
     with team.step():

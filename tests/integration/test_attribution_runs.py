@@ -59,7 +59,7 @@ class Nap(torch.autograd.Function):
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-model, optimizer, loader = team.setup(model, optimizer, DataLoader(Samples(), batch_size=8))
+model, optimizer, loader = team.setup(model, optimizer, DataLoader(Samples(), batch_size=32))
 own = []
 for x, y in loader:
     start = time.perf_counter()

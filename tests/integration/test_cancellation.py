@@ -113,7 +113,7 @@ def make(stage: Stage | None = None) -> tuple[torch.nn.Sequential, torch.optim.O
     layers = [Tally(), Counted(6, 8), Tap(), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), Gate(stage), Counted(8, 8)]
     model = torch.nn.Sequential(*layers, Counted(8, 1))
     inputs = torch.randn(96, 6)
-    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=16)
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), loader
 
 

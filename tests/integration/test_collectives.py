@@ -787,7 +787,7 @@ torch.manual_seed(1)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 inputs = torch.randn(64, 4)
-loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4 * team.world_size)
 model, optimizer, loader = team.setup(model, optimizer, loader)
 for x, y in loader:
     loss = mse_loss(model(x), y)
@@ -844,7 +844,7 @@ def train_and_talk(team: paceline.Team, talk: bool) -> list[float]:
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(64, 4)
-    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4 * team.world_size)
     model, optimizer, loader = team.setup(model, optimizer, loader)
     for x, y in loader:
         loss = mse_loss(model(x), y)

@@ -33,7 +33,7 @@ def tracing_is_loaded() -> None:
 
 
 def losses(team: Team, kind: str, steps: int, options: dict[str, Any]) -> list[float]:
-    return train(team, kind, steps, batch=10, **options)
+    return train(team, kind, steps, batch=20, **options)
 
 
 def mean(found: Sequence[Sequence[float]]) -> list[float]:
@@ -69,7 +69,7 @@ from helpers.split_models import train
 team = paceline.join()
 torch.set_num_threads(1)
 {fault}
-train(team, "small", 12, batch=4)
+train(team, "small", 12, batch=8)
 """
 
 
@@ -156,7 +156,7 @@ def test_the_checker_finds(place: int, change: dict[str, Any], sentence: str) ->
 def saved(team: Team, path: Path) -> list[float]:
     found = []
     model: Any = made("small")
-    loader: Any = DataLoader(MODELS["small"][1](), batch_size=10)
+    loader: Any = DataLoader(MODELS["small"][1](), batch_size=20)
     model, optimizer, loader = team.setup(model, adam(model), loader)
     for x, y in loader:
         loss = score(model(x), y)

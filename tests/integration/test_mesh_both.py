@@ -47,7 +47,7 @@ def test_losses_are_those_of_the_plain_model(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "sync"), [("small", "all-reduce"), ("chain", "sync")])
 def test_losses_of_two_replicas_are_those_of_the_plain_model(kind: str, sync: str) -> None:
     launch = launched(f"{TWO},sync={sync}", servers=None if sync == "all-reduce" else "lead")
-    found = run_team(losses, 8, kind, 8, 10, {}, launch=launch, timeout=300)
+    found = run_team(losses, 8, kind, 8, 20, {}, launch=launch, timeout=300)
     for ranks in REPLICAS:
         assert all(found[rank] == found[ranks[0]] for rank in ranks)
     mean = [(first + second) / 2 for first, second in zip(found[0], found[4], strict=True)]
@@ -82,7 +82,7 @@ Step = tuple[torch.Tensor, torch.Tensor, float]
 def logged(team: Team, kind: str, steps: int) -> list[Step]:
     """What each step was made of, and its loss."""
     model: Any = made(kind)
-    loader: Any = DataLoader(MODELS[kind][1](), batch_size=10, shuffle=True)
+    loader: Any = DataLoader(MODELS[kind][1](), batch_size=20, shuffle=True)
     model, optimizer, loader = team.setup(model, adam(model), loader)
     seen: list[Step] = []
     while len(seen) < steps:

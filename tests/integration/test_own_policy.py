@@ -26,7 +26,7 @@ torch.manual_seed(0)
 x = torch.randn(96, 8)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4 * team.world_size)
 model, optimizer, loader = team.setup(model, optimizer, loader)
 for inputs, targets in loader:
     with team.step():

@@ -25,7 +25,7 @@ torch.manual_seed(0)
 x = torch.randn(int(sys.argv[1]), 8)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4 * team.world_size, shuffle=True)
 model, optimizer, loader = team.setup(model, optimizer, loader)
 for _ in range(int(sys.argv[2])):
     for inputs, targets in loader:

@@ -29,7 +29,7 @@ torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 inputs = torch.randn(128, 8)
-loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8 * team.world_size)
 model, optimizer, loader = team.setup(model, optimizer, loader)
 first = 0
 if team.checkpoint is not None:

@@ -30,7 +30,7 @@ torch.manual_seed(3)
 inputs = torch.randn(600, 6)
 model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=5)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=5 * team.world_size)
 model, optimizer, loader = team.setup(model, optimizer, loader)
 note(f"here-{team.rank}-{os.getpid()}", machine=team._members.machine)
 for epoch in range(3):

@@ -44,7 +44,8 @@ def _values(model: torch.nn.Module) -> list[Any]:
 def train(team: Any, epochs: int = 2, **options: Any) -> list[Any]:
     model = _model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    model, optimizer, loader = team.setup(model, optimizer, DataLoader(_data(), batch_size=8), **options)
+    loader = DataLoader(_data(), batch_size=8 * team.world_size)
+    model, optimizer, loader = team.setup(model, optimizer, loader, **options)
     for _ in range(epochs):
         for x, y in loader:
             with team.step():
@@ -156,7 +157,7 @@ def test_compressed_gradients_travel_compressed(two: list[Host], tmp_path: Path,
 def checkpointing(team: Any, path: str) -> list[Any]:
     model = _model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    model, optimizer, loader = team.setup(model, optimizer, DataLoader(_data(64), batch_size=8))
+    model, optimizer, loader = team.setup(model, optimizer, DataLoader(_data(64), batch_size=8 * team.world_size))
     before: list[Any] = []
     for epoch in range(2):
         for x, y in loader:
@@ -278,7 +279,7 @@ def dying(team: Any, rank: int) -> int:
 
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer, loader = team.setup(model, optimizer, DataLoader(_data(), batch_size=4))
+    model, optimizer, loader = team.setup(model, optimizer, DataLoader(_data(), batch_size=4 * team.world_size))
     steps = 0
     for x, y in loader:
         mse_loss(model(x), y).backward()

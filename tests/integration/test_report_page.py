@@ -29,7 +29,8 @@ torch.manual_seed(7)
 model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 inputs = torch.randn(512, 6)
-loader = DataLoader(TensorDataset(inputs, inputs[:, :1] * inputs[:, 1:2]), batch_size=8, shuffle=True)
+data = TensorDataset(inputs, inputs[:, :1] * inputs[:, 1:2])
+loader = DataLoader(data, batch_size=8 * team.world_size, shuffle=True)
 model, optimizer, loader = team.setup(model, optimizer, loader)
 for epoch in range(3):
     for x, y in loader:

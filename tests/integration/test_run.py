@@ -317,7 +317,7 @@ team = paceline.join()
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 inputs = torch.randn(8 * updates, 4)
-loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4 * team.world_size)
 model, optimizer, loader = team.setup(model, optimizer, loader)
 for x, y in loader:
     loss = mse_loss(model(x), y)

@@ -52,7 +52,7 @@ def buffers(team: Team) -> tuple[set[int], int]:
     """Which buffers a worker was told to use, and how many there are."""
     torch.manual_seed(0)
     model: Any = nn.Linear(10, 4)
-    loader: Any = DataLoader(data(400, torch.float32), batch_size=2)
+    loader: Any = DataLoader(data(400, torch.float32), batch_size=2 * team.world_size)
     model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
     trainer: Any = team._trainer
     told: set[int] = set()

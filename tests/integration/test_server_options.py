@@ -131,7 +131,7 @@ def losses(team: Team, epochs: int = 6) -> tuple[float, float]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 4))
     dataset = data(480, torch.float32)
-    loader: Any = DataLoader(dataset, batch_size=16, shuffle=True)
+    loader: Any = DataLoader(dataset, batch_size=16 * team.world_size, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     model, optimizer, loader = team.setup(model, optimizer, loader)
     x, y = dataset.tensors
