@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline import Team
+from paceline import Mismatch, Team, UsageError
 
 
 class Counting(Net):
@@ -430,6 +430,47 @@ def test_mirrored_values_stay_equal_and_per_replica_values_are_known_to_all() ->
         assert each == ({"rank": 0}, {"rank": 1}, {"rank": 2})
         assert shapes == [(1,), (2,), (3,)]
         assert total == 3.0
+
+
+def metrics(team: Team) -> list[Any]:
+    counts = torch.tensor([team.rank, 1], dtype=torch.int32)
+    numbers = [
+        team.sum(2**62 + team.rank if team.rank == 0 else -(2**62)),
+        team.sum(0.5 * team.rank if team.rank else 0),
+    ]
+    tensors = [team.sum(counts), team.mean(counts.bfloat16()), team.mean(torch.tensor(float(team.rank)))]
+    with pytest.raises(Mismatch):
+        team.sum(torch.ones(1 + team.rank))
+    with pytest.raises(UsageError, match="this is a str"):
+        team.sum("many")  # type: ignore[type-var]
+    return [*numbers, team.mean(team.rank), *(one.tolist() for one in tensors), tensors[0].dtype]
+
+
+def test_metrics_are_summed_over_all_workers() -> None:
+    for found in run_team(metrics, 3):
+        assert found == [-(2**62), 1.5, 1.0, [3, 3], [1.0, 1.0], 1.0, torch.int64]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "count"), [("async", 3, 3), ("tensor:degree=2", 2, 1), ("mesh:data=2,tensor=2", 4, 2)]
+)
+def test_metrics_of_training_count_every_sample_once(strategy: str, workers: int, count: int) -> None:
+    def work(team: Team) -> tuple[float, float]:
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        loader: Any = DataLoader(TensorDataset(torch.ones(26, 4)), batch_size=6)
+        model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        samples = 0
+        for (x,) in loader:
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            samples += len(x)
+        return team.sum(samples), team.mean(samples)
+
+    assert (
+        run_team(work, workers, launch=under(strategy, "lead" if strategy == "async" else None))
+        == [(26, 26 / count)] * workers
+    )
 
 
 def saving(team: Team, path: str, total: int, resume: bool) -> Values:

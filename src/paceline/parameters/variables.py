@@ -1,4 +1,4 @@
-"""Mirrored and per-replica variables, as tf.distribute means them."""
+"""Mirrored and per-replica variables, as tf.distribute means them, and sums and means over all workers."""
 
 from __future__ import annotations
 
@@ -88,6 +88,23 @@ class PerReplica:
 
     def __repr__(self) -> str:
         return f"PerReplica({dict(enumerate(self.values))!r})"
+
+
+def total(value: Any, gather: Gather, each: int) -> tuple[Any, int]:
+    """The sum of the replicas' values, and their number. each: workers of a replica, which have the same value."""
+    if isinstance(value, torch.Tensor):
+        tensors = [one for one in gather_tensors(value, gather)[::each] if one is not None]
+        return torch.stack(tensors).sum(0).to(value.device), len(tensors)
+    try:
+        number = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"numbers and tensors can be summed; this is a {type(value).__name__}") from None
+    found = gather_tensors(number, gather, same=False)
+    for rank, one in enumerate(found):
+        if one is not None and (one.dim() or one.dtype not in (torch.float64, torch.int64)):
+            raise Mismatch(f"rank {rank} brought a tensor where this worker has a number", [rank])
+    numbers = [one.item() for one in found[::each] if one is not None]
+    return sum(numbers), len(numbers)
 
 
 def gather_tensors(value: torch.Tensor, gather: Gather, same: bool = True) -> list[torch.Tensor | None]:

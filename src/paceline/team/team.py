@@ -1,4 +1,4 @@
-"""`join()` and `Team`: all that a training script uses."""
+"""`join()` and `Team`: all that a training script uses, in one file since it is one class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -40,7 +40,7 @@ from paceline.events import Join, Leave, Metric
 from paceline.events.recorder import Recorder, folder_of
 from paceline.events.stopwatch import Stopwatch
 from paceline.events.summary import merge
-from paceline.parameters.variables import Mirrored, PerReplica
+from paceline.parameters.variables import Mirrored, PerReplica, total
 from paceline.policies import Policy
 from paceline.strategies import PROFILING, SINGLE, Make, Options, Trainer, TrainerContext, load, trainer_of
 from paceline.strategies.backward_patch import BackwardPatch
@@ -52,6 +52,7 @@ from paceline.team.loaders import LoaderTeam
 from paceline.transport import BarrierKind
 
 _joined: Team | None = None
+_Value = TypeVar("_Value", float, torch.Tensor)
 
 
 def join(strategy: str | Strategy | None = None, *, name: str | None = None, timeouts: Timeouts | None = None) -> Team:
@@ -318,6 +319,23 @@ class Team:
     def per_replica(self, value: Any) -> PerReplica:
         """Each worker's own value, with those of all others."""
         return PerReplica(value, self.rank, self._gather)
+
+    def sum(self, value: _Value) -> _Value:
+        """The sum of all workers' values, on every worker; all must call it.
+
+        For metrics of training, where each worker has its part of the samples: `team.sum(correct) / team.sum(count)`.
+        Workers that share one model have the same samples, and count once. A loader that is evaluated is whole on every
+        worker, and needs no sum.
+        """
+        return self._total(value)[0]
+
+    def mean(self, value: _Value) -> _Value:
+        """The mean of all workers' values, on every worker; all must call it. As `sum`, divided by their number."""
+        found, count = self._total(value)
+        return found / count
+
+    def _total(self, value: _Value) -> tuple[_Value, int]:
+        return total(value, self._gather, self._started_with // self._loaders.replicas)
 
     def _gather(self, payload: bytes, kind: BarrierKind = BarrierKind.GATHER) -> list[bytes]:
         payloads = self._trainer.gather(payload, kind) if self._trainer is not None else None
