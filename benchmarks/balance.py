@@ -26,7 +26,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256), nn.Tanh(), nn.Linear(256, 10))
 data = TensorDataset(torch.randn(4000, 256), torch.randint(0, 10, (4000,)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-loader = DataLoader(data, batch_size=64, shuffle=True)
+loader = DataLoader(data, batch_size=128, shuffle=True)
 model, optimizer, loader = team.setup(model, optimizer, loader, balance=sys.argv[1] == "balanced")
 for _ in range(4):
     for x, y in loader:

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent.parent / "examples" / "transformer.py"
 ROUNDS = 2
 SPLIT = "mesh:data=2,pipeline=2,microbatches=2"
 SLOW = ["--slow", "2:4", "--slow", "3:4"]
-ARGUMENTS = ["--steps", "20", "--width", "96", "--layers", "4", "--batch", "16"]
+ARGUMENTS = ["--steps", "20", "--width", "96", "--layers", "4", "--batch", "32"]
 
 
 def updates_per_second(strategy: str, folder: str) -> float:

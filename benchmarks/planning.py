@@ -62,8 +62,7 @@ with torch.no_grad():
 held = (x[:1000], y[:1000])
 model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.08)
-batch = 16 * (team.world_size if team.strategy.spec == "all-reduce" else 1)
-loader = DataLoader(TensorDataset(x[1000:], y[1000:]), batch_size=batch, shuffle=True)
+loader = DataLoader(TensorDataset(x[1000:], y[1000:]), batch_size=16 * team.world_size, shuffle=True)
 model, optimizer, loader = team.setup(model, optimizer, loader)
 seen = 0
 for _ in range(50):

@@ -11,7 +11,7 @@ from paceline.report import timeline
 
 SCRIPT = Path(__file__).resolve().with_name("transformer.py")
 SLOW = ["--slow", "2:4", "--slow", "3:4"]
-ARGUMENTS = ["--width", "96", "--layers", "4", "--batch", "16", "--steps"]
+ARGUMENTS = ["--width", "96", "--layers", "4", "--steps", "14", "--batch"]
 
 
 class Figure(NamedTuple):
@@ -20,16 +20,21 @@ class Figure(NamedTuple):
     workers: int
     slow: list[str]
     updates: int
+    batch: int
+    """Samples: 16 for each replica."""
 
 
 FIGURES = {
-    "tensor": Figure("tensor:degree=2: both workers compute every step, half of it each", "tensor:degree=2", 2, [], 6),
+    "tensor": Figure(
+        "tensor:degree=2: both workers compute every step, half of it each", "tensor:degree=2", 2, [], 6, 16
+    ),
     "mesh-all-reduce": Figure(
         "mesh, all-reduce between two pipelines, the second slow: the first waits",
         "mesh:data=2,pipeline=2,microbatches=2",
         4,
         SLOW,
         3,
+        32,
     ),
     "mesh-k-sync": Figure(
         "mesh, k-sync:k=1 between them: the first goes on, the second comes too late",
@@ -37,6 +42,7 @@ FIGURES = {
         4,
         SLOW,
         8,
+        32,
     ),
 }
 
@@ -49,7 +55,9 @@ def main(folder: Path, names: list[str]) -> int:
         with tempfile.TemporaryDirectory() as work:
             command = [sys.executable, "-m", "paceline", "run", str(SCRIPT), "--workers", str(figure.workers)]
             command += ["--quiet", "--strategy", figure.strategy, *figure.slow, "--name", "figure", "--", *ARGUMENTS]
-            code = subprocess.run([*command, "14"], check=False, cwd=work, stdout=subprocess.DEVNULL).returncode
+            code = subprocess.run(
+                [*command, str(figure.batch)], check=False, cwd=work, stdout=subprocess.DEVNULL
+            ).returncode
             if code:
                 return code
             events = list(read(Path(work) / "runs" / "figure" / "events.jsonl"))

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import paceline
 
 BATCH = 32
+"""Samples of a worker's minibatch."""
 RATE = 1e-3
 """The learning rate per gradient in an update: multiplied by how many there are, in a team and under DDP."""
 
@@ -61,7 +62,9 @@ def train_team(team: paceline.Team, epochs: int) -> list[tuple[float, float]]:
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     loader = DataLoader(train, batch_size=BATCH, shuffle=True)
-    model, optimizer, loader = team.setup(model, optimizer, loader, scale_lr="linear")
+    model, optimizer, loader = team.setup(
+        model, optimizer, loader, global_batch=BATCH * team.world_size, scale_lr="linear"
+    )
     team.barrier()
     judge = Judge(team.is_lead, model, test)
     for _ in range(epochs):

@@ -21,7 +21,7 @@ train, test = datasets()
 model = network()
 optimizer = torch.optim.SGD(model.parameters(), lr=options.rate, momentum=0.9)
 loader = DataLoader(train, batch_size=64, shuffle=True)
-model, optimizer, loader = team.setup(model, optimizer, loader, global_batch=64, balance=options.balance)
+model, optimizer, loader = team.setup(model, optimizer, loader, balance=options.balance)
 
 for epoch in range(options.epochs):
     for images, labels in loader:

@@ -27,7 +27,7 @@ model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.L
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 inputs = torch.randn(2048, 20)
 labels = (inputs[:, :10].sum(1) > inputs[:, 10:].sum(1)).long()
-loader = DataLoader(TensorDataset(inputs, labels), batch_size=32)
+loader = DataLoader(TensorDataset(inputs, labels), batch_size=64)
 model, optimizer, loader = team.setup(model, optimizer, loader)
 
 # Whether there is one, all must see alike: rank 0 looks.

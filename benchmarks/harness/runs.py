@@ -25,8 +25,8 @@ count = 8 * int(sys.argv[1])
 data = TensorDataset(torch.randn(count, 20), torch.randint(0, 2, (count,)))
 model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-batch = 8 * (team.world_size if team.strategy.spec == "all-reduce" else 1)
-model, optimizer, loader = team.setup(model, optimizer, DataLoader(data, batch_size=batch, shuffle=True))
+loader = DataLoader(data, batch_size=8 * team.world_size, shuffle=True)
+model, optimizer, loader = team.setup(model, optimizer, loader)
 for x, y in loader:
     with team.step():
         torch.nn.functional.cross_entropy(model(x), y).backward()
