@@ -187,6 +187,20 @@ def test_a_checkpoint_is_the_plain_models(split: str, tmp_path: Path) -> None:
     assert content["version"] == 2
 
 
+def told(team: Team) -> list[bool]:
+    """True for each text of the first worker that arrives: an empty one, a short one, one of three notes."""
+    model: Any = made("small")
+    team.setup(model, adam(model), DataLoader(MODELS["small"][1](), batch_size=20))
+    client: Any = team._trainer._client  # type: ignore[union-attr]
+    texts = [b"", b"order", bytes(range(256)) * 12_000]
+    return [client.from_first(text if team.rank == 0 else b"") == text for text in texts]
+
+
+def test_the_first_worker_of_a_replica_passes_on_texts_of_any_length() -> None:
+    launch = launched("mesh:data=1,tensor=2,sync=sync", servers="lead")
+    assert run_team(told, 2, launch=launch, timeout=60) == [[True] * 3] * 2
+
+
 DYING = """
 import os, signal
 from helpers import split_models as splits

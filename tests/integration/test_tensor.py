@@ -161,9 +161,12 @@ def tested(team: Team) -> list[float]:
         return [sum(found) / len(rows[0]), float(score(model(rows[0]), rows[1]))]
 
 
-@pytest.mark.parametrize("strategy", ["tensor:degree=2", "pipeline:stages=2", "mesh:data=1,tensor=2"])
+@pytest.mark.parametrize(
+    "strategy", ["tensor:degree=2", "pipeline:stages=2", "mesh:data=1,tensor=2", "mesh:data=1,tensor=2,sync=sync"]
+)
 def test_all_workers_of_a_model_evaluate_the_same_batches(strategy: str) -> None:
-    for by_batch, at_once in run_team(tested, 2, launch=launched(strategy)):
+    launch = launched(strategy, servers="lead" if "sync=" in strategy else None)
+    for by_batch, at_once in run_team(tested, 2, launch=launch):
         assert by_batch == pytest.approx(at_once, rel=1e-5)
 
 

@@ -40,7 +40,13 @@ class Lender:
         self.drawn: list[LeasedEpoch] = []
         self.fails: Exception | None = None
         self.batches = 0
-        self.evaluates = False
+        self.evaluates = self.splits = False
+        self.first: bytes | None = None
+
+    def from_first(self, draw: Callable[[], bytes]) -> bytes:
+        if self.first is None:
+            self.first = draw()
+        return self.first
 
     def enter(self, loader: int, epoch: int, draw: Callable[[], LeasedEpoch]) -> None:
         if not self.ledger.is_open(loader, epoch):
@@ -206,6 +212,15 @@ def test_a_global_batch_is_divided_among_minibatches() -> None:
     assert make(20, Lender(3), batch_size=5).global_batch == 5
     with pytest.raises(UsageError, match="global_batch is 2; it must be at least the number of workers, 3"):
         make(20, Lender(3), share={"global_batch": 2}, batch_size=5)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 8}, {"batch_size": None, "collate_fn": None}])
+def test_workers_that_share_a_model_evaluate_it_in_one_order(options: dict[str, Any]) -> None:
+    lender = Lender(2)
+    lender.evaluates = lender.splits = True
+    first, second = (list(make(20, lender, shuffle=True, **options)) for _ in range(2))
+    assert first == second
+    assert sorted(first if options["batch_size"] is None else [one for batch in first for one in batch]) == [*range(20)]
 
 
 def test_an_epoch_that_is_only_evaluated_is_not_leased() -> None:

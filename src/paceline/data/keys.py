@@ -30,6 +30,22 @@ def pack(drawn: Iterable[Any], *, batches: bool) -> bytes:
         ) from None
 
 
+def pack_for_all(drawn: Iterable[Any], *, batches: bool) -> bytes:
+    """As `pack`; if that fails, the error, which `unpack` raises on all workers."""
+    try:
+        return pack(drawn, batches=batches)
+    except UsageError as error:
+        return msgspec.msgpack.encode({"error": str(error)})
+
+
+def unpack(order: bytes) -> list[Any]:
+    """The original keys, or batches of them."""
+    keys = msgspec.msgpack.decode(order)
+    if isinstance(keys, dict):
+        raise UsageError(keys["error"])
+    return restored(keys)
+
+
 def restored(keys: list[Any]) -> list[Any]:
     """The original keys, from decoded ones."""
     return [key if type(key) is int else _restored(key) for key in keys]

@@ -1,21 +1,22 @@
 """A DataLoader whose samples are leased: a worker gets the next minibatch when it needs one.
 
 Datasets, collate functions, loader processes and pinned memory are the user's own: only the batch sampler is replaced
-by one that asks for leases. An epoch that is only evaluated is not leased: every worker gets the user's own loader.
+by one that asks for leases. An epoch that is only evaluated is not leased: every worker gets the user's own loader;
+workers that share one model get it in the order that the first of them draws.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data.keys import pack, restored
+from paceline.data.keys import pack, pack_for_all, restored, unpack
 from paceline.data.ledger import Lease
 from paceline.data.loader import (
     UserLoader,
@@ -23,6 +24,7 @@ from paceline.data.loader import (
     check_divisible,
     global_batch_of,
     has_batch_sampler,
+    undivided,
     with_batches_from,
 )
 from paceline.data.split import divided, even
@@ -47,6 +49,13 @@ class Lender(Protocol):
     @property
     def evaluates(self) -> bool:
         """True if the script evaluates the model now, instead of training it."""
+
+    @property
+    def splits(self) -> bool:
+        """True if several workers share one model, and call it together."""
+
+    def from_first(self, draw: Callable[[], bytes]) -> bytes:
+        """What the first worker that shares this model draws."""
 
     def ask_batch(self) -> None:
         """Notes that the script asks for its next batch."""
@@ -96,6 +105,7 @@ class LeasedLoader(UserLoader):
         """Samples in one minibatch of every worker together."""
         self._sizes = even(self.global_batch, lender.size)
         self._custom = has_batch_sampler(loader)
+        self._undivided = undivided(loader, self._order)
         self._epoch = 0
         here = _Leases(lender, number, self._length(), ahead=False)
         self._parts = [(here, with_batches_from(loader, here, workers=0))]
@@ -112,6 +122,12 @@ class LeasedLoader(UserLoader):
             return len(self._loader.batch_sampler)  # type: ignore[arg-type]
         count = len(self._loader.sampler) / self.global_batch  # type: ignore[arg-type]
         return math.floor(count) if self._loader.drop_last else math.ceil(count)
+
+    def _whole(self) -> Iterable[Any]:
+        return self._undivided if self._lender.splits else self._loader
+
+    def _order(self, sampler: Any, *, batches: bool) -> list[Any]:
+        return unpack(self._lender.from_first(lambda: pack_for_all(sampler, batches=batches)))
 
     def _evaluates(self) -> bool:
         return self._lender.evaluates

@@ -6,8 +6,8 @@ worker. Datasets, collate functions, loader processes and pinned memory are the 
 replaced.
 
 An epoch that is only evaluated (under `torch.no_grad`, or with the model in evaluation mode) is not divided: every
-worker that iterates gets the user's own loader. Workers of one replica call its model together, so they get the order
-that the lead draws.
+worker that iterates gets the user's own loader. Workers of one replica call its model together, so one of them draws
+the order for all.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-import msgspec
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.config import positive
 from paceline.data.balance import Balancer
-from paceline.data.keys import pack, restored
+from paceline.data.keys import pack_for_all, unpack
 from paceline.data.orphaned_samples import OrphanedSamples
 from paceline.data.split import even, scaled
 from paceline.errors import UsageError
@@ -103,7 +102,7 @@ class _Shares:
 
     def _rounds(self) -> Iterator[list[list[Any]]]:
         """Per round, one list of indices per replica."""
-        order = self._order(self._loader.batch_sampler if self._custom else self._loader.sampler, batches=self._custom)
+        order = self.order(self._loader.batch_sampler if self._custom else self._loader.sampler, batches=self._custom)
         number, start, orphans = self.first, 0, self.orphans
         while True:
             ranks = orphans.sharers(number)
@@ -143,34 +142,18 @@ class _Shares:
             first += share
         return parts, end
 
-    def undivided(self) -> Iterator[list[Any]]:
-        """The batches of the user's own loader, alike on every worker."""
-        if self._loader.batch_sampler is None:
-            yield from ([key] for key in self._order(self._loader.sampler, batches=False))
-        else:
-            yield from self._order(self._loader.batch_sampler, batches=True)
-
-    def _order(self, sampler: Any, *, batches: bool) -> list[Any]:
+    def order(self, sampler: Any, *, batches: bool) -> list[Any]:
         """The order drawn by the lead's sampler, on every worker."""
         if self._team.size == 1:
             return list(sampler)
         payload = b""
         while True:
             if self._team.rank == self._team.lead:
-                payload = self._draw(sampler, batches)
+                payload = pack_for_all(sampler, batches=batches)
             # The lead may be lost before it draws; then the next one does.
             if payload_of_lead := self._team.from_lead(payload):
                 break
-        order = msgspec.msgpack.decode(payload_of_lead)
-        if isinstance(order, dict):
-            raise UsageError(order["error"])
-        return restored(order)
-
-    def _draw(self, sampler: Any, batches: bool) -> bytes:
-        try:
-            return pack(sampler, batches=batches)
-        except UsageError as error:  # raised on all workers
-            return msgspec.msgpack.encode({"error": str(error)})
+        return unpack(payload_of_lead)
 
 
 class Batches(Protocol):
@@ -181,17 +164,27 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[list[Any]]: ...
 
 
-class _Undivided:
-    """A batch sampler of whole batches, drawn by the lead."""
+class Order(Protocol):
+    """Draws the output of a sampler on one worker, for all."""
 
-    def __init__(self, loader: DataLoader[Any], shares: _Shares) -> None:
-        self._loader, self._shares = loader, shares
+    def __call__(self, sampler: Any, *, batches: bool) -> list[Any]:
+        """batches: True if each item is a whole batch."""
+
+
+class _Undivided:
+    """A batch sampler of the user's own batches, in an order that one worker draws."""
+
+    def __init__(self, loader: DataLoader[Any], order: Order) -> None:
+        self._loader, self._order = loader, order
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._shares.undivided()
+        if self._loader.batch_sampler is None:
+            yield from ([key] for key in self._order(self._loader.sampler, batches=False))
+        else:
+            yield from self._order(self._loader.batch_sampler, batches=True)
 
 
 class _Singles:
@@ -231,6 +224,11 @@ def with_batches_from(loader: DataLoader[Any], batches: Batches, *, workers: int
         pin_memory=loader.pin_memory,
         generator=loader.generator,
     )
+
+
+def undivided(loader: DataLoader[Any], order: Order) -> DataLoader[Any]:
+    """The user's loader, with its samples in an order that one worker draws for all."""
+    return with_batches_from(loader, _Undivided(loader, order), workers=loader.num_workers)
 
 
 def has_batch_sampler(loader: DataLoader[Any]) -> bool:
@@ -295,7 +293,7 @@ class TeamLoader(UserLoader):
         self._balancer = Balancer(team.replicas, self.global_batch, on=balance, changed=changed)
         self._shares = _Shares(loader, team, self._balancer, self.global_batch)
         self._inner = with_batches_from(loader, self._shares, workers=loader.num_workers)
-        self._undivided = with_batches_from(loader, _Undivided(loader, self._shares), workers=loader.num_workers)
+        self._undivided = undivided(loader, self._shares.order)
         self._rounds = 0
 
     def _whole(self) -> Iterable[Any]:

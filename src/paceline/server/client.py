@@ -44,6 +44,9 @@ _LOOK = 0.5
 class ServerClient:
     """Sends requests to the coordinator, and waits for their replies."""
 
+    shared = False
+    """True if several workers share one model and this session."""
+
     def __init__(self, address: str, rank: int, timeouts: Timeouts, *, late: bool = False) -> None:
         """late: True if the server must be running already."""
         self._rank, self._timeouts = rank, timeouts
@@ -64,6 +67,10 @@ class ServerClient:
         """Takes the flags that reach a worker before messages do."""
         self._flags, self._min_version = flags, flags.min_version
         self._place = self._rank * flags.min_version.step
+
+    def from_first(self, payload: bytes) -> bytes:
+        """The payload of the first worker of this session, which is this one."""
+        return payload
 
     @property
     def present(self) -> int:

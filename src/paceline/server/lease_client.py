@@ -96,6 +96,13 @@ class LeaseClient:
     def evaluates(self) -> bool:
         return self._evaluates()
 
+    @property
+    def splits(self) -> bool:
+        return self._client.shared
+
+    def from_first(self, draw: Callable[[], bytes]) -> bytes:
+        return self._client.from_first(draw() if self._counts else b"")
+
     def ask_batch(self) -> None:
         self._stopwatch.ask()
 

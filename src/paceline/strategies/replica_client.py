@@ -69,6 +69,20 @@ class ReplicaClient:
     def __init__(self, client: ServerClient | None, barrier: ReplicaBarrier | None) -> None:
         """client: the first worker's; None on the others."""
         self.client, self._barrier = client, barrier
+        self.shared = barrier is not None
+
+    def from_first(self, payload: bytes) -> bytes:
+        """The first worker's payload, on all workers; in parts, since it may be longer than a note."""
+        if self._barrier is None:
+            return payload
+        whole, start, more = bytearray(), 0, True
+        while more:
+            end = start + Barrier.CAPACITY - 1
+            part = bytes([end < len(payload)]) + payload[start:end] if self.client is not None else b""
+            told = self._barrier.gather(part, BarrierKind.PUBLISH)[0]
+            more, start = bool(told[0]), end
+            whole += told[1:]
+        return bytes(whole)
 
     def call(self, message: msgspec.Struct) -> Any:
         """Sends a request, and waits for its reply."""
