@@ -48,7 +48,9 @@ def test_an_evaluation_in_the_middle_of_an_epoch_loses_no_sample(strategy: str) 
 
     results = run_team(work, 2, launch=under(strategy, barrier=4.0), timeout=20.0)
     assert sorted(itertools.chain(*(seen for seen, _ in results))) == list(range(40))
-    assert [evaluated for _, evaluated in results] == [list(range(40))] * 2
+    # Under async a worker may have had fewer batches of two samples than it takes to come to the evaluation.
+    assert [evaluated for _, evaluated in results] == [list(range(40)) if len(seen) >= 8 else [] for seen, _ in results]
+    assert strategy == "async" or all(evaluated for _, evaluated in results)
 
 
 def unhurried(team: Team, when: str) -> tuple[Values, int]:

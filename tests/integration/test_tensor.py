@@ -143,7 +143,7 @@ def test_dropout_draws_alike_where_all_have_the_same_and_apart_where_they_do_not
     assert any(outside)
 
 
-def tested(team: Team) -> list[float]:
+def evaluated(team: Team) -> list[float]:
     """One worker has drawn a random number more than the other when a shuffled loader is evaluated."""
     model: Any = made("chain")
     loader: Any = DataLoader(MODELS["chain"][1](), batch_size=8, shuffle=True)
@@ -166,7 +166,7 @@ def tested(team: Team) -> list[float]:
 )
 def test_all_workers_of_a_model_evaluate_the_same_batches(strategy: str) -> None:
     launch = launched(strategy, servers="lead" if "sync=" in strategy else None)
-    for by_batch, at_once in run_team(tested, 2, launch=launch):
+    for by_batch, at_once in run_team(evaluated, 2, launch=launch):
         assert by_batch == pytest.approx(at_once, rel=1e-5)
 
 
