@@ -40,7 +40,7 @@ class Lender:
         self.drawn: list[LeasedEpoch] = []
         self.fails: Exception | None = None
         self.batches = 0
-        self.evaluates = self.splits = False
+        self.evaluates = self.splits = self.in_turns = False
         self.first: bytes | None = None
 
     def from_first(self, draw: Callable[[], bytes]) -> bytes:
@@ -212,6 +212,16 @@ def test_a_global_batch_is_divided_among_minibatches() -> None:
     assert make(20, Lender(3), batch_size=5).global_batch == 5
     with pytest.raises(UsageError, match="global_batch is 2; it must be at least the number of workers, 3"):
         make(20, Lender(3), share={"global_batch": 2}, batch_size=5)
+
+
+def test_in_turns_only_the_last_batch_of_a_batch_sampler_may_be_too_small_for_all_workers() -> None:
+    lender = Lender(3)
+    lender.in_turns = True
+    assert [len(batch) for batch in make(8, lender, batch_sampler=[[0, 1, 2], [3, 4, 5], [6, 7]])] == [1] * 8
+    lender = Lender(3)
+    lender.in_turns = True
+    with pytest.raises(UsageError, match="has 2 samples, which cannot be divided among 3 workers"):
+        list(make(8, lender, batch_sampler=[[0, 1, 2], [6, 7], [3, 4, 5]]))
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 8}, {"batch_size": None, "collate_fn": None}])

@@ -28,7 +28,7 @@ from paceline.data.loader import (
     with_batches_from,
 )
 from paceline.data.split import divided, even
-from paceline.errors import TeamError
+from paceline.errors import TeamError, UsageError
 
 
 class LeasedEpoch(msgspec.Struct, frozen=True):
@@ -45,6 +45,8 @@ class Lender(Protocol):
     """The source of leases."""
 
     size: int
+    in_turns: bool
+    """True if the workers take samples in the order of their ranks."""
 
     @property
     def evaluates(self) -> bool:
@@ -164,5 +166,13 @@ class LeasedLoader(UserLoader):
         """Draws the order of an epoch with the user's own sampler."""
         if not self._custom:
             return LeasedEpoch(pack(self._loader.sampler, batches=False), self._sizes, bool(self._loader.drop_last))
-        parts = (part for batch in self._loader.batch_sampler or () for part in divided(list(batch), self._lender.size))
+        batches = [list(batch) for batch in self._loader.batch_sampler or ()]
+        least = min(map(len, batches[:-1]), default=self._lender.size)
+        if self._lender.in_turns and least < self._lender.size:
+            # An update would have parts of different batches.
+            raise UsageError(
+                f"a batch of the loader's batch sampler has {least} samples, which cannot be divided among "
+                f"{self._lender.size} workers; only the last one of an epoch may have so few"
+            )
+        parts = (part for batch in batches for part in divided(batch, self._lender.size))
         return LeasedEpoch(pack(parts, batches=True), [], False)

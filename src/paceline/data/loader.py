@@ -164,7 +164,7 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[list[Any]]: ...
 
 
-class Order(Protocol):
+class _Order(Protocol):
     """Draws the output of a sampler on one worker, for all."""
 
     def __call__(self, sampler: Any, *, batches: bool) -> list[Any]:
@@ -174,7 +174,7 @@ class Order(Protocol):
 class _Undivided:
     """A batch sampler of the user's own batches, in an order that one worker draws."""
 
-    def __init__(self, loader: DataLoader[Any], order: Order) -> None:
+    def __init__(self, loader: DataLoader[Any], order: _Order) -> None:
         self._loader, self._order = loader, order
 
     def __len__(self) -> int:
@@ -226,7 +226,7 @@ def with_batches_from(loader: DataLoader[Any], batches: Batches, *, workers: int
     )
 
 
-def undivided(loader: DataLoader[Any], order: Order) -> DataLoader[Any]:
+def undivided(loader: DataLoader[Any], order: _Order) -> DataLoader[Any]:
     """The user's loader, with its samples in an order that one worker draws for all."""
     return with_batches_from(loader, _Undivided(loader, order), workers=loader.num_workers)
 

@@ -38,15 +38,17 @@ class LeaseClient:
         adopt: Callable[[Any], None],
         *,
         evaluates: Callable[[], bool],
+        in_turns: bool,
         counts: bool = True,
     ) -> None:
         """size: workers; adopt: takes the version of a server's answer.
 
         evaluates: returns True while the script evaluates the model instead of training it.
+        in_turns: True if the workers take samples in the order of their ranks.
         counts: True if this worker counts the samples of its leases, as the first worker of a replica does.
         """
         self._client, self._stopwatch, self._gradients, self._adopt = client, stopwatch, gradients, adopt
-        self.size, self._counts, self._evaluates = size, counts, evaluates
+        self.size, self.in_turns, self._counts, self._evaluates = size, in_turns, counts, evaluates
         self._open: dict[int, Lease] = {}
         """Leases whose samples are, or will be, part of the next gradient."""
         self.granted: Lease | None = None

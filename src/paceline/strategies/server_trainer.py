@@ -78,6 +78,7 @@ class ServerTrainer(Trainer):
             workers,
             self._adopt,
             evaluates=lambda: self.evaluates,
+            in_turns=policy.lockstep,
             counts=counts,
         )
         self._weight = GradientWeight(1.0 / workers, self._gradients, context.say)
