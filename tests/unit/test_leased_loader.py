@@ -39,7 +39,7 @@ class Lender:
         self.left: list[tuple[int, int]] = []
         self.drawn: list[LeasedEpoch] = []
         self.fails: Exception | None = None
-        self.batches = 0
+        self.batches = self.steps = 0
         self.evaluates = self.splits = self.in_turns = False
         self.first: bytes | None = None
 

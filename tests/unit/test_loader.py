@@ -1,3 +1,4 @@
+import contextlib
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -26,7 +27,7 @@ class Hand:
         self.rank, self.size, self.lead, self._connection = rank, size, 0, connection
         self.replica, self.replicas, self.lockstep, self.evaluates = rank, size, False, False
         self.taken: list[tuple[int, float, int]] = []
-        self.epochs = self.asked = 0
+        self.epochs = self.asked = self.steps = 0
 
     def ask_batch(self) -> None:
         self.asked += 1
@@ -183,6 +184,21 @@ def test_workers_of_one_replica_evaluate_the_same_batches(options: dict[str, Any
     assert [len(loader) for loader in team.loaders] == [len(team.originals[0])] * 2
     flat = sorted(first if options["batch_size"] is None else [one for batch in first for one in batch])
     assert flat == list(range(20))
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_training_in_evaluation_mode_is_refused_where_training_divides_batches(replicas: int) -> None:
+    team = Team(3, 20, batch_size=8)
+    hand, seen = team.hands[0], 0
+    hand.evaluates, hand.replicas = True, replicas
+    with pytest.raises(UsageError, match="trained in evaluation mode") if replicas > 1 else contextlib.nullcontext():
+        for _ in team.loaders[0]:
+            hand.steps += 1
+            seen += 1
+    assert seen == (1 if replicas > 1 else 3)
+    with torch.no_grad():  # whatever the script does between batches that it cannot train on
+        for _ in team.loaders[0]:
+            hand.steps += 1
 
 
 def test_a_balanced_loader_follows_the_paces() -> None:

@@ -47,6 +47,8 @@ class Lender(Protocol):
     size: int
     in_turns: bool
     """True if the workers take samples in the order of their ranks."""
+    steps: int
+    """Steps of the optimizer so far."""
 
     @property
     def evaluates(self) -> bool:
@@ -133,6 +135,9 @@ class LeasedLoader(UserLoader):
 
     def _evaluates(self) -> bool:
         return self._lender.evaluates
+
+    def _steps(self) -> int | None:
+        return self._lender.steps if self._lender.size > 1 else None
 
     def _train(self) -> Iterator[Any]:
         check_divisible(self._loader, self.global_batch, self._lender.size, self._asked)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.config import positive
@@ -54,6 +55,10 @@ class TeamView(Protocol):
     @property
     def evaluates(self) -> bool:
         """True if the script evaluates the model now, instead of training it."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the optimizer so far."""
 
     def ask_batch(self) -> None:
         """Notes that the script asks for its next batch."""
@@ -253,7 +258,22 @@ class UserLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._evaluated = self._evaluates()
-        yield from self._whole() if self._evaluated else self._train()
+        yield from self._evaluate() if self._evaluated else self._train()
+
+    def _evaluate(self) -> Iterator[Any]:
+        """The batches of an epoch that is only evaluated; refuses to go on if the script trains on them."""
+        made = self._steps() if torch.is_grad_enabled() else None
+        for batch in self._whole():
+            yield batch
+            if made is not None and self._steps() != made:
+                raise UsageError(
+                    "the model is trained in evaluation mode, in which every worker gets the whole loader; call "
+                    "model.train(), and eval() on layers that are to keep their statistics"
+                )
+
+    def _steps(self) -> int | None:
+        """Steps of the optimizer so far; None where training does not divide batches either."""
+        raise NotImplementedError
 
     def _whole(self) -> Iterable[Any]:
         """The batches of an epoch that is only evaluated."""
@@ -304,6 +324,9 @@ class TeamLoader(UserLoader):
 
     def _evaluates(self) -> bool:
         return self._team.evaluates
+
+    def _steps(self) -> int | None:
+        return self._team.steps if self._team.replicas > 1 else None
 
     def _train(self) -> Iterator[Any]:
         check_divisible(self._loader, self.global_batch, self._team.replicas, self._asked)

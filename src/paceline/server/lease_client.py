@@ -57,7 +57,7 @@ class LeaseClient:
         """The loader whose next lease should come with the next answer."""
         self._entered: set[int] = set()
         """Loaders in whose current epoch this worker is."""
-        self._loaders = 0
+        self._loaders = self.steps = 0
         self.on_enter: Callable[[], None] = lambda: None
         """Called before an epoch begins."""
         self.on_ask: Callable[[], None] = lambda: None
@@ -82,6 +82,7 @@ class LeaseClient:
     def take(self) -> list[int]:
         """Close and return the leases of the gradient that is pushed or cancelled now."""
         leases, self._open = list(self._open), {}
+        self.steps += 1
         return leases
 
     def wanted(self) -> int | None:

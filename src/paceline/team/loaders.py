@@ -69,6 +69,10 @@ class LoaderTeam:
         self._trainer.take_whole_batches()
         return True
 
+    @property
+    def steps(self) -> int:
+        return 0 if self._trainer is None else self._trainer.version
+
     def from_lead(self, payload: bytes) -> bytes:
         found = self._members.gather(payload, BarrierKind.EPOCH)[self.lead]
         if self._trainer is not None:
