@@ -74,6 +74,10 @@ class Groups(Policy):
         return self.inner.spare
 
     @property
+    def cancels(self) -> bool:
+        return self.inner.cancels
+
+    @property
     def lockstep(self) -> bool:
         return self.inner.lockstep or len(self.members) == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from paceline.errors import FORK, TeamError, UsageError
 from paceline.events import Wait
 from paceline.events.recorder import Recorder
 from paceline.events.stopwatch import Stopwatch
+from paceline.parameters.gradients import GRAD
 from paceline.strategies.gradient_access import GradientAccess
 from paceline.strategies.optimizer_patch import OptimizerPatch
 from paceline.transport import BarrierKind, MachinesBarrier
@@ -34,7 +36,7 @@ class Options:
     """The options of `team.setup`."""
 
     gradients: str = "local"
-    """The content of `.grad` between backward and step: "local", this worker's gradient; "visible", the team's mean."""
+    """The content of `.grad` after the backward pass: "local", this worker's gradient; "visible", the team's mean."""
     scale_lr: str | None = None
     warmup: int = 0
     """In updates."""
@@ -75,10 +77,16 @@ class Trainer(ABC):
     """Called after each update."""
     on_lost: Callable[[set[int], bool, list[int]], None] = staticmethod(lambda _ranks, _counted, _takers: None)
     """Called with lost ranks, True if their last gradients count, and the ranks that take their samples."""
+    on_nan = "raise"
+    """What to do with a loss or gradient that is not finite: "raise", "skip" the update, or "ignore" it."""
+    _loss_value = 0.0
+    """The loss of the last backward pass."""
     replica: tuple[int, int] | None = None
     """The number of this worker's replica, and the number of replicas; None if every worker is a replica."""
     cancels = False
     """True if a step may be cancelled."""
+    round: int = -1
+    """The round of the team's loader that the script is in, counted over all epochs; -1 without one."""
     weight: float | None = None
     """How much the gradient of the current step counts, if the script says it."""
     lockstep = False
@@ -95,6 +103,8 @@ class Trainer(ABC):
         """Per replica, seconds and samples of its last minibatch; equal on all workers after an update."""
         self._accumulating = False
         self._patch = OptimizerPatch(optimizer)
+        self._bad_loss: float | None = None
+        """The loss of the current gradient, if it is not finite."""
         self._access: GradientAccess | None = None
         self._said_local = False
         """True if it was said that `.grad` is this worker's own."""
@@ -123,7 +133,8 @@ class Trainer(ABC):
         """A step of a trainer that updates parameters itself, with the user's hooks before and after."""
         self._patch.run_hooks("pre")
         loss = run_closure(closure)
-        self._update(*self._patch.amp_scaling())
+        unscale, found_inf = self._patch.amp_scaling()
+        self._update(unscale, self._refuses(found_inf))
         self._patch.run_hooks("post")
         return loss
 
@@ -160,7 +171,35 @@ class Trainer(ABC):
     def enter_backward(self, loss: Any) -> bool:
         """A backward pass begins, from this tensor or these tensors; returns False if it shall not be run."""
         self._look_away()
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._loss_value = float(loss.detach())
+            self._bad_loss = None if math.isfinite(self._loss_value) else self._loss_value
         return True
+
+    def _refuses(self, found_inf: bool) -> bool:
+        """True if the current gradient must not be used, because it or its loss is not finite."""
+        bad, self._bad_loss = self._bad_loss, None
+        if found_inf or self.on_nan == "ignore" or getattr(self._optimizer, "grad_scale", None) is not None:
+            return found_inf  # a GradScaler looks at gradients itself
+        if bad is not None and self.on_nan == "raise":
+            self._refuse_loss(bad)
+            return False
+        return bad is not None or (self.on_nan == "skip" and not self._gradient_is_finite())
+
+    def _refuse_loss(self, loss: float) -> None:
+        raise self._not_finite(loss, self._rank)
+
+    def _not_finite(self, loss: float, rank: int) -> TeamError:
+        return TeamError(
+            f"the loss of rank {rank} is {loss} at update {self.version + 1}; setup(on_nan='skip') leaves out updates "
+            "whose loss or gradient is not finite, on_nan='ignore' makes them as plain torch does",
+            [rank],
+        )
+
+    def _gradient_is_finite(self) -> bool:
+        """True if this worker's gradient is finite."""
+        gradients = [GRAD.__get__(parameter) for parameter in self._model.parameters()]
+        return all(bool(torch.isfinite(one).all()) for one in gradients if one is not None)
 
     def leave_backward(self) -> None:
         """The backward pass is done."""

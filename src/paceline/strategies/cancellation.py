@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,25 @@ class CancelHooks:
         self._undo()
         for hook in self._hooks:
             hook.remove()
+
+
+def explain_missing_names() -> None:
+    """From the first cancelled step on, a NameError that ends the script says what may have caused it."""
+    plain = sys.excepthook
+    if getattr(plain, "explains", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, NameError):
+            error.add_note(
+                "paceline: a step of this worker was cancelled, so the rest of its block did not run; move the lines "
+                "that use its results, such as the loss, into `with team.step():`, or write "
+                "`with team.step() as step:` and `if step.cancelled: continue` after it"
+            )
+        plain(kind, error, trace)
+
+    hook.explains = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def release_scaler(error: BaseException, optimizer: torch.optim.Optimizer) -> None:

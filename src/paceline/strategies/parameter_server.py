@@ -25,7 +25,12 @@ from paceline.server.flags import SharedFlags
 from paceline.server.messages import GradientReady, Proceed, SessionOpened
 from paceline.server.messages import StepCancelled as CancelledStep
 from paceline.strategies.base import Options, TrainerContext, split_parameters
-from paceline.strategies.cancellation import CancelHooks, StepCancelledError, release_scaler
+from paceline.strategies.cancellation import (
+    CancelHooks,
+    StepCancelledError,
+    explain_missing_names,
+    release_scaler,
+)
 from paceline.strategies.local_servers import LocalServers
 from paceline.strategies.optimizer_patch import own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
@@ -75,7 +80,8 @@ class ParameterServerTrainer(ServerTrainer):
         self._pushed = False
         """True if this worker has pushed a gradient."""
         self._leases.on_ask = self._leave_if_dismissed
-        self.cancels = policy.cancels
+        more = _with_more(policy)
+        self.cancels = policy.cancels or more.cancels
         self._depth = 0
         """Nested `team.step()` blocks that the script is in."""
         self._returned = False
@@ -90,7 +96,7 @@ class ParameterServerTrainer(ServerTrainer):
         early = remote and run.memory.feedback is None
         self._gradients.attach(on_index=self._gradient_made if early else None)
         self._patch_optimizer()
-        self._exposes = policy.lockstep and len(members.machines) == 1 and run.memory.feedback is None
+        self._exposes = policy.lockstep and more.lockstep and len(members.machines) == 1 and run.memory.feedback is None
         """True if all workers compute every update together, and can read each other's gradients."""
         if self._exposes:
             self._leases.on_enter = self._begin_epoch
@@ -203,6 +209,7 @@ class ParameterServerTrainer(ServerTrainer):
         if self._snapshot is not None:
             self._snapshot.restore()
         self._stopwatch.restart(time.perf_counter())
+        explain_missing_names()
         return True
 
     def _check_cancelled(self) -> None:
@@ -269,6 +276,11 @@ class ParameterServerTrainer(ServerTrainer):
 
 
 # -- setting up ------------------------------------------------------------------------------------------------------
+
+
+def _with_more(policy: Policy) -> Policy:
+    """The policy once more workers have joined."""
+    return parse_policy(str(policy)).for_workers(range(2 * len(policy.workers)))
 
 
 class _Run(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,9 +16,9 @@ from paceline.parameters.layout import Slot
 from paceline.parameters.loss_weight import Kind, LossWeight
 from paceline.parameters.worker_table import WorkerTable
 
-_NOTE = struct.Struct("=dqddqqqdqq")
+_NOTE = struct.Struct("=dqddqqqdqqqd")
 # share, kind and count of the loss, factor, skip, number of the hyperparameters, all used, seconds, samples,
-# digest of changes by hand
+# digest of changes by hand, round of the loader, loss
 
 
 class StepAgreement(NamedTuple):
@@ -40,6 +41,14 @@ class StepAgreement(NamedTuple):
     """Their share of the global batch; below 1 if a worker was lost that had samples of it."""
     changes: dict[int, int] = {}  # noqa: RUF012
     """By rank, the digest of parameters that its script has changed itself; 0 if it has not."""
+    rounds: dict[int, int] = {}  # noqa: RUF012
+    """By rank, the round of its loader; -1 without one."""
+    unlike: int = -1
+    """A rank whose hyperparameters are not those that are used; -1 if there is none."""
+    alike: bool = False
+    """True if workers without a loader have the same loss."""
+    not_finite: dict[int, float] = {}  # noqa: RUF012
+    """Losses that are not finite and must not be, by rank."""
 
     def anywhere(self) -> bytes | None:
         """A byte per parameter: 1 if it has a gradient on any worker; None if all have."""
@@ -76,18 +85,21 @@ class StepTable:
         used: bytes,
         pace: tuple[float, int],
         changed: int = 0,
+        position: tuple[int, float] = (-1, 0.0),
     ) -> int:
         """Write this worker's note for the next barrier; returns its length in bytes.
 
         share: its share of the global batch; factor: undoes the scale of its loss; changed: the digest of parameters
-        that its script has changed itself, or 0.
+        that its script has changed itself, or 0; position: the round of its loader, and its loss.
         """
         complete = 0 not in used
         if not complete:
             self._used[self._rank][:] = used
         number = self._hyperparameters.publish()
         note = self._barrier.note
-        _NOTE.pack_into(note, 0, share, loss.kind, loss.items, factor, skip, number, complete, *pace, changed)
+        _NOTE.pack_into(
+            note, 0, share, loss.kind, loss.items, factor, skip, number, complete, *pace, changed, *position
+        )
         end = _NOTE.size
         if not self._in_notes:
             return end
@@ -109,15 +121,26 @@ class StepTable:
         used = [self._everything] * self._size
         complete, skip = True, False
         changes: dict[int, int] = {}
+        rounds: dict[int, int] = {}
+        values: set[float] = set()
         groups: list[dict[str, Any]] = []
+        not_finite: dict[int, float] = {}
+        unlike = -1
         for rank, note in enumerate(self._barrier.notes):
             if self._barrier.passive[rank]:
                 continue
-            share, kind, count, factor, skips, number, all_used, seconds, samples, changed = _NOTE.unpack_from(note)
+            fields = _NOTE.unpack_from(note)
+            share, kind, count, factor, skips, number, all_used, seconds, samples, changed, rounds[rank], loss = fields
             if self._in_notes:
                 self._take(rank, note[_NOTE.size : self._barrier.length(rank)], bool(all_used))
+            own = self._hyperparameters.read(rank, number)
             if not losses:
-                groups = self._hyperparameters.read(rank, number)
+                groups = own
+            elif own is not groups and own != groups:
+                unlike = rank
+            values.add(loss)
+            if not math.isfinite(loss):
+                not_finite[rank] = loss
             losses.append((rank, share, kind, count, factor))
             changes[rank] = changed
             paces[rank] = (seconds, samples)
@@ -128,7 +151,9 @@ class StepTable:
         weights, share = weigh(losses[:: self.each])
         factor = losses[0][-1] if losses else 1.0
         used_flags = None if complete else used
-        return StepAgreement(weights, used_flags, skip, groups, paces, factor, share, changes)
+        alike = len(values) == 1 and len(losses) > self.each and set(rounds.values()) == {-1}
+        facts = (changes, rounds, unlike, alike, not_finite)
+        return StepAgreement(weights, used_flags, skip, groups, paces, factor, share, *facts)
 
     def _take(self, rank: int, rest: memoryview, complete: bool) -> None:
         """Store the flags and hyperparameters of another worker's note."""

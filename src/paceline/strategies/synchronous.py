@@ -12,6 +12,7 @@ A worker that has no more samples in an epoch is passive: it takes part in the o
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from abc import abstractmethod
@@ -21,6 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.config import one_of
+from paceline.errors import Mismatch, names
 from paceline.events import Reduce, Update
 from paceline.parameters.gradient_weight import GradientWeight
 from paceline.parameters.gradients import Gradients
@@ -37,6 +39,8 @@ from paceline.transport import BarrierKind
 
 _VALUES = struct.Struct("=dd")
 _DIGEST = struct.Struct("=q")
+_SUSPICIOUS = 3
+"""Updates in a row with equal losses that are no chance."""
 
 
 class SynchronousTrainer(Trainer):
@@ -62,6 +66,12 @@ class SynchronousTrainer(Trainer):
         """The hyperparameters of the last update."""
         self._changed: list[Slot] = []
         """Parameters that the script has changed itself since the last update."""
+        self._said: set[str] = set()
+        """What was said already."""
+        self._refused_loss: float | None = None
+        """A loss that is not finite, until all workers know it."""
+        self._equal_losses = 0
+        """Updates in a row in which workers without a loader had the same loss."""
         self._resting: set[int] = set()
         """Workers without samples in the last update."""
         self._initial_version = self.version
@@ -143,8 +153,12 @@ class SynchronousTrainer(Trainer):
         """Write this worker's note; returns its length in bytes."""
         # The reduced mean lies in the shared buffer, where this worker's own gradient must not be copied again.
         used = self._gradients.collect() if self._clip_factor is None else self._gradients.used()
-        changed = self._find_changes()
-        return self._table.write(self._weight.share, self._weight.loss, unscale, found_inf, used, pace, changed)
+        refused, self._refused_loss = self._refused_loss, None
+        loss = self._loss_value if math.isfinite(self._loss_value) else 0.0
+        changed, position = self._find_changes(), (self.round, loss if refused is None else refused)
+        return self._table.write(
+            self._weight.share, self._weight.loss, unscale, found_inf, used, pace, changed, position
+        )
 
     def _pace(self) -> tuple[float, int]:
         """Seconds and samples of this worker's step."""
@@ -154,6 +168,7 @@ class SynchronousTrainer(Trainer):
         start = time.perf_counter()
         agreed = self._table.read()
         self.paces = agreed.paces
+        self._notice(agreed)
         self._resting = {rank for rank in range(self._members.size) if rank not in agreed.changes}
         if any(agreed.changes.values()):
             self._commit_changes(agreed.changes)
@@ -174,6 +189,36 @@ class SynchronousTrainer(Trainer):
     def _shared(self) -> Versions | None:
         """The parameters in shared memory, if they are there."""
         return None
+
+    def _refuse_loss(self, loss: float) -> None:
+        self._refused_loss = loss  # all workers raise it together
+
+    def _notice(self, agreed: StepAgreement) -> None:
+        """Raises Mismatch if a worker is at another batch than the others; says what else is odd, once."""
+        for rank, loss in agreed.not_finite.items():
+            raise self._not_finite(loss, rank)
+        first = min(agreed.rounds)
+        others = [rank for rank, number in agreed.rounds.items() if number != agreed.rounds[first]]
+        if others:
+            raise Mismatch(
+                f"{names(others)} updates with another batch of the loader than rank {first}: it has left out "
+                "optimizer.step() for a batch, which all workers must do alike",
+                others,
+            )
+        if agreed.unlike >= 0 and "rates" not in self._said:
+            self._said.add("rates")
+            self._say(
+                f"rank {agreed.unlike}'s learning rate, or another value of its optimizer, is not that of rank "
+                f"{first}, which is used; let schedulers depend on values that are the same on all workers, as "
+                "team.mean gives"
+            )
+        self._equal_losses = self._equal_losses + 1 if agreed.alike else 0
+        if self._equal_losses == _SUSPICIOUS and "alike" not in self._said:
+            self._said.add("alike")
+            self._say(
+                "all workers have the same loss, so they seem to train on the same data: without a loader of the team "
+                "each must draw its own, for example after torch.manual_seed(seed + team.rank)"
+            )
 
     def _find_changes(self) -> int:
         """The digest of parameters that the script has changed itself since the last update; 0 if there are none."""

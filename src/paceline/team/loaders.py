@@ -87,6 +87,7 @@ class LoaderTeam:
         # A batch that is only evaluated leads to no gradient.
         if self._trainer is not None and torch.is_grad_enabled():
             self._round = (loader, round_number)
+            self._trainer.round = round_number
             self._trainer.take_batch(samples, weight)
 
     def finish_epoch(self) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ from paceline.config import (
     Timeouts,
     between_replicas,
     check_workers,
+    one_of,
     parse_strategy,
 )
 from paceline.data import TeamLoader
@@ -47,6 +48,7 @@ from paceline.strategies.backward_patch import BackwardPatch
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
 from paceline.strategies.mesh_factory import is_whole
+from paceline.team.alike import check_alike
 from paceline.team.checkpoints import Checkpoints, compact, write
 from paceline.team.loaders import LoaderTeam
 from paceline.transport import BarrierKind
@@ -80,20 +82,24 @@ os.register_at_fork(after_in_child=_forked)
 class _Step:
     """`with team.step():`. It is made once, since it may be entered thousands of times a second."""
 
-    __slots__ = ("_accumulating", "_team")
+    __slots__ = ("_accumulating", "_team", "cancelled")
 
     def __init__(self, team: Team, accumulating: bool) -> None:
         self._team, self._accumulating = team, accumulating
+        self.cancelled = False
+        """True if the step was cancelled, so that the rest of its block did not run."""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         trainer = self._team._trainer
+        self.cancelled = False
         if trainer is None:
-            return
+            return self
         if self._accumulating:
             self._team._accumulations += 1
             trainer.accumulate(True)
         if trainer.cancels:
             trainer.enter_step()
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
         trainer = self._team._trainer
@@ -102,7 +108,8 @@ class _Step:
         if self._accumulating:
             self._team._accumulations -= 1
             trainer.accumulate(self._team._accumulations > 0)
-        return trainer.cancels and trainer.leave_step(error)
+        self.cancelled = trainer.cancels and trainer.leave_step(error)
+        return self.cancelled
 
 
 class Team:
@@ -188,6 +195,7 @@ class Team:
         scale_lr: str | None = None,
         warmup: int = 0,
         loss: Callable[..., Any] | None = None,
+        on_nan: str = "raise",
     ) -> tuple[Any, ...]:
         """Put the team behind a model, its optimizer and its loaders; returns them, to be used as before.
 
@@ -199,6 +207,8 @@ class Team:
         sync_batch_norm: let batch norm layers use the whole global batch instead of each worker's part.
         scale_lr: multiply the learning rate by the growth of an update's batch over the loader's batch_size
             ("linear"), or its root ("sqrt"), reached over `warmup` updates.
+        on_nan: what to do when a loss is not finite: "raise" an error that names the worker, "skip" the update (also if
+            only a gradient is not finite), or "ignore" it as plain torch does.
         loss: the loss function, from which a split of the model is planned; the loop calls it as before.
         """
         if self._detached:
@@ -242,7 +252,11 @@ class Team:
         )
         kind = self._kind()
         self._model, self._optimizer = model, optimizer
+        one_of("on_nan", on_nan, ("raise", "skip", "ignore"))
+        if self._launch.joins is None:
+            check_alike(self._members, model, optimizer, loaders, options)
         self._trainer = kind(model, optimizer, options, context)
+        self._trainer.on_nan = on_nan
         self._loaders.attach(self._trainer)
         self._backward_patch = BackwardPatch(self._stopwatch, self._trainer)
         shared = [self._loaders.share(loader, global_batch, balance) for loader in loaders]
@@ -276,6 +290,10 @@ class Team:
 
     def step(self, accumulate: bool = False, weight: float | torch.Tensor | None = None) -> _Step:
         """One step of training, as a `with` block.
+
+        A step may be cancelled, if the strategy cancels stragglers: then the rest of the block does not run. So the
+        block holds the whole body of the loop, also the lines that log the loss; or the code after it asks
+        `with team.step() as step: …` whether `step.cancelled`.
 
         accumulate: only sum gradients; `optimizer.step()` and `zero_grad()` inside the block do nothing.
         weight: how much this worker's gradient counts, relative to the others': the number of items that its loss is a
