@@ -158,7 +158,20 @@ def _reduced(node: Any, inputs: list[Any], batch: Batch) -> Iterator[LossWeight]
             yield from terms
             return
     count = math.prod(node._saved_self_sym_sizes)
-    yield LossWeight(Kind.MEAN, count, _by_sample(count, batch.samples)) if mean else LossWeight(Kind.SUM, count)
+    by_sample = mean and _by_sample(count, batch.samples) and not _selects(inputs[0])
+    yield LossWeight(Kind.MEAN, count, by_sample) if mean else LossWeight(Kind.SUM, count)
+
+
+def _selects(node: Any) -> bool:
+    """True if elements were selected by their values or a mask, so that their number may be another on each worker."""
+    for _ in range(_FEW):
+        if node.name().startswith(("MaskedSelect", "Index", "Take", "Gather")):
+            return True
+        inputs = [following for following, _ in node.next_functions if following is not None]
+        if len(inputs) != 1:
+            return False
+        node = inputs[0]
+    return False
 
 
 def _of_loss(node: Any, batch: Batch) -> LossWeight:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from paceline.config import Mesh
 from paceline.errors import TeamError, UsageError
 from paceline.events import Brought
+from paceline.parameters.gradients import GRAD
 from paceline.policies import Policy, parse_policy
 from paceline.server.client import ServerClient
 from paceline.server.flags import SharedFlags
@@ -168,7 +169,8 @@ class MeshServerTrainer(ServerTrainer):
 
     def _own_gradients(self) -> list[torch.Tensor]:
         slots = zip(self._layout.slots, self._split.parts.own, strict=True)
-        return [slot.parameter.grad for slot, own in slots if own and slot.parameter.grad is not None]
+        found = (GRAD.__get__(slot.parameter) for slot, own in slots if own)
+        return [gradient for gradient in found if gradient is not None]
 
     # -- state as plain torch knows it -------------------------------------------------------------------------------
 
@@ -209,8 +211,11 @@ class MeshServerTrainer(ServerTrainer):
         """While entered by all workers of the replica, the server changes nothing, and they have its newest version."""
         with self._newest_frozen():
             yield
-            if self._split.barrier is not None:
-                self._split.barrier.gather(b"", BarrierKind.BARRIER)
+            self._replica_wait()
+
+    def _replica_wait(self) -> None:
+        if self._split.barrier is not None:
+            self._split.barrier.gather(b"", BarrierKind.BARRIER)
 
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         self._barrier.wait(BarrierKind.BARRIER)

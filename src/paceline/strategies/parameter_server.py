@@ -84,6 +84,8 @@ class ParameterServerTrainer(ServerTrainer):
         self.cancels = policy.cancels or more.cancels
         self._depth = 0
         """Nested `team.step()` blocks that the script is in."""
+        self._changes_by_hand = False
+        """True if scripts change parameters themselves."""
         self._returned = False
         """True if the leases of a step that is being cancelled are returned to the server already."""
         self._snapshot: StepSnapshot | None = None
@@ -157,11 +159,13 @@ class ParameterServerTrainer(ServerTrainer):
 
     def _begin_epoch(self) -> None:
         # A worker without samples in the last update has not run what the others' scripts did after it.
-        self._commit_changes(self._memory.versions.changed(), BarrierKind.EPOCH)
+        if self._changes_by_hand:
+            self._commit_changes(self._memory.versions.changed(), BarrierKind.EPOCH)
 
     def _commit_changes(self, changed: list[Slot], kind: BarrierKind) -> None:
         """What all scripts did alike to these parameters counts once."""
         versions = self._memory.versions
+        self._changes_by_hand = True
         digest = versions.digest(changed) if changed else 0
         found = self._client.exchange(kind, digest.to_bytes(8, "little"))
         digests = {rank: int.from_bytes(one, "little") for rank, one in found.items()}

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from paceline.errors import UsageError
 from paceline.events import Pull, Reduce, Wait
 from paceline.parameters.gradient_weight import GradientWeight
+from paceline.parameters.gradients import GRAD
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Slot
 from paceline.parameters.loss_weight import LossWeight
@@ -183,8 +184,14 @@ class ServerTrainer(Trainer):
         """Load values into the newest version, while nothing else changes it."""
         self._model.load_state_dict(model)
         versions = self._memory.versions
-        versions.commit(versions.changed())
+        changed = versions.changed()
+        self._replica_wait()  # only then may others write: a page holds parts of several workers
+        versions.commit(changed)
+        self._replica_wait()
         versions.discard()
+
+    def _replica_wait(self) -> None:
+        """Wait for the other workers of the replica."""
 
     def _gradients_shown(self, workers: int) -> None:
         """The gradient of so many workers is in `.grad` now."""
@@ -224,7 +231,8 @@ class ServerTrainer(Trainer):
         return torch.nn.utils.get_total_norm(self._own_gradients(), norm)
 
     def _own_gradients(self) -> list[torch.Tensor]:
-        return [slot.parameter.grad for slot in self._layout.slots if slot.parameter.grad is not None]
+        found = (GRAD.__get__(slot.parameter) for slot in self._layout.slots)
+        return [gradient for gradient in found if gradient is not None]
 
     def _discard_clip(self) -> None:
         """The gradient that was to be clipped is not pushed."""

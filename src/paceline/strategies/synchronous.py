@@ -337,6 +337,8 @@ class SynchronousTrainer(Trainer):
         super().load(model, optimizer)
         if self._shared is not None:
             changed = self._shared.changed()
+            # Only then may others write: a page holds parts of several workers.
+            self._wait(BarrierKind.BARRIER)
             if self._rank in self._members.machines[self._members.machine][: self._table.each]:
                 self._shared.commit(changed)
             self._wait(BarrierKind.BARRIER)
