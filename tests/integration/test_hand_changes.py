@@ -157,3 +157,34 @@ def prepared(team: Team) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
     return team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(48), batch_size=12))
+
+
+def unfreezing(team: Team | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    model[0].requires_grad_(False)
+    optimizer: Any = torch.optim.Adam(model[2].parameters(), lr=0.01)
+    loader: Any = DataLoader(data(48), batch_size=12)
+    if team is not None:
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    for number in range(3):
+        if number == 1:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.003})
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        for batch in loader:
+            step(model, optimizer, batch)
+            schedule.step()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "mesh:data=2", PIPELINE])
+def test_parameters_that_are_added_to_the_optimizer_are_trained(strategy: str) -> None:
+    launch = under(strategy, None)
+    assert apart(run_team(unfreezing, 2, launch=launch)[0], unfreezing(None)) < 1e-9
+
+
+def test_with_a_server_added_parameters_are_refused() -> None:
+    with pytest.raises(AssertionError, match=r"under 'sync' the server knows the optimizer's parameters from setup on"):
+        run_team(unfreezing, 2, launch=launched("sync"))

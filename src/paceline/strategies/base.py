@@ -81,6 +81,8 @@ class Trainer(ABC):
     """What to do with a loss or gradient that is not finite: "raise", "skip" the update, or "ignore" it."""
     _loss_value = 0.0
     """The loss of the last backward pass."""
+    on_add_param_group: Callable[[dict[str, Any]], None] = staticmethod(lambda _group: None)
+    """Called instead of `optimizer.add_param_group`."""
     replica: tuple[int, int] | None = None
     """The number of this worker's replica, and the number of replicas; None if every worker is a replica."""
     cancels = False
@@ -114,6 +116,7 @@ class Trainer(ABC):
         """state: the optimizer's state is shared or split; amp: `step` itself unscales and skips for a GradScaler."""
         self._patch.replace("step", self.step)
         self._patch.replace("zero_grad", self._zero_grad)
+        self._patch.replace("add_param_group", self._add_param_group)
         if state:
             self._patch.replace("state_dict", self._state_dict)
             self._patch.replace("load_state_dict", self._load_state_dict)
@@ -137,6 +140,10 @@ class Trainer(ABC):
         self._update(unscale, self._refuses(found_inf))
         self._patch.run_hooks("post")
         return loss
+
+    def _add_param_group(self, group: dict[str, Any]) -> None:
+        """Replaces `optimizer.add_param_group()`."""
+        self.on_add_param_group(group)
 
     def _update(self, unscale: float, found_inf: bool) -> None:
         """Update the parameters.

@@ -102,6 +102,11 @@ class _Normalise(torch.autograd.Function):
         )
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """True if a layer of the model normalises by the batch that it is given."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
 def synchronise(model: nn.Module, exchange: Exchange, done: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
     """Replaces every batch norm layer; parameters and buffers stay the same objects, a shared layer stays shared."""
     done = {} if done is None else done

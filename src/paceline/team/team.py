@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import socket
 import sys
@@ -46,7 +47,7 @@ from paceline.policies import Policy
 from paceline.strategies import PROFILING, SINGLE, Make, Options, Trainer, TrainerContext, load, trainer_of
 from paceline.strategies.backward_patch import BackwardPatch
 from paceline.strategies.base import check
-from paceline.strategies.batch_norm import TeamBatchNorm, synchronise
+from paceline.strategies.batch_norm import TeamBatchNorm, has_batch_norm, synchronise
 from paceline.strategies.mesh_factory import is_whole
 from paceline.team.alike import check_alike
 from paceline.team.checkpoints import Checkpoints, compact, write
@@ -232,6 +233,11 @@ class Team:
             )
         if sync_batch_norm and between_replicas(self.strategy, self.world_size)[1] > 1:
             model = synchronise(model, self._exchange_statistics)
+        elif between_replicas(self.strategy, self.world_size)[1] > 1 and has_batch_norm(model):
+            self._say_once(
+                "batch norm layers use each worker's part of a batch, not the whole one as in one process; "
+                "setup(sync_batch_norm=True) lets them use the whole under all-reduce and mesh"
+            )
         options = Options(
             gradients=gradients,
             scale_lr=scale_lr,
@@ -252,15 +258,38 @@ class Team:
         )
         kind = self._kind()
         self._model, self._optimizer = model, optimizer
+        self._make_trainer = functools.partial(self._make, kind, options, context, on_nan)
         one_of("on_nan", on_nan, ("raise", "skip", "ignore"))
         if self._launch.joins is None:
             check_alike(self._members, model, optimizer, loaders, options)
-        self._trainer = kind(model, optimizer, options, context)
-        self._trainer.on_nan = on_nan
-        self._loaders.attach(self._trainer)
-        self._backward_patch = BackwardPatch(self._stopwatch, self._trainer)
+        self._make_trainer()
         shared = [self._loaders.share(loader, global_batch, balance) for loader in loaders]
         return (model, optimizer, *shared)
+
+    def _make(self, kind: Make, options: Options, context: TrainerContext, on_nan: str) -> None:
+        """Make the trainer of the model and its optimizer as they are now."""
+        self._trainer = trainer = kind(self._model, self._optimizer, options, context)
+        trainer.on_nan, trainer.on_add_param_group = on_nan, self._add_param_group
+        self._loaders.attach(trainer)
+        self._backward_patch = BackwardPatch(self._stopwatch, trainer)
+
+    def _add_param_group(self, group: dict[str, Any]) -> None:
+        """The script adds parameters to the optimizer, as all workers do: train them from now on, too."""
+        if isinstance(between_replicas(self.strategy, 1)[0], Policy) and self.world_size > 1:
+            raise UsageError(
+                f"under '{self.strategy}' the server knows the optimizer's parameters from setup on; add the group "
+                "before team.setup, with requires_grad=False until it is to be trained, or use all-reduce"
+            )
+        trainer = self._training()
+        version = trainer.version
+        if self._backward_patch is not None:
+            self._backward_patch.undo()
+        trainer.close()
+        type(self._optimizer).add_param_group(self._optimizer, group)
+        check(self._model, self._optimizer)
+        self._make_trainer()
+        trainer = self._training()
+        trainer.version = version
 
     def _kind(self) -> Make:
         if self._launch.profiling is not None:
