@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -23,15 +23,11 @@ from paceline.cluster.process import import_compiler_late, keep_freed_memory
 from paceline.config import (
     AllReduce,
     Launch,
-    Mesh,
-    Pipeline,
     Place,
     Strategy,
-    Tensor,
     Timeouts,
     between_replicas,
     check_workers,
-    one_of,
     parse_strategy,
 )
 from paceline.data import TeamLoader
@@ -44,14 +40,15 @@ from paceline.events.stopwatch import Stopwatch
 from paceline.events.summary import merge
 from paceline.parameters.variables import Mirrored, PerReplica, total
 from paceline.policies import Policy
-from paceline.strategies import PROFILING, SINGLE, Make, Options, Trainer, TrainerContext, load, trainer_of
+from paceline.strategies import Make, Options, Trainer, TrainerContext
 from paceline.strategies.backward_patch import BackwardPatch
 from paceline.strategies.base import check
 from paceline.strategies.batch_norm import TeamBatchNorm, has_batch_norm, synchronise
-from paceline.strategies.mesh_factory import is_whole
 from paceline.team.alike import check_alike
 from paceline.team.checkpoints import Checkpoints, compact, write
 from paceline.team.loaders import LoaderTeam
+from paceline.team.setup_checks import check_setup, choose_trainer
+from paceline.team.step import Step, item_count
 from paceline.transport import BarrierKind
 
 _joined: Team | None = None
@@ -78,39 +75,6 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-class _Step:
-    """`with team.step():`. It is made once, since it may be entered thousands of times a second."""
-
-    __slots__ = ("_accumulating", "_team", "cancelled")
-
-    def __init__(self, team: Team, accumulating: bool) -> None:
-        self._team, self._accumulating = team, accumulating
-        self.cancelled = False
-        """True if the step was cancelled, so that the rest of its block did not run."""
-
-    def __enter__(self) -> Self:
-        trainer = self._team._trainer
-        self.cancelled = False
-        if trainer is None:
-            return self
-        if self._accumulating:
-            self._team._accumulations += 1
-            trainer.accumulate(True)
-        if trainer.cancels:
-            trainer.enter_step()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        trainer = self._team._trainer
-        if trainer is None:
-            return False
-        if self._accumulating:
-            self._team._accumulations -= 1
-            trainer.accumulate(self._team._accumulations > 0)
-        self.cancelled = trainer.cancels and trainer.leave_step(error)
-        return self.cancelled
 
 
 class Team:
@@ -152,7 +116,7 @@ class Team:
         self._backward_patch: BackwardPatch | None = None
         self._accumulations = 0
         """Nested accumulating steps that the script is in."""
-        self._step, self._accumulating_step = _Step(self, False), _Step(self, True)
+        self._step, self._accumulating_step = Step(self, False), Step(self, True)
         self._loaders = LoaderTeam(self.rank, self._started_with, self._members, self._recorder, self._stopwatch)
         self._closed = self._detached = False
         where = (socket.gethostname(), str(self.device), str(self.strategy))
@@ -216,21 +180,7 @@ class Team:
             raise UsageError(FORK)
         if self._trainer is not None:
             raise UsageError("setup was called before; a team trains one model with one optimizer")
-        check(model, optimizer)
-        for loader in loaders:
-            check_loader(loader)
-        if loss is not None and not callable(loss):
-            raise UsageError(f"loss is a {type(loss).__name__}; it must be a function of the output and the targets")
-        if sync_batch_norm and isinstance(between_replicas(self.strategy, 1)[0], Policy):
-            raise UsageError(
-                f"sync_batch_norm needs all workers in every step, which '{self.strategy}' does not promise; "
-                "use all-reduce"
-            )
-        if sync_batch_norm and isinstance(self.strategy, Mesh) and self.strategy.pipeline > 1:
-            raise UsageError(
-                "sync_batch_norm cannot be had with pipelines, whose stages are not at the same layer at the same "
-                "time; use mesh with tensor instead"
-            )
+        check_setup(self.strategy, model, optimizer, loaders, loss, on_nan, sync_batch_norm)
         if sync_batch_norm and between_replicas(self.strategy, self.world_size)[1] > 1:
             model = synchronise(model, self._exchange_statistics)
         elif between_replicas(self.strategy, self.world_size)[1] > 1 and has_batch_norm(model):
@@ -238,14 +188,7 @@ class Team:
                 "batch norm layers use each worker's part of a batch, not the whole one as in one process; "
                 "setup(sync_batch_norm=True) lets them use the whole under all-reduce and mesh"
             )
-        options = Options(
-            gradients=gradients,
-            scale_lr=scale_lr,
-            warmup=warmup,
-            batch=batch_growth(loaders, global_batch),
-            loss=loss,
-            loaders=loaders,
-        )
+        options = Options(gradients, scale_lr, warmup, batch_growth(loaders, global_batch), loss, loaders)
         context = TrainerContext(
             members=self._members,
             strategy=self.strategy,
@@ -256,10 +199,9 @@ class Team:
             device=self.device,
             say=self._say_once,
         )
-        kind = self._kind()
+        kind = choose_trainer(self.strategy, self._launch, self._members)
         self._model, self._optimizer = model, optimizer
         self._make_trainer = functools.partial(self._make, kind, options, context, on_nan)
-        one_of("on_nan", on_nan, ("raise", "skip", "ignore"))
         if self._launch.joins is None:
             check_alike(self._members, model, optimizer, loaders, options)
         self._make_trainer()
@@ -291,33 +233,12 @@ class Team:
         trainer = self._training()
         trainer.version = version
 
-    def _kind(self) -> Make:
-        if self._launch.profiling is not None:
-            return load(PROFILING)
-        elastic = self._launch.elastic or self._launch.joins is not None
-        if self._started_with == 1 and not (elastic and isinstance(self.strategy, Policy)):
-            return load(SINGLE)
-        if isinstance(self.strategy, Pipeline | Tensor | Mesh):
-            self._check_one_machine(elastic)
-        return trainer_of(type(self.strategy), elastic=elastic)
-
-    def _check_one_machine(self, elastic: bool) -> None:
-        """Refuses a split model over machines or in an elastic run; whole replicas can be sharded over machines."""
-        if elastic:
-            raise UsageError(f"'{self.strategy}' cannot go on without a worker; --elastic is for whole models")
-        if len(self._members.machines) > 1 and not is_whole(self.strategy):
-            raise UsageError(
-                f"'{self.strategy}' is for workers of one machine, and these are on several; over machines use "
-                f"mesh:data={self._started_with}, which shards the model over all of them, all-reduce or a parameter "
-                "server"
-            )
-
     def loader(self, loader: DataLoader[Any], *, global_batch: int | None = None) -> TeamLoader | LeasedLoader:
         """This worker's share of one more loader."""
         check_loader(loader)
         return self._loaders.share(loader, global_batch, balance=False)
 
-    def step(self, accumulate: bool = False, weight: float | torch.Tensor | None = None) -> _Step:
+    def step(self, accumulate: bool = False, weight: float | torch.Tensor | None = None) -> Step:
         """One step of training, as a `with` block.
 
         A step may be cancelled, if the strategy cancels stragglers: then the rest of the block does not run. So the
@@ -329,7 +250,7 @@ class Team:
             mean over. By default it is read from the loss.
         """
         if self._trainer is not None:
-            self._trainer.weight = None if weight is None else _weight(weight)
+            self._trainer.weight = None if weight is None else item_count(weight)
         return self._accumulating_step if accumulate else self._step
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -509,13 +430,6 @@ class Team:
     def _say_once(self, message: str) -> None:
         if self.is_lead:
             self._say(message)
-
-
-def _weight(weight: float | torch.Tensor) -> float:
-    value = float(weight)
-    if not 0 <= value < float("inf"):
-        raise UsageError(f"the weight of a step is {value}; it must be a number of items, 0 or more")
-    return value
 
 
 def _device(local_rank: int) -> torch.device:
