@@ -115,9 +115,33 @@ def test_it_counts_once(habit: str, strategy: str) -> None:
     assert apart(run_team(train, 2, habit, launch=launched(strategy))[0], expected) < 1e-9
 
 
-@pytest.mark.parametrize("habit", ["decay", "clamp", "averaged"])
-def test_of_a_sharded_model_it_counts_once(habit: str) -> None:
-    assert apart(run_team(train, 2, habit, launch=launched("tensor:degree=2"))[0], train(None, habit)) < 1e-9
+@pytest.mark.parametrize("habit", ["decay", "again"])
+def test_shards_may_not_be_changed_by_hand(habit: str) -> None:
+    with pytest.raises(
+        AssertionError, match=r"changed parameters outside of the optimizer \(0\.weight.*that are sharded"
+    ):
+        run_team(train, 2, habit, launch=launched("tensor:degree=2"))
+
+
+def test_other_values_of_a_sharded_model_may_be_loaded_and_the_former_ones_again() -> None:
+    assert apart(run_team(train, 2, "averaged", launch=launched("tensor:degree=2"))[0], train(None, "averaged")) < 1e-9
+
+
+def test_values_that_are_loaded_into_a_sharded_model_count() -> None:
+    def work(team: Team | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader: Any = DataLoader(data(48), batch_size=12)
+        if team is not None:
+            model, optimizer, loader = team.setup(model, optimizer, loader)
+        torch.manual_seed(3)
+        model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()})
+        for batch in loader:
+            step(model, optimizer, batch)
+        return [value.clone() for value in model.state_dict().values()]
+
+    assert apart(run_team(work, 2, launch=launched("tensor:degree=2"))[0], work(None)) < 1e-9
 
 
 @pytest.mark.parametrize("strategy", ["async", "k-sync:k=1"])
@@ -159,7 +183,7 @@ def prepared(team: Team) -> tuple[Any, ...]:
     return team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(48), batch_size=12))
 
 
-def unfreezing(team: Team | None) -> list[torch.Tensor]:
+def unfreezing(team: Team | None, epoch: int = 1) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
     model[0].requires_grad_(False)
@@ -169,7 +193,7 @@ def unfreezing(team: Team | None) -> list[torch.Tensor]:
         model, optimizer, loader = team.setup(model, optimizer, loader)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     for number in range(3):
-        if number == 1:
+        if number == epoch:
             model[0].requires_grad_(True)
             optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.003})
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
@@ -187,4 +211,4 @@ def test_parameters_that_are_added_to_the_optimizer_are_trained(strategy: str) -
 
 def test_with_a_server_added_parameters_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"under 'sync' the server knows the optimizer's parameters from setup on"):
-        run_team(unfreezing, 2, launch=launched("sync"))
+        run_team(unfreezing, 2, 0, launch=launched("sync"))

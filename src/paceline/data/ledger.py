@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from paceline.data.split import scaled
+
 
 class Lease(msgspec.Struct, frozen=True):
     """The right of one worker to train on certain samples."""
@@ -103,17 +105,17 @@ class Ledger:
         parts: list[tuple[int, list[Any]]] = []
         if not sizes:
             parts = [(place, list(keys)) for place, keys in enumerate(order)]
-        else:
-            first = 0
-            while first < len(order):
-                parts.append((first, list(order[first : first + sizes[len(parts) % len(sizes)]])))
-                first += len(parts[-1][1])
-        if drop_last:
-            whole = len(sizes) or 1
-            if parts and sizes and len(parts[-1][1]) < sizes[(len(parts) - 1) % whole]:
-                parts.pop()
-            if self._in_turns and sizes:
-                del parts[len(parts) // whole * whole :]  # an update takes a whole round
+        elif self._in_turns and drop_last:
+            order = order[: len(order) // sum(sizes) * sum(sizes)]  # an update takes a whole batch
+        first = 0
+        while sizes and first < len(order):
+            turn = len(parts) % len(sizes)
+            if self._in_turns and not turn and len(order) - first < sum(sizes):
+                sizes = scaled(sizes, len(order) - first)  # the last batch is divided, too
+            parts.append((first, list(order[first : first + sizes[turn]])))
+            first += len(parts[-1][1])
+        if drop_last and parts and sizes and len(parts[-1][1]) < sizes[(len(parts) - 1) % len(sizes)]:
+            parts.pop()
         self._epochs[loader] = _Epoch(epoch, parts, sorted(self._workers) if self._in_turns else None)
         return sum(len(keys) for _, keys in parts)
 

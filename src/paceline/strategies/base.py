@@ -108,7 +108,7 @@ class Trainer(ABC):
         self._bad_loss: float | None = None
         """The loss of the current gradient, if it is not finite."""
         self._access: GradientAccess | None = None
-        self._said_local = False
+        self._said_local = self._said_others = False
         """True if it was said that `.grad` is this worker's own."""
         self._say, self._strategy = context.say, str(context.strategy)
 
@@ -216,7 +216,17 @@ class Trainer(ABC):
     def _watch_gradients(self) -> None:
         """Call `_expose_gradients` when the script looks at gradients."""
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        self._access = GradientAccess(held, self._expose_gradients, self.clip)
+        known = set(map(id, held))
+        others = [parameter for parameter in self._model.parameters() if id(parameter) not in known]
+        self._access = GradientAccess(held, others, self._expose_gradients, self._say_others, self.clip)
+
+    def _say_others(self) -> None:
+        if not self._said_others:
+            self._said_others = True
+            self._say(
+                "the script reads gradients of parameters that the optimizer given to setup does not hold; they are "
+                "each worker's own, and so is what another optimizer makes of them"
+            )
 
     def _look_away(self) -> None:
         """From here on it is the trainer that looks at gradients."""

@@ -24,6 +24,8 @@ def _get(parameter: Parameter) -> torch.Tensor | None:
         _watching.armed = False
         _watching.expose()
     gradient: torch.Tensor | None = GRAD.__get__(parameter)
+    if gradient is not None and _watching is not None and id(parameter) in _watching.others:
+        _watching.expose_other()
     return gradient
 
 
@@ -36,12 +38,16 @@ class GradientAccess:
     def __init__(
         self,
         parameters: Iterable[torch.Tensor],
+        others: Iterable[torch.Tensor],
         expose: Callable[[], None],
+        expose_other: Callable[[], None],
         clip: Callable[[float, float], torch.Tensor],
     ) -> None:
         global _watching
+        """others: parameters that the team does not train; `expose_other` is called before one of theirs is read."""
         self.watched = {id(parameter) for parameter in parameters}
-        self.expose = expose
+        self.others = {id(parameter) for parameter in others}
+        self.expose, self.expose_other = expose, expose_other
         self.armed = False
         self._clip, self._plain = clip, utils.clip_grad_norm_
         Parameter.grad = property(_get, GRAD.__set__, GRAD.__delete__)  # type: ignore[assignment]
@@ -52,9 +58,16 @@ class GradientAccess:
         self, parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **more: Any
     ) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if self.armed and not args and not more and {id(parameter) for parameter in given} >= self.watched:
+        if self.armed and not args and not more and self._is_all(given):
             return self._clip(float(max_norm), float(norm_type))
         return self._plain(given, max_norm, norm_type, *args, **more)
+
+    def _is_all(self, given: list[torch.Tensor]) -> bool:
+        """True if these are all parameters that have gradients."""
+        found = {id(parameter) for parameter in given}
+        return found >= self.watched and not any(
+            id(parameter) in self.others and GRAD.__get__(parameter) is not None for parameter in given
+        )
 
     def undo(self) -> None:
         global _watching

@@ -17,6 +17,7 @@ import dataclasses
 import torch
 from torch.optim import Optimizer
 
+from paceline.errors import UsageError
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout
@@ -64,8 +65,30 @@ class MeshTrainer(SynchronousTrainer):
         gradients.attach()
         self._patch_optimizer()
         self._watch_gradients()
-        self._hook = model.register_state_dict_pre_hook(lambda *_: self._show_changes())
+        self._loaded = False
+        """True if the script has loaded values since the last update."""
+        self._hooks = [
+            model.register_state_dict_pre_hook(lambda *_: self._show_changes()),
+            model.register_load_state_dict_post_hook(lambda *_: self._note_load()),
+        ]
         split.ready()
+
+    def _note_load(self) -> None:
+        self._loaded = True
+
+    def _find_changes(self) -> int:
+        found = super()._find_changes()
+        sharded = [slot.name.split("@")[0] for slot in self._changed if "@" in slot.name]
+        if sharded and not self._loaded:
+            raise UsageError(
+                f"the script has changed parameters outside of the optimizer ({', '.join(sharded[:3])}) that are "
+                "sharded over workers, of which it sees a part; do it before team.setup, or by load_state_dict"
+            )
+        return found
+
+    def _commit_changes(self, digests: dict[int, int]) -> None:
+        super()._commit_changes(digests)
+        self._loaded = False
 
     def _show_changes(self) -> None:
         """Others have changed their parts of the model as this worker's script has: they must be seen in the whole."""
@@ -98,5 +121,6 @@ class MeshTrainer(SynchronousTrainer):
         return agreed.weights[0][0] * self._coord.shape.replica
 
     def _restore_model(self) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._split.undo()

@@ -75,7 +75,7 @@ class PipelineTrainer(Trainer):
         self._pipelined.samples = samples
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        if getattr(self._optimizer, "grad_scale", None) is not None:
+        if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
             raise UsageError(
                 "a GradScaler has one scale per worker, and the stages of a pipeline would disagree on it; use "
                 "autocast with bfloat16, which needs no scaling"
