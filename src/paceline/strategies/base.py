@@ -183,6 +183,12 @@ class Trainer(ABC):
             self._bad_loss = None if math.isfinite(self._loss_value) else self._loss_value
         return True
 
+    def _runs(self, runs: bool) -> bool:
+        """Returns the argument; a loss that is a mean over nothing, whose backward pass is not run, is no bad one."""
+        if not runs:
+            self._bad_loss, self._loss_value = None, 0.0
+        return runs
+
     def _refuses(self, found_inf: bool) -> bool:
         """True if the current gradient must not be used, because it or its loss is not finite."""
         bad, self._bad_loss = self._bad_loss, None

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from paceline.config import AllReduce, Mesh, Strategy, parse_strategy
 from paceline.errors import UsageError
+from paceline.strategies.all_reduce import AllReduceTrainer
 from paceline.strategies.base import Options, Trainer, TrainerContext
 
 _SHARDS = (2, 13)
@@ -31,6 +32,8 @@ def mesh(model: torch.nn.Module, optimizer: Optimizer, options: Options, context
         from paceline.strategies.fully_sharded import FullyShardedTrainer  # with much of torch that few need
 
         return FullyShardedTrainer(model, optimizer, options, context)
+    if is_whole(context.strategy):
+        return AllReduceTrainer(model, optimizer, options, context)
     if isinstance(parse_strategy(context.strategy.sync), AllReduce):
         from paceline.strategies.mesh import MeshTrainer
 

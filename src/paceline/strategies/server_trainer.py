@@ -120,7 +120,7 @@ class ServerTrainer(Trainer):
         super().enter_backward(loss)
         self._weight.take_batch(self._leases.samples, self._weight.share)
         exposed, self._exposed = self._exposed, 0
-        return self._weight.add(loss, self.weight, exposed)
+        return self._runs(self._weight.add(loss, self.weight, exposed))
 
     def share_loader(self, loader: DataLoader[Any], global_batch: int | None) -> Any:
         return self._leases.share(loader, global_batch)

@@ -94,7 +94,7 @@ class SynchronousTrainer(Trainer):
     def enter_backward(self, loss: Any) -> bool:
         super().enter_backward(loss)
         exposed, self._exposed = self._exposed, 0
-        return self._weight.add(loss, self.weight, exposed)
+        return self._runs(self._weight.add(loss, self.weight, exposed))
 
     def _sum_counts(self, before: float, now: float) -> tuple[float, float]:
         """The sums of all workers' counts of two minibatches."""
