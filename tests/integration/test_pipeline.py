@@ -598,3 +598,30 @@ def test_a_worker_has_no_more_of_the_model_in_memory_than_its_part() -> None:
     whole = 16 * 512 * 513 * 4
     # The lead has written the first values of all of them; its pages are the others' own.
     assert all(size < 0.45 * whole for size in found[1:]), [size / whole for size in found]
+
+
+def decided_by_loss(team: Team | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(12, 10, generator=torch.Generator().manual_seed(1)).double()
+    y = torch.arange(12) % 4
+    if team is not None:
+        model, optimizer = team.setup(model, optimizer)
+    seen = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        out = model(x)
+        loss = nn.functional.cross_entropy(out, y)
+        if loss.item() > 1.3:
+            loss = 0.1 * loss
+        seen += [loss.item(), float((out.argmax(1) == y).double().mean())]
+        loss.backward()
+        optimizer.step()
+    return [*(value.clone() for value in model.state_dict().values()), torch.tensor(seen)]
+
+
+def test_a_value_that_the_script_has_asked_for_may_still_be_part_of_the_loss() -> None:
+    found = run_team(decided_by_loss, 2, launch=launched("pipeline:stages=2,microbatches=2"))[0]
+    for ours, plain in zip(found, decided_by_loss(None), strict=True):
+        torch.testing.assert_close(ours, plain)

@@ -105,7 +105,7 @@ class Deferred(torch.Tensor):
         if name.endswith("_") and not name.endswith("__"):
             raise UsageError(f"'{name}' changes a split model's output in place; use '{name[:-1]}'")
         leaves = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Deferred)]
-        if all(leaf.run.finished or leaf.known is not None for leaf in leaves):
+        if all(_is_final(leaf) for leaf in leaves):
             return _applied(func, args, options)
         args, options = pytree.tree_map_only(Deferred, _settled, (args, options))
         return _recorded(func, name, args, options)
@@ -216,7 +216,12 @@ def _ones(tensor: Tensor) -> Tensor:
 
 def _settled(value: Deferred) -> Tensor:
     """The value itself once its run is finished: a sum over steps must not keep every step's run alive."""
-    return materialize(value) if value.run.finished or value.known is not None else value
+    return materialize(value) if _is_final(value) else value
+
+
+def _is_final(value: Deferred) -> bool:
+    """True if its value can be used; one that the script has asked for may still become part of the loss."""
+    return value.run.finished or (value.known is not None and not torch.is_grad_enabled())
 
 
 def materialize(value: Deferred) -> Tensor:
