@@ -77,3 +77,12 @@ def waited_too_long(who: str, waited: float, others: str, where: str, limit: flo
 def still_waits(who: str, waited: float, others: str, where: str, limit: float) -> str:
     """The notice about a wait that may become a `TeamTimeout`; times in seconds."""
     return f"{who} waits for {others} at {where}: {waited:.0f} s so far, the timeout is {limit:g} s"
+
+
+def left_out_step(ranks: Sequence[int], first: int) -> Mismatch:
+    """The error of workers that are at another batch than the first one."""
+    return Mismatch(
+        f"{names(ranks)} updates with another batch of the loader than rank {first}: it has left out optimizer.step() "
+        "for a batch, which all workers must do alike",
+        ranks,
+    )

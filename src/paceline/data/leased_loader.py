@@ -120,6 +120,10 @@ class LeasedLoader(UserLoader):
             self._parts[0][1].generator = torch.Generator()
             self._parts.insert(0, (ahead, with_batches_from(loader, ahead, workers=loader.num_workers)))
 
+    def batch_of(self, lease: Lease) -> int:
+        """The batch that a lease is a part of, counted over all epochs; -1 if that is not known."""
+        return -1 if self._custom else lease.epoch * self._length() + lease.first // self.global_batch
+
     def _length(self) -> int:
         """Minibatches in an epoch for each worker, if all are equally fast."""
         if self._custom:

@@ -71,6 +71,8 @@ class Ledger:
         self._carried: set[int] = set()
         """Open leases that will be pushed in a later epoch, and count as done in their own."""
         self._number = 0
+        self.in_step = in_turns
+        """True if all workers are at the same batch, as nothing has changed their turns."""
 
     # -- epochs ------------------------------------------------------------------------------------------------------
 
@@ -239,4 +241,6 @@ class Ledger:
 
     def _share(self, epoch: _Epoch, worker: int) -> None:
         """Gives a worker's turns to all."""
-        epoch.common.extend(epoch.own.pop(worker, ()))
+        left = epoch.own.pop(worker, ())
+        self.in_step = self.in_step and not left
+        epoch.common.extend(left)

@@ -290,6 +290,8 @@ class Coordinator:
             group = next(group for group, members in self._policy.members.items() if first in members)
             self._updates.reduce_group(group, [one.ticket for one in decision.together])
         if decision.use:
+            if self._leases.in_step and not self._spec.elastic and len(self._sessions) == self._spec.workers:
+                self._updates.check_batches([one.ticket for one in decision.use])
             for pushed in self._updates.apply([one.ticket for one in decision.use], self._policy.version):
                 self._leases.done(pushed.message.leases)
         for rank, order in decision.orders.items():

@@ -57,15 +57,16 @@ class LeaseClient:
         """The loader whose next lease should come with the next answer."""
         self._entered: set[int] = set()
         """Loaders in whose current epoch this worker is."""
-        self._loaders = self.steps = 0
+        self._shared: list[LeasedLoader] = []
+        self.steps = 0
         self.on_enter: Callable[[], None] = lambda: None
         """Called before an epoch begins."""
         self.on_ask: Callable[[], None] = lambda: None
         """Called before a lease is requested while none is open."""
 
     def share(self, loader: DataLoader[Any], global_batch: int | None) -> LeasedLoader:
-        self._loaders += 1
-        return LeasedLoader(loader, self, self._loaders - 1, global_batch=global_batch)
+        self._shared.append(LeasedLoader(loader, self, len(self._shared), global_batch=global_batch))
+        return self._shared[-1]
 
     # -- leases of a gradient ----------------------------------------------------------------------------------------
 
@@ -78,6 +79,14 @@ class LeaseClient:
     def samples(self) -> int:
         """Samples of the newest lease of the next gradient; 0 if it has none."""
         return len(next(reversed(self._open.values())).keys) if self._open else 0
+
+    @property
+    def batch(self) -> int:
+        """The loader's batch that the newest lease is a part of, counted over all epochs; -1 if that is not known."""
+        if not self._open:
+            return -1
+        lease = next(reversed(self._open.values()))
+        return self._shared[lease.loader].batch_of(lease)
 
     def take(self) -> list[int]:
         """Close and return the leases of the gradient that is pushed or cancelled now."""

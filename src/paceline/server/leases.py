@@ -45,6 +45,11 @@ class LeaseService:
         self._patience, self._execute = patience, execute
         self._ledger = Ledger(sessions, in_turns=policy.lockstep)
 
+    @property
+    def in_step(self) -> bool:
+        """True if all workers are at the same batch."""
+        return self._ledger.in_step
+
     # -- messages of workers -----------------------------------------------------------------------------------------
 
     def begin_epoch(self, session: Session, message: BeginEpoch) -> None:

@@ -117,6 +117,8 @@ class PushGradient(_Message, frozen=True, gc=False):
     """How its loss follows from its items, as `LossWeight.kind`."""
     items: float = 0.0
     """The items that the loss is a mean over."""
+    batch: int = -1
+    """The loader's batch that its samples are a part of, counted over all epochs; -1 if that is not known."""
 
 
 class StepCancelled(_Message, frozen=True, gc=False):

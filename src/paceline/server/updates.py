@@ -11,7 +11,7 @@ import msgspec
 
 from paceline import events
 from paceline.config import RunSpec, parse_correction
-from paceline.errors import Mismatch, TeamTimeout
+from paceline.errors import Mismatch, TeamTimeout, left_out_step
 from paceline.events.recorder import Recorder
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.hyperparameters import RateScaling, multiplied
@@ -108,6 +108,14 @@ class Updates:
     def _source(self, pushed: PendingPush, weight: float) -> messages.GradientRef:
         base = pushed.buffer if self._corrections.compensates else -1
         return messages.GradientRef(pushed.source, weight, base, pushed.used, pushed.message.factor)
+
+    def check_batches(self, tickets: list[int]) -> None:
+        """Raises Mismatch if gradients that all workers make together are of different batches."""
+        batches = {self.held[ticket].rank: self.held[ticket].message.batch for ticket in tickets}
+        first = min(batches)
+        others = [rank for rank, batch in batches.items() if batch != batches[first]]
+        if others:
+            raise left_out_step(others, first)
 
     def apply(self, tickets: list[int], version: int) -> list[PendingPush]:
         """Makes this version from these gradients, which are not held any longer."""

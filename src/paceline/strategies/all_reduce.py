@@ -235,7 +235,9 @@ class AllReduceTrainer(SynchronousTrainer):
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         """The mean loss of all workers, so that an optimizer that uses it decides the same everywhere."""
         loss = closure()
-        _LOSS.pack_into(self._barrier.note, 0, float(loss) * self._weight.share)
+        _LOSS.pack_into(
+            self._barrier.note, 0, float(loss.detach() if isinstance(loss, torch.Tensor) else loss) * self._weight.share
+        )
         self._barrier.wait(BarrierKind.GATHER, _LOSS.size)
         mean = sum(_LOSS.unpack_from(note)[0] for note in self._barrier.notes)
         return loss.detach().new_tensor(mean) if isinstance(loss, torch.Tensor) else mean

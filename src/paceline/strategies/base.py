@@ -241,6 +241,7 @@ class Trainer(ABC):
 
     def _expose_gradients(self) -> None:
         """The script looks at `.grad` after a backward pass: make it the team's gradient, or say that it is not."""
+        Trainer.leave_backward(self)  # torch's own clipping is still the team's
         if not self._said_local:
             self._said_local = True
             self._say(

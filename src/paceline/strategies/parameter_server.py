@@ -152,6 +152,13 @@ class ParameterServerTrainer(ServerTrainer):
         self._gradients.show(bytes(any(flags) for flags in zip(*used.values(), strict=True)))
         self._gradients_shown(len(weights))
 
+    def _refuses(self, found_inf: bool) -> bool:
+        found = super()._refuses(found_inf)
+        if not (self._exposes and self.on_nan == "skip"):
+            return found
+        payloads = self._client.exchange(BarrierKind.REDUCE, bytes([found]))  # an update needs all workers
+        return any(payload != b"\0" for payload in payloads.values())
+
     def _accept_changes(self, changed: list[Slot]) -> None:
         if not self._exposes:
             super()._accept_changes(changed)

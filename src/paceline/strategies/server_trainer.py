@@ -141,6 +141,7 @@ class ServerTrainer(Trainer):
             self._write_used(used)
         if memory.feedback is not None and not found_inf:
             memory.feedback.encode(None if complete else used, unscale)
+        batch = self._leases.batch
         message = PushGradient(
             self._server_version,
             samples,
@@ -155,6 +156,7 @@ class ServerTrainer(Trainer):
             self._leases.wanted(),
             weight.kind,
             weight.items,
+            batch,
         )
         self._loss = self._clip = None
         self._stopwatch.slow_link(self._exchange_seconds)

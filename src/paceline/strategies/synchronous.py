@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.config import one_of
-from paceline.errors import Mismatch, names
+from paceline.errors import left_out_step
 from paceline.events import Reduce, Update
 from paceline.parameters.gradient_weight import GradientWeight
 from paceline.parameters.gradients import Gradients
@@ -200,11 +200,7 @@ class SynchronousTrainer(Trainer):
         first = min(agreed.rounds)
         others = [rank for rank, number in agreed.rounds.items() if number != agreed.rounds[first]]
         if others:
-            raise Mismatch(
-                f"{names(others)} updates with another batch of the loader than rank {first}: it has left out "
-                "optimizer.step() for a batch, which all workers must do alike",
-                others,
-            )
+            raise left_out_step(others, first)
         if agreed.unlike >= 0 and "rates" not in self._said:
             self._said.add("rates")
             self._say(
