@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 _PAGE = mmap.PAGESIZE
 _ENTRY = 8
 """Bytes of a page's entry in /proc/self/pagemap."""
-_SHARED, _SWAPPED, _PRESENT = (np.uint64(1 << bit) for bit in (61, 62, 63))
-"""Bits of an entry: the page is one of the file, it is swapped out, it is in memory."""
+_OF_FILE, _IN_USE = 1 << 61, 1 << 62 | 1 << 63
+"""Bits of an entry: the page is one of the shared file; it is swapped out or in memory."""
+_FEW = 64
+"""Pages that are looked at more quickly than the process's page faults can be counted."""
 
 
 class CopyOnWriteView:
@@ -50,13 +52,21 @@ class CopyOnWriteView:
 
         All calls are about the same bytes until `discard`: only what was looked at is known to be clean.
         """
+        first = start // _PAGE
+        count = -(-stop // _PAGE) - first
+        if count <= _FEW:
+            entries = memoryview(self._read_pagemap(first, count)).cast("Q")
+            if not any(entry & _IN_USE and not entry & _OF_FILE for entry in entries):
+                return []
         usage = resource.getrusage(resource.RUSAGE_SELF)
         faults = usage.ru_minflt + usage.ru_majflt
         if faults == self._faults:
             return []  # the first write to a page is a fault
-        first = start // _PAGE
-        entries = np.frombuffer(self._read_pagemap(first, -(-stop // _PAGE) - first), dtype=np.uint64)
-        own = (entries & (_PRESENT | _SWAPPED) != 0) & (entries & _SHARED == 0)
+        return self._own_pages(first, count, faults)
+
+    def _own_pages(self, first: int, count: int, faults: int) -> list[tuple[int, int]]:
+        entries = np.frombuffer(self._read_pagemap(first, count), dtype=np.uint64)
+        own = (entries & np.uint64(_IN_USE) != 0) & (entries & np.uint64(_OF_FILE) == 0)
         if not own.any():
             self._faults = faults
             return []
