@@ -217,7 +217,7 @@ class Team:
 
     def _add_param_group(self, group: dict[str, Any]) -> None:
         """The script adds parameters to the optimizer, as all workers do: train them from now on, too."""
-        if isinstance(between_replicas(self.strategy, 1)[0], Policy) and self.world_size > 1:
+        if isinstance(between_replicas(self.strategy, 1)[0], Policy) and self._started_with > 1:
             raise UsageError(
                 f"under '{self.strategy}' the server knows the optimizer's parameters from setup on; add the group "
                 "before team.setup, with requires_grad=False until it is to be trained, or use all-reduce"
