@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Every worker is a process of its own: none should compile again what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup system demo test tests lint style types bench clean
+.PHONY: setup system demo test tests lint style types bench compatibility clean
 
 setup: $(VENV)/ready
 
@@ -68,6 +68,10 @@ bench: setup
 	$(BIN)/python benchmarks/tensor.py
 	$(BIN)/python benchmarks/mesh.py
 	$(BIN)/python benchmarks/network.py --servers
+
+# What every script of tests/zoo does under every strategy.
+compatibility: setup
+	$(BIN)/python tests/zoo/table.py > docs/compatibility.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
