@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from helpers.teams import run_team
-from helpers.training import apart, under, values
+from helpers.training import apart, data, under, values
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -73,3 +74,36 @@ def test_every_item_counts_as_in_the_undivided_batch(loss: str, strategy: str) -
 def test_gradients_that_are_summed_over_batches_count_as_in_one_process(loss: str) -> None:
     for result in run_team(train, 2, loss, 2):
         assert apart(result, train(None, loss, 2)) < 1e-10
+
+
+def accumulated(team: Team | None, samples: int, reduction: str) -> list[torch.Tensor]:
+    """Sums gradients over two batches; with 13 samples a worker has no part of the last one."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader: Any = DataLoader(data(samples), batch_size=4)
+    if team is not None:
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+    for _ in range(2):
+        for number, (x, y) in enumerate(loader):
+            with team.step(weight="sum" if reduction == "sum" else None) if team else nullcontext():
+                (F.cross_entropy(model(x), y, reduction=reduction) / 2).backward()
+            if number % 2 or number + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+    return values(model)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "samples"), [("all-reduce", 13), ("all-reduce", 15), ("all-reduce", 16), ("sync", 15), ("sync", 16)]
+)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_uneven_batches_that_are_summed_count_as_in_one_process(reduction: str, strategy: str, samples: int) -> None:
+    launch = under(strategy, "lead" if strategy == "sync" else None)
+    found = run_team(accumulated, 2, samples, reduction, launch=launch)[0]
+    assert apart(found, accumulated(None, samples, reduction)) < 1e-10
+
+
+def test_a_divisor_that_may_be_a_constant_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    run_team(train, 2, "samples")
+    assert capfd.readouterr().err.count("which is taken for the number of this worker's items") == 1

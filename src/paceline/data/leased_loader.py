@@ -124,6 +124,13 @@ class LeasedLoader(UserLoader):
         """The batch that a lease is a part of, counted over all epochs; -1 if that is not known."""
         return -1 if self._custom else lease.epoch * self._length() + lease.first // self.global_batch
 
+    def share_of(self, lease: Lease) -> float | None:
+        """A lease's share of the batch that it is a part of; None if that is not known."""
+        if self._custom:
+            return None
+        left = len(self._loader.sampler) - lease.first // self.global_batch * self.global_batch  # type: ignore[arg-type]
+        return len(lease.keys) / min(self.global_batch, left)
+
     def _length(self) -> int:
         """Minibatches in an epoch for each worker, if all are equally fast."""
         if self._custom:

@@ -9,6 +9,8 @@ from paceline.parameters.gradients import Gradients
 from paceline.parameters.loss_weight import Batch, Kind, LossWeight, loss_weight
 
 Exchange = Callable[[float, float], tuple[float, float]]
+SUM = float("inf")
+"""The weight of a step whose loss is a sum."""
 
 
 class GradientWeight:
@@ -29,7 +31,7 @@ class GradientWeight:
         self._constants: set[float] = set()
         self.loss = LossWeight()
         """The weight of the gradient; of unknown kind if that is the share of samples."""
-        self._said = False
+        self._said = self._said_count = False
 
     def take_batch(self, samples: int, share: float) -> None:
         """The script has a minibatch with this share of the samples of all workers."""
@@ -57,7 +59,7 @@ class GradientWeight:
         weight: the number of items that the loss is a mean over, if the script says it.
         exposed: the number of workers whose gradients are in `.grad` now, if that is the team's.
         """
-        found = self._find(loss) if weight is None else LossWeight(Kind.MEAN, weight, by_sample=False)
+        found = self._find(loss) if weight is None else given_weight(weight)
         if exposed and found.kind is Kind.SUM:
             self._gradients.scale(1.0 / exposed)  # it is on all of them
         self.loss = self._joined(found) if self._gradients.any and not exposed else found
@@ -66,7 +68,14 @@ class GradientWeight:
         return not found.is_empty
 
     def _find(self, loss: Any) -> LossWeight:
-        found = loss_weight(loss, Batch(self._samples, self._constants))
+        counts: set[float] = set()
+        found = loss_weight(loss, Batch(self._samples, self._constants, counts))
+        if counts and not self._said_count:
+            self._said_count = True
+            self._say(
+                f"the loss is a sum divided by {counts.pop():g}, which is taken for the number of this worker's items, "
+                "so that the loss is a mean; if it is a constant, write `with team.step(weight='sum'):`"
+            )
         if found.kind is Kind.UNKNOWN:
             self._say_once("it is neither a mean nor a sum over samples")
         if found.kind is Kind.SUM and not self._samples:
@@ -104,3 +113,8 @@ class GradientWeight:
                 f"the gradients of this loss are averaged by numbers of samples, since {why}; "
                 "`with team.step(weight=…)` gives them another weight"
             )
+
+
+def given_weight(weight: float) -> LossWeight:
+    """The weight that a script has given to its step."""
+    return LossWeight(Kind.SUM) if weight == SUM else LossWeight(Kind.MEAN, weight, by_sample=False)

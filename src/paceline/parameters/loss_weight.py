@@ -67,6 +67,8 @@ class Batch(NamedTuple):
     """0 if their number is not known."""
     constants: set[float]
     """Divisors that were no numbers of samples before; new ones are added."""
+    counts: set[float] = set()  # noqa: RUF012
+    """Divisors that were taken for numbers of samples; new ones are added."""
 
 
 def loss_weight(loss: Any, batch: Batch) -> LossWeight:
@@ -132,7 +134,10 @@ def _is_count(number: float, term: LossWeight, batch: Batch) -> bool:
     """True if a number of the script counts the samples or the terms of a sum, and not by chance."""
     if number not in (batch.samples, term.items):
         batch.constants.add(number)
-    return number not in batch.constants
+    if number in batch.constants:
+        return False
+    batch.counts.add(number)
+    return True
 
 
 def _by_sample(count: float, samples: int) -> bool:

@@ -64,7 +64,7 @@ class LeaseClient:
         self.on_ask: Callable[[], None] = lambda: None
         """Called before a lease is requested while none is open."""
 
-    def share(self, loader: DataLoader[Any], global_batch: int | None) -> LeasedLoader:
+    def share_loader(self, loader: DataLoader[Any], global_batch: int | None) -> LeasedLoader:
         self._shared.append(LeasedLoader(loader, self, len(self._shared), global_batch=global_batch))
         return self._shared[-1]
 
@@ -87,6 +87,14 @@ class LeaseClient:
             return -1
         lease = next(reversed(self._open.values()))
         return self._shared[lease.loader].batch_of(lease)
+
+    @property
+    def share(self) -> float | None:
+        """The newest lease's share of the batch that it is a part of; None if that is not known."""
+        if not self._open:
+            return None
+        lease = next(reversed(self._open.values()))
+        return self._shared[lease.loader].share_of(lease)
 
     def take(self) -> list[int]:
         """Close and return the leases of the gradient that is pushed or cancelled now."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from paceline.collectives.world_group import WorldGroup
 from paceline.errors import TeamError, UsageError
 from paceline.events import Update
+from paceline.parameters.gradient_weight import given_weight
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.loss_weight import Batch, Kind, LossWeight, loss_weight
 from paceline.parameters.reduction import combine_norms
@@ -86,7 +87,7 @@ class FullyShardedTrainer(Trainer):
         # Gradients are scattered as soon as they are made, with this weight; what was summed before has its own.
         found = loss_weight(loss, Batch(self._samples, self._constants))
         if self.weight is not None:
-            found = LossWeight(Kind.MEAN, self.weight, by_sample=False)
+            found = given_weight(self.weight)
         elif found.kind is Kind.SUM and not self._samples:
             found = LossWeight()  # not of a loader that divides batches
         self._loss, self._agreed = found, None

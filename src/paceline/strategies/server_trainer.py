@@ -27,7 +27,7 @@ from paceline.parameters.gradient_weight import GradientWeight
 from paceline.parameters.gradients import GRAD
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Slot
-from paceline.parameters.loss_weight import LossWeight
+from paceline.parameters.loss_weight import Kind, LossWeight
 from paceline.parameters.reduction import CHUNK, weighted_sum
 from paceline.policies import Policy
 from paceline.server.lease_client import LeaseClient
@@ -83,6 +83,7 @@ class ServerTrainer(Trainer):
             counts=counts,
         )
         self._weight = GradientWeight(1.0 / workers, self._gradients, context.say)
+        self._lockstep = policy.lockstep
         self._exposed = 0
         """The number of workers whose gradients are in `.grad`, if that is the team's gradient; else 0."""
         self._loss: float | None = None
@@ -118,12 +119,13 @@ class ServerTrainer(Trainer):
 
     def enter_backward(self, loss: Any) -> bool:
         super().enter_backward(loss)
-        self._weight.take_batch(self._leases.samples, self._weight.share)
+        share = self._leases.share if self._lockstep else None
+        self._weight.take_batch(self._leases.samples, self._weight.share if share is None else share)
         exposed, self._exposed = self._exposed, 0
         return self._runs(self._weight.add(loss, self.weight, exposed))
 
     def share_loader(self, loader: DataLoader[Any], global_batch: int | None) -> Any:
-        return self._leases.share(loader, global_batch)
+        return self._leases.share_loader(loader, global_batch)
 
     def _clear_gradients(self, set_to_none: bool) -> None:
         clear_gradients(self._optimizer, self._layout, set_to_none)
@@ -135,6 +137,8 @@ class ServerTrainer(Trainer):
         start = time.perf_counter()
         used, found_inf = self._collect(found_inf)
         weight = LossWeight() if self._exposed else self._weight.loss  # which is the same on all workers
+        if self._lockstep and self._leases.open > 1 and weight.kind is Kind.UNKNOWN and not self._exposed:
+            weight = LossWeight(Kind.MEAN, self._weight.share)  # of a sum over batches
         self._exposed = 0
         complete, memory = 0 not in used, self._memory
         if not complete:

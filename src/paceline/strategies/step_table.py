@@ -127,10 +127,13 @@ class StepTable:
         not_finite: dict[int, float] = {}
         unlike = -1
         for rank, note in enumerate(self._barrier.notes):
-            if self._barrier.passive[rank]:
+            passive = self._barrier.passive[rank]
+            if passive and self._barrier.length(rank) < _NOTE.size:
                 continue
             fields = _NOTE.unpack_from(note)
-            share, kind, count, factor, skips, number, all_used, seconds, samples, changed, rounds[rank], loss = fields
+            share, kind, count, factor, skips, number, all_used, seconds, samples, changed, number_of_round, loss = (
+                fields
+            )
             if self._in_notes:
                 self._take(rank, note[_NOTE.size : self._barrier.length(rank)], bool(all_used))
             own = self._hyperparameters.read(rank, number)
@@ -142,7 +145,8 @@ class StepTable:
             if not math.isfinite(loss):
                 not_finite[rank] = loss
             losses.append((rank, share, kind, count, factor))
-            changes[rank] = changed
+            if not passive:  # else it is a sum of batches before, to which this worker's script adds no more
+                changes[rank], rounds[rank] = changed, number_of_round
             paces[rank] = (seconds, samples)
             skip = skip or bool(skips)
             if not all_used:

@@ -64,6 +64,8 @@ class SynchronousTrainer(Trainer):
         self._weight = GradientWeight(1.0 / rate.workers, gradients, context.say, self._sum_counts)
         self._groups: list[dict[str, Any]] = []
         """The hyperparameters of the last update."""
+        self._pending = False
+        """True if there is a gradient that no update has used."""
         self._changed: list[Slot] = []
         """Parameters that the script has changed itself since the last update."""
         self._said: set[str] = set()
@@ -94,6 +96,7 @@ class SynchronousTrainer(Trainer):
     def enter_backward(self, loss: Any) -> bool:
         super().enter_backward(loss)
         exposed, self._exposed = self._exposed, 0
+        self._pending = True
         return self._runs(self._weight.add(loss, self.weight, exposed))
 
     def _sum_counts(self, before: float, now: float) -> tuple[float, float]:
@@ -105,6 +108,7 @@ class SynchronousTrainer(Trainer):
         return sum(one for one, _ in counts), sum(other for _, other in counts)
 
     def _clear_gradients(self, set_to_none: bool) -> None:
+        self._pending = False
         clear_gradients(self._optimizer, self._layout, set_to_none)
 
     def _update(self, unscale: float, found_inf: bool) -> None:
@@ -131,13 +135,17 @@ class SynchronousTrainer(Trainer):
     def finish_epoch(self) -> None:
         helped = False
         self._exposed = 0  # what is in `.grad` is of an update that is over
-        while (kind := self._wait(BarrierKind.PASSIVE)) is not BarrierKind.PASSIVE:
+        while (kind := self._wait(BarrierKind.PASSIVE, self._pending_note())) is not BarrierKind.PASSIVE:
             if not self._take_part(kind):
                 self._barrier.carry(kind)
                 break
             helped = True
         if helped:
             self._zero_grad()
+
+    def _pending_note(self) -> int:
+        """The note of a passive worker: with its gradient, if that is a sum of batches that waits for an update."""
+        return self._contribute(1.0, found_inf=False) if self._pending else 0
 
     # -- what all workers do together; a passive one takes part without a gradient -----------------------------------
 
@@ -173,7 +181,7 @@ class SynchronousTrainer(Trainer):
         if any(agreed.changes.values()):
             self._commit_changes(agreed.changes)
         read = 0 if agreed.skip else self._update_parameters(agreed)
-        self._clip_factor, self._exposed = None, 0
+        self._clip_factor, self._exposed, self._pending = None, 0, False
         self._stopwatch.slow_link(time.perf_counter() - start)
         end = time.perf_counter()
         version = self.version + (not agreed.skip)

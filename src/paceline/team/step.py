@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from paceline.errors import UsageError
+from paceline.parameters.gradient_weight import SUM
 
 if TYPE_CHECKING:
     from paceline.team.team import Team
@@ -46,9 +47,11 @@ class Step:
         return self.cancelled
 
 
-def item_count(weight: float | torch.Tensor) -> float:
+def item_count(weight: float | torch.Tensor | str) -> float:
     """Checks the weight of a step."""
+    if weight == "sum":
+        return SUM
     value = float(weight)
     if not 0 <= value < float("inf"):
-        raise UsageError(f"the weight of a step is {value}; it must be a number of items, 0 or more")
+        raise UsageError(f"the weight of a step is {value}; it must be a number of items, 0 or more, or 'sum'")
     return value

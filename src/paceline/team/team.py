@@ -238,7 +238,7 @@ class Team:
         check_loader(loader)
         return self._loaders.share(loader, global_batch, balance=False)
 
-    def step(self, accumulate: bool = False, weight: float | torch.Tensor | None = None) -> Step:
+    def step(self, accumulate: bool = False, weight: float | torch.Tensor | str | None = None) -> Step:
         """One step of training, as a `with` block.
 
         A step may be cancelled, if the strategy cancels stragglers: then the rest of the block does not run. So the
@@ -247,7 +247,7 @@ class Team:
 
         accumulate: only sum gradients; `optimizer.step()` and `zero_grad()` inside the block do nothing.
         weight: how much this worker's gradient counts, relative to the others': the number of items that its loss is a
-            mean over. By default it is read from the loss.
+            mean over, or "sum" for a loss that is a sum. By default it is read from the loss.
         """
         if self._trainer is not None:
             self._trainer.weight = None if weight is None else item_count(weight)
