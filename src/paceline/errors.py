@@ -86,3 +86,11 @@ def left_out_step(ranks: Sequence[int], first: int) -> Mismatch:
         "for a batch, which all workers must do alike",
         ranks,
     )
+
+
+def unlike_rates(rank: int, first: int) -> str:
+    """Says that a worker's hyperparameters are not those of the first one."""
+    return (
+        f"rank {rank}'s learning rate, or another value of its optimizer, is not that of rank {first}, which is used; "
+        "let schedulers depend on values that are the same on all workers, as team.mean gives"
+    )

@@ -119,7 +119,8 @@ def test_workers_that_draw_the_same_data_are_told(offset: int, capfd: pytest.Cap
     assert capfd.readouterr().err.count("all workers have the same loss") == (not offset)
 
 
-def test_rates_that_differ_later_are_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("strategy", ["all-reduce", "sync"])
+def test_rates_that_differ_later_are_said_once(strategy: str, capfd: pytest.CaptureFixture[str]) -> None:
     def work(team: Team) -> None:
         model, optimizer, loader = team.setup(model := net(), sgd(model), DataLoader(data(48), batch_size=12))
         for number, (x, y) in enumerate(loader):
@@ -128,5 +129,5 @@ def test_rates_that_differ_later_are_said_once(capfd: pytest.CaptureFixture[str]
             optimizer.step()
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + number * team.rank)
 
-    run_team(work, 2)
+    run_team(work, 2, launch=launched(strategy))
     assert capfd.readouterr().err.count("rank 1's learning rate") == 1

@@ -29,7 +29,14 @@ EXACT = {
 INEXACT = {"async": "async", "k-sync": "k-sync:k=1", "k-batch-async": "k-batch-async:k=2", "ssp": "ssp:s=1"}
 """Columns whose strategies update with other gradients than one process; their cells must come to an end."""
 STRATEGIES = EXACT | INEXACT
-SAID = ("averaged by numbers of samples", "is this worker's own gradient", "they are each worker's own")
+SAID = (
+    "averaged by numbers of samples",
+    "is this worker's own gradient",
+    "they are each worker's own",
+    "batch norm layers use each worker's part",
+    "which is taken for the number of this worker's items",
+    "learning rate, or another value of its optimizer",
+)
 """Of notices that the team does not train as one process would."""
 SECONDS = 40.0
 """For a cell; most take a second."""

@@ -70,18 +70,14 @@ WEIGHT = "the loss is neither a mean nor a sum over samples; the team says once 
 LAST_BATCH = "a worker that has no part of the last batch does not come to the step that its gradients wait for"
 
 KNOWN: dict[tuple[str, str], tuple[str, str]] = {
-    # Every worker normalises by its part of the batch, and nothing is said.
-    ("batch norm", "all-reduce sync mesh"): ("wrong", "statistics are of a worker's part; use sync_batch_norm=True"),
+    ("batch norm", "all-reduce sync mesh"): ("said", "statistics are of a worker's part; use sync_batch_norm=True"),
     # A worker compares its samples with those of its part only, and nothing is said.
     ("contrastive", "all-reduce sync mesh"): ("wrong", "a worker has no samples of others to compare its own with"),
     ("gan of one module", "all-reduce sync mesh"): ("said", "the second optimizer's gradients are a worker's own"),
-    # A worker without a part of the last batch ends its loop before the step: its gradients are lost, without a word.
-    ("accumulation with one left", "all-reduce mesh"): ("wrong", LAST_BATCH),
     # This is a Mismatch about `.grad`, of which the script is not to blame.
     ("accumulation with one left", "sync"): ("refused", LAST_BATCH),
-    ("accumulation with uneven rest", "sync"): ("said", "gradients that are accumulated have one weight per step"),
-    # `sum / 4` is taken for `sum / len(x)` where a worker has 4 samples, and nothing is said.
-    ("sum over constant", "all-reduce sync mesh"): ("wrong", "the number is taken for that of the samples"),
+    # `sum / 4` is taken for `sum / len(x)` where a worker has 4 samples.
+    ("sum over constant", "all-reduce sync mesh"): ("said", "the number is taken for that of the samples"),
     # `model.parameters()` of stages on other workers are those of the beginning; nothing is said.
     ("diffusion", "pipeline"): (
         "wrong",
@@ -89,8 +85,9 @@ KNOWN: dict[tuple[str, str], tuple[str, str]] = {
     ),
     # torch's own RuntimeError: "trying to differentiate twice a function that was marked with @once_differentiable".
     ("gradient penalty", "tensor"): ("crashed", "gradients of gradients do not pass through split layers"),
-    # Workers' learning rates differ, and nothing is said.
-    ("plateau on training loss", "all-reduce sync mesh"): ("wrong", "a worker knows its part's loss; use `team.mean`"),
+    ("plateau on training loss", "all-reduce mesh"): ("said", "a worker knows its part's loss; use `team.mean`"),
+    # The server says it, in a process of its own.
+    ("plateau on training loss", "sync"): ("wrong", "a worker knows its part's loss; use `team.mean`"),
     ("sam", "tensor"): ("said", OWN_GRADIENT),
     ("gradient norms", "tensor"): ("said", OWN_GRADIENT),
     ("noisy gradients", "tensor"): ("said", OWN_GRADIENT),

@@ -25,6 +25,8 @@ class GradientWeight:
         """
         self.whole_share = self.share = share
         """This worker's share of the samples of a step of all workers."""
+        self._unit: float | None = None
+        """The weight of a sum of gradients whose losses were divided by different totals."""
         self._gradients, self._say, self._exchange = gradients, say, exchange
         self._samples = 0
         """Samples of the minibatch; 0 if it does not come from a loader that divides batches."""
@@ -36,7 +38,8 @@ class GradientWeight:
     def take_batch(self, samples: int, share: float) -> None:
         """The script has a minibatch with this share of the samples of all workers."""
         if share != self.share:
-            if self._gradients.any and self.loss.by_sample and self.loss.kind is not Kind.SUM:
+            by_share = self.loss.by_sample and self.loss.kind is not Kind.SUM and self._unit is None
+            if by_share and self._gradients.any:
                 # Summed over minibatches of unlike shares: scale the sum so far as the next minibatches will be.
                 self._gradients.scale(self.share / share)
                 self.loss = LossWeight()
@@ -62,7 +65,10 @@ class GradientWeight:
         found = self._find(loss) if weight is None else given_weight(weight)
         if exposed and found.kind is Kind.SUM:
             self._gradients.scale(1.0 / exposed)  # it is on all of them
-        self.loss = self._joined(found) if self._gradients.any and not exposed else found
+        if self._gradients.any and not exposed:
+            self.loss = self._joined(found)
+        else:
+            self.loss, self._unit = found, None
         if found.is_empty:
             self._gradients.fill()
         return not found.is_empty
@@ -97,14 +103,19 @@ class GradientWeight:
         # Each minibatch is divided by its own total, so the sum so far is scaled as this gradient will be.
         totals = self._exchange(before.items, found.items)
         old, new = (self._normalized(one, total) for one, total in zip((before, found), totals, strict=True))
-        self.share = new or old
-        self._gradients.scale(old / self.share)
+        self._unit = new or old
+        self._gradients.scale(old / self._unit)
         return LossWeight(by_sample=False)
 
     def _normalized(self, loss: LossWeight, total: float) -> float:
         if loss.kind is Kind.SUM:
             return 1.0
-        return loss.items / total if loss.kind is Kind.MEAN and total > 0 else self.share
+        return loss.items / total if loss.kind is Kind.MEAN and total > 0 else self.weight
+
+    @property
+    def weight(self) -> float:
+        """The weight of the gradient, if its loss does not tell another: its share of the samples."""
+        return self.share if self._unit is None else self._unit
 
     def _say_once(self, why: str) -> None:
         if not self._said:

@@ -14,7 +14,16 @@ from typing import Any
 
 from paceline import events
 from paceline.config import RunSpec
-from paceline.errors import Mismatch, ServerLost, TeamError, TeamTimeout, WorkerLost, still_waits, waited_too_long
+from paceline.errors import (
+    Mismatch,
+    ServerLost,
+    TeamError,
+    TeamTimeout,
+    WorkerLost,
+    still_waits,
+    unlike_rates,
+    waited_too_long,
+)
 from paceline.events.recorder import Recorder, ReplicaRecorder
 from paceline.parameters.hyperparameters import Hyperparameters
 from paceline.parameters.worker_table import WorkerTable
@@ -90,6 +99,8 @@ class Coordinator:
         self._rejoin_deadline: float | None = None
         """If all workers were lost: until when another may join."""
         self._tuner = Tuner(self._policy)
+        self._said_rates = False
+        """True if it was said that workers have different learning rates."""
         self._pushes = 0
         self._loss: float | None = None
         self._by_descriptor = {session.connection.descriptor: session for session in sessions.values()}
@@ -292,8 +303,11 @@ class Coordinator:
         if decision.use:
             if self._leases.in_step and not self._spec.elastic and len(self._sessions) == self._spec.workers:
                 self._updates.check_batches([one.ticket for one in decision.use])
-            for pushed in self._updates.apply([one.ticket for one in decision.use], self._policy.version):
+            used = self._updates.apply([one.ticket for one in decision.use], self._policy.version)
+            for pushed in used:
                 self._leases.done(pushed.message.leases)
+            if self._policy.lockstep and not self._said_rates:
+                self._compare_rates(used)
         for rank, order in decision.orders.items():
             session = self._sessions.get(rank)
             if session is None or order is Order.WAIT:
@@ -305,6 +319,15 @@ class Coordinator:
                 self._cancel(session)
         if decision.use or decision.drop:
             self._leases.answer_waiting()
+
+    def _compare_rates(self, used: list[PendingPush]) -> None:
+        """Says once if workers that make every update together have different learning rates."""
+        first = used[0]
+        for pushed in used[1:]:
+            if pushed.groups is not first.groups and pushed.groups != first.groups:
+                self._said_rates = True
+                self._say(unlike_rates(pushed.rank, first.rank))
+                return
 
     def _cancel(self, session: Session) -> None:
         if session.host:

@@ -138,7 +138,7 @@ class ServerTrainer(Trainer):
         used, found_inf = self._collect(found_inf)
         weight = LossWeight() if self._exposed else self._weight.loss  # which is the same on all workers
         if self._lockstep and self._leases.open > 1 and weight.kind is Kind.UNKNOWN and not self._exposed:
-            weight = LossWeight(Kind.MEAN, self._weight.share)  # of a sum over batches
+            weight = LossWeight(Kind.MEAN, self._weight.weight)  # of a sum over batches
         self._exposed = 0
         complete, memory = 0 not in used, self._memory
         if not complete:

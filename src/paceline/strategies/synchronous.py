@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.config import one_of
-from paceline.errors import left_out_step
+from paceline.errors import left_out_step, unlike_rates
 from paceline.events import Reduce, Update
 from paceline.parameters.gradient_weight import GradientWeight
 from paceline.parameters.gradients import Gradients
@@ -165,7 +165,7 @@ class SynchronousTrainer(Trainer):
         loss = self._loss_value if math.isfinite(self._loss_value) else 0.0
         changed, position = self._find_changes(), (self.round, loss if refused is None else refused)
         return self._table.write(
-            self._weight.share, self._weight.loss, unscale, found_inf, used, pace, changed, position
+            self._weight.weight, self._weight.loss, unscale, found_inf, used, pace, changed, position
         )
 
     def _pace(self) -> tuple[float, int]:
@@ -211,11 +211,7 @@ class SynchronousTrainer(Trainer):
             raise left_out_step(others, first)
         if agreed.unlike >= 0 and "rates" not in self._said:
             self._said.add("rates")
-            self._say(
-                f"rank {agreed.unlike}'s learning rate, or another value of its optimizer, is not that of rank "
-                f"{first}, which is used; let schedulers depend on values that are the same on all workers, as "
-                "team.mean gives"
-            )
+            self._say(unlike_rates(agreed.unlike, first))
         self._equal_losses = self._equal_losses + 1 if agreed.alike else 0
         if self._equal_losses == _SUSPICIOUS and "alike" not in self._said:
             self._said.add("alike")
