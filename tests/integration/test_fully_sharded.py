@@ -37,9 +37,9 @@ from paceline.config import Launch, Timeouts
 from paceline.errors import Mismatch, TeamTimeout, WorkerLost
 from paceline.events import Compute, Reduce, Update, read
 from paceline.events.summary import merge
+from paceline.strategies.all_reduce import AllReduceTrainer
 from paceline.strategies.blocks import blocks
 from paceline.strategies.fully_sharded import FullyShardedTrainer
-from paceline.strategies.mesh import MeshTrainer
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[2]
@@ -327,7 +327,7 @@ def on_one_machine(team: Team) -> str:
 
 
 def test_on_one_machine_versions_in_shared_memory_are_all_it_needs() -> None:
-    assert run_team(on_one_machine, 2, launch=sharded(2)) == [MeshTrainer.__name__] * 2
+    assert run_team(on_one_machine, 2, launch=sharded(2)) == [AllReduceTrainer.__name__] * 2
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
