@@ -1,7 +1,8 @@
-import random
+import math
 import statistics
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -321,11 +322,14 @@ def test_a_timeout_that_is_not_positive_is_refused_where_it_is_read(field: str, 
         ("0:1", {0: Slowness(factor=1.0)}),
         ("2:1.5", {2: Slowness(factor=1.5)}),
         ("0:2e1", {0: Slowness(factor=20.0)}),
-        ("all:exp(0.1)", dict.fromkeys(range(3), Slowness(mean=0.1))),
-        ("all:0.05+exp(0.05)", dict.fromkeys(range(3), Slowness(shift=0.05, mean=0.05))),
-        ("2:pareto(0.02,2.5)", {2: Slowness(least=0.02, shape=2.5)}),
-        (" 2 : pareto( 0.02, 2.5 ) ", {2: Slowness(least=0.02, shape=2.5)}),
-        ("1:1e-3+exp(.5)", {1: Slowness(shift=0.001, mean=0.5)}),
+        ("all:exp(0.1)", dict.fromkeys(range(3), Slowness(length="exp(0.1)"))),
+        ("all:0.05+exp(0.05)", dict.fromkeys(range(3), Slowness(length="0.05+exp(0.05)"))),
+        ("2:pareto(0.02,2.5)", {2: Slowness(length="pareto(0.02,2.5)")}),
+        (" 2 : pareto( 0.02, 2.5 ) ", {2: Slowness(length="pareto(0.02,2.5)")}),
+        ("1:1e-3+exp(.5)", {1: Slowness(length="1e-3+exp(.5)")}),
+        ("1:constant(0.05)", {1: Slowness(length="constant(0.05)")}),
+        ("1:gamma(2,0.01)@backward", {1: Slowness(length="gamma(2,0.01)", where="backward")}),
+        ("0:lognormal(0.02,0.5)", {0: Slowness(length="lognormal(0.02,0.5)")}),
     ],
 )
 def test_every_form_of_slowness_is_understood(spec: str, slow: dict[int, Slowness]) -> None:
@@ -383,33 +387,41 @@ def test_a_slowness_that_cannot_be_is_answered_with_the_allowed_forms(what: str)
 
 slownesses = st.one_of(
     st.builds(Slowness, factor=st.floats(1, 50)),
-    st.builds(Slowness, shift=st.floats(0, 2), mean=st.floats(0.001, 2)),
-    st.builds(Slowness, least=st.floats(0.001, 2), shape=st.floats(0.5, 5)),
+    st.builds(lambda a, b: Slowness(length=f"{a:.6f}+exp({b:.6f})"), st.floats(0, 2), st.floats(0.001, 2)),
+    st.builds(lambda a, b: Slowness(length=f"pareto({a:.6f},{b:.6f})"), st.floats(0.001, 2), st.floats(0.5, 5)),
 )
 
 
 @given(slownesses, st.floats(0, 10), st.integers(0, 1000))
 def test_a_slow_step_never_lasts_less_than_its_computing(slow: Slowness, computing: float, seed: int) -> None:
-    source = random.Random(seed)
+    source = np.random.default_rng(seed)
     assert all(slow.seconds(computing, source) >= computing for _ in range(5))
 
 
 @given(st.floats(1, 50), st.floats(0, 10))
 def test_a_factor_multiplies_computing(factor: float, computing: float) -> None:
-    assert Slowness(factor=factor).seconds(computing, random.Random(0)) == factor * computing
+    assert Slowness(factor=factor).seconds(computing, np.random.default_rng(0)) == factor * computing
 
 
 @pytest.mark.parametrize(
     ("slow", "least", "mean", "deviation"),
     [
-        (Slowness(mean=0.1), 0.0, 0.1, 0.1),
-        (Slowness(shift=0.05, mean=0.05), 0.05, 0.1, 0.05),
-        (Slowness(least=0.02, shape=4.0), 0.02, 0.02 * 4 / 3, 0.02 * (4 / (9 * 2)) ** 0.5),
-        (Slowness(least=0.5, shape=3.0), 0.5, 0.75, 0.5 * (3 / 4) ** 0.5),
+        (Slowness(length="exp(0.1)"), 0.0, 0.1, 0.1),
+        (Slowness(length="0.05+exp(0.05)"), 0.05, 0.1, 0.05),
+        (Slowness(length="pareto(0.02,4)"), 0.02, 0.02 * 4 / 3, 0.02 * (4 / (9 * 2)) ** 0.5),
+        (Slowness(length="pareto(0.5,3)"), 0.5, 0.75, 0.5 * (3 / 4) ** 0.5),
+        (Slowness(length="gamma(4,0.02)"), 0.0, 0.08, 0.04),
+        (
+            Slowness(length="lognormal(0.1,0.5)"),
+            0.0,
+            0.1 * math.exp(0.125),
+            0.1 * (math.exp(0.5) - math.exp(0.25)) ** 0.5,
+        ),
+        (Slowness(length="constant(0.3)"), 0.3, 0.3, 1e-9),
     ],
 )
 def test_drawn_steps_are_as_long_as_theory_says(slow: Slowness, least: float, mean: float, deviation: float) -> None:
-    source = random.Random(20)
+    source = np.random.default_rng(20)
     count = 40_000
     drawn = [slow.seconds(0.0, source) for _ in range(count)]
     assert min(drawn) >= least
@@ -417,8 +429,8 @@ def test_drawn_steps_are_as_long_as_theory_says(slow: Slowness, least: float, me
 
 
 def test_the_same_seed_draws_the_same_steps() -> None:
-    slow = Slowness(mean=0.1)
-    one, other = random.Random("3/1"), random.Random("3/1")
+    slow = Slowness(length="exp(0.1)")
+    one, other = np.random.default_rng((3, 1)), np.random.default_rng((3, 1))
     assert [slow.seconds(0, one) for _ in range(20)] == [slow.seconds(0, other) for _ in range(20)]
 
 
@@ -432,7 +444,7 @@ def test_the_same_seed_draws_the_same_steps() -> None:
         Launch(
             strategy="all-reduce",
             timeouts=Timeouts(join=1.5, barrier=2.5, notice=0.5, stop=0.25),
-            slow={0: Slowness(factor=2.0), 11: Slowness(least=0.1, shape=2.0)},
+            slow={0: Slowness(factor=2.0), 11: Slowness(length="pareto(0.1,2)")},
             seed=17,
             folder="runs/über 1",
             control=5,

@@ -16,8 +16,16 @@ from paceline.config.gradients import (
     parse_servers,
     place_servers,
 )
-from paceline.config.launch import Launch, Place, Profiling, Timeouts, capacity
-from paceline.config.model_parallel import Mesh, Pipeline, Tensor, between_replicas, check_workers, workers_of
+from paceline.config.launch import Launch, Place, Profiling, Timeouts, capacity, parse_grace, parse_snapshot
+from paceline.config.model_parallel import (
+    Mesh,
+    Pipeline,
+    Tensor,
+    between_replicas,
+    check_workers,
+    replicas_by_machine,
+    workers_of,
+)
 from paceline.config.run_spec import OptimizerSpec, ParameterSpec, RunSpec
 from paceline.config.slowness import Slowness, parse_slowness
 from paceline.config.strategy import (
@@ -59,11 +67,14 @@ __all__ = [
     "one_of",
     "parse_compression",
     "parse_correction",
+    "parse_grace",
     "parse_servers",
     "parse_slowness",
+    "parse_snapshot",
     "parse_strategy",
     "place_servers",
     "positive",
+    "replicas_by_machine",
     "search_beside",
     "strategy_class",
     "workers_of",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, ClassVar
 
 import msgspec
 
+from paceline.config.checks import DECIMAL
 from paceline.config.slowness import Slowness
 from paceline.errors import UsageError
 
@@ -54,6 +56,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the folder under `runs/`, where the workers create it; it wins over the script's."""
     record: bool = True
     """True if events are recorded."""
+    loggers: list[str] = []
+    """Loggers, where the workers start them; they win over the script's."""
+    push_metrics: str | None = None
+    """The Pushgateway, likewise."""
     control: int | None = None
     """Descriptor of the shared memory of the workers' barriers."""
     starter: int | None = None
@@ -66,11 +72,21 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The run's secret, known to its machines only."""
     elastic: bool = False
     """True if the run goes on, under any strategy, when a worker is lost."""
+    restarts: bool = False
+    """True if the team is started again after a loss; so a split model need not survive one, even if `elastic`."""
+    grace: float = 30.0
+    """Seconds from SIGTERM to a worker until it must have left."""
     joins: str | None = None
     """For a worker that joins a running team: the address of the server, or of its machine's relay."""
     machine: int = 0
     """The number of the machine of a worker that joins."""
+    snapshot: float | None = None
+    """Seconds between snapshots of the run; None for none."""
+    resume: str | None = None
+    """The folder of a run whose newest snapshot this one goes on from."""
     profiling: Profiling | None = None
+    prelude: str | None = None
+    """A module that a worker imports before its script."""
 
     def to_environment(self) -> dict[str, str]:
         return {self.VARIABLE: msgspec.json.encode(self).decode()}
@@ -79,6 +95,25 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     def from_environment(cls) -> Launch:
         text = os.environ.get(cls.VARIABLE)
         return msgspec.json.decode(text, type=cls) if text else cls()
+
+
+def parse_snapshot(text: str) -> float | None:
+    """Seconds between snapshots, from "30s", "5min" or "1h"; None for "off"."""
+    if text == "off":
+        return None
+    return _parse_time("--snapshot", text, "30s, 5min or 1h, or off")
+
+
+def parse_grace(text: str) -> float:
+    """Seconds from SIGTERM to a worker until it must have left, from "30s" or "2min"."""
+    return _parse_time("--grace", text, "30s or 2min")
+
+
+def _parse_time(option: str, text: str, examples: str) -> float:
+    match = re.fullmatch(rf"({DECIMAL})(s|min|h)", text)
+    if match is None or not (found := float(match[1]) * {"s": 1.0, "min": 60.0, "h": 3600.0}[match[3]]) <= LONGEST:
+        raise UsageError(f"{option} is '{text}'; it must be a time, as {examples}")
+    return found
 
 
 def capacity(workers: int) -> int:

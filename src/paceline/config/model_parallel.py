@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.config.checks import listed, positive
@@ -19,14 +19,19 @@ class Pipeline(Strategy):
 
     spec = "pipeline"
     stages: int
+    """Parts of the model, one after the other."""
     microbatches: int = 8
+    """Parts into which every batch is cut, one after the other."""
     schedule: str = "1f1b"
+    """The order of the passes: gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-2p."""
     chunks: int = 2
     """Parts of the model on each device, where the schedule is interleaved."""
     norm: str = "batch"
     """What batch norm layers take statistics of; a `batch` is then not cut into microbatches."""
     workers: str = ""
     """Workers of each stage, as in `1+2`: those of one stage share its microbatches. One each if not given."""
+    recompute: bool = False
+    """True if a stage keeps only its inputs, and computes its forward pass again before each backward pass."""
 
     def __post_init__(self) -> None:
         _split_checked(self, "stages", "microbatches", "chunks")
@@ -55,6 +60,7 @@ class Tensor(Strategy):
 
     spec = "tensor"
     degree: int
+    """Workers over which each layer is split."""
     plan: Mapping[str, Any] | str | None = None
     """How layers are split, by name or pattern, where it should not be found from the model's graph: a mapping such as
     `{"blocks.*.up": "column", "head": "replicated"}`, or as text `blocks.*.up:column+head:replicated`."""
@@ -73,12 +79,21 @@ class Mesh(Strategy):
 
     spec = "mesh"
     data: int
+    """Replicas."""
     pipeline: int = 1
+    """Stages of each replica."""
     tensor: int = 1
+    """Workers over which each layer of a replica is split."""
     microbatches: int = 8
+    """As `Pipeline.microbatches`."""
     schedule: str = "1f1b"
+    """As `Pipeline.schedule`."""
     chunks: int = 2
+    """As `Pipeline.chunks`."""
     norm: str = "batch"
+    """As `Pipeline.norm`."""
+    recompute: bool = False
+    """As `Pipeline.recompute`."""
     plan: Mapping[str, Any] | str | None = None
     """As `Tensor.plan`."""
     sequence_parallel: bool = False
@@ -179,6 +194,16 @@ def between_replicas(strategy: Strategy, workers: int) -> tuple[Strategy, int]:
     if isinstance(strategy, Mesh):
         return parse_strategy(strategy.sync), strategy.data
     return strategy, 1 if isinstance(strategy, Pipeline | Tensor) else workers
+
+
+def replicas_by_machine(strategy: Strategy, machines: Sequence[Sequence[int]]) -> list[list[int]] | None:
+    """The numbers of the replicas on each machine; None if the workers of one are on several machines.
+
+    machines: the ranks on each of them.
+    """
+    each = (workers_of(strategy) or 1) // between_replicas(strategy, 1)[1]
+    found = [sorted({rank // each for rank in ranks}) for ranks in machines]
+    return found if sum(map(len, found)) == sum(map(len, machines)) // each else None
 
 
 def check_workers(strategy: Strategy, workers: int) -> None:

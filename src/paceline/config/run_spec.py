@@ -48,7 +48,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where events are recorded; None if they are not."""
     elastic: bool = False
     """True if the run survives the loss of a worker under any policy."""
-    optimizer: OptimizerSpec
+    optimizers: tuple[OptimizerSpec, ...]
     parameters: tuple[ParameterSpec, ...]
     buffers: int = 0
     """Bytes of the model's buffers and frozen parameters."""
@@ -59,18 +59,27 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Updates over which a scaled learning rate rises."""
     minibatch: float = 1.0
     """Samples of one worker's minibatch, relative to the script's own batch."""
+    version: int = 0
+    """Updates that the parameters have had in a run that this one goes on from."""
     replica: int = 1
     """Processes of one replica, which is one worker to the server."""
 
     @property
     def model(self) -> tuple[object, ...]:
         """The parts of the spec that must equal those of a worker that joins the run."""
-        return self.parameters, self.optimizer.module, self.optimizer.name, self.buffers
+        kinds = tuple((optimizer.module, optimizer.name) for optimizer in self.optimizers)
+        return self.parameters, kinds, self.buffers
 
     @property
     def workers(self) -> int:
         """Workers at the start."""
         return sum(map(len, self.machines))
+
+    @property
+    def processes(self) -> list[list[int]]:
+        """Ranks in the team of the processes of these workers, by machine."""
+        each = range(self.replica)
+        return [[worker * self.replica + place for worker in workers for place in each] for workers in self.machines]
 
     @property
     def groups(self) -> int:

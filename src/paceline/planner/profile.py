@@ -45,7 +45,8 @@ def profile(
                 _stop(process)
         if process.returncode not in (0, 130):
             lines = (where / "output.txt").read_text(errors="replace").strip().splitlines()
-            why = next((line for line in lines if " failed: " in line), lines[-1] if lines else "")
+            said = [line for line in lines if line.startswith("paceline: ")] or lines[-1:]
+            why = next((line for line in said if " failed: " in line), said[-1] if said else "")
             why = why.removeprefix("paceline: ") or f"it ended with code {process.returncode}"
             raise UsageError(f"the script could not be profiled under {strategy}: {why}")
         runs.append(where / "runs" / "profile")

@@ -28,7 +28,9 @@ class Adaptive(Wrapper):
 
     spec = "adaptive"
     of: type[Policy] | str = KAsync
+    """The policy whose K grows."""
     start: int = 1
+    """The first K."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

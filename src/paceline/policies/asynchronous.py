@@ -24,6 +24,7 @@ class KAsync(OfWorkers):
     spec = "k-async"
     _rule = Rule.STALE_WORKERS
     k: int
+    """Workers whose gradients make an update."""
 
     def arrive(self, push: Arrival) -> Decision:
         decision = self.hold(push, Order.WAIT, f"{len(self.held) + 1} of {self.k} workers have pushed")
@@ -47,6 +48,7 @@ class KBatchAsync(OfK):
     spec = "k-batch-async"
     _rule = Rule.STALE_MINIBATCHES
     k: int
+    """Minibatches that make an update."""
 
     def arrive(self, push: Arrival) -> Decision:
         decision = self.hold(push, Order.RENEW, f"{len(self.held) + 1} of {self.k} minibatches are here")

@@ -14,6 +14,7 @@ class Auto(Wrapper):
 
     spec = "auto"
     steps: int = 12
+    """Steps of every worker that are measured before the choice."""
 
     def begin(self) -> None:
         self._wrap(Async()._started(self.workers))
@@ -35,6 +36,11 @@ class Auto(Wrapper):
 
     def observe(self, loss: float) -> None:
         self.inner.observe(loss)
+
+    @property
+    def decided(self) -> bool:
+        """True once it is known which policy it becomes."""
+        return self.chosen or self._next is not None
 
     def become(self, policy: Policy) -> None:
         """Goes on as this policy from the next update on."""

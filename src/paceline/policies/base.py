@@ -227,6 +227,10 @@ class Policy(Strategy, ABC):
         """A worker has something to compute again."""
         self.resting.discard(worker)
 
+    def may_begin(self, worker: int) -> bool:
+        """True if a worker may begin a step without having pushed: at the start of an epoch, or when it has rested."""
+        return True
+
     def observe(self, loss: float) -> None:
         """The loss has this value now; only a policy that adapts to it uses it."""
 
@@ -274,6 +278,13 @@ def count(name: str, value: int, workers: int) -> int:
     return value
 
 
+def whole(name: str, value: int) -> int:
+    """`value`, if it is a number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1")
+    return value
+
+
 def some(values: range) -> list[int]:
     """All of a few numbers; of many the first, the last and five between."""
     every = list(values)
@@ -284,10 +295,10 @@ def some(values: range) -> list[int]:
 
 
 class OfK(Policy):
-    """K gradients make an update."""
+    """K gradients make an update, which may be more than there are workers."""
 
     def begin(self) -> None:
-        self.k = count("k", self.k, len(self.workers))
+        self.k = whole("k", self.k)
 
     @property
     def needed(self) -> int:
@@ -297,6 +308,9 @@ class OfK(Policy):
 
 class OfWorkers(OfK):
     """Gradients of K distinct workers make an update."""
+
+    def begin(self) -> None:
+        self.k = count("k", self.k, len(self.workers))
 
     @property
     def needed(self) -> int:

@@ -13,6 +13,7 @@ class Ssp(Policy):
 
     spec = "ssp"
     s: int
+    """Steps that a worker may be ahead of the slowest."""
 
     def begin(self) -> None:
         if isinstance(self.s, bool) or not isinstance(self.s, int) or self.s < 0:
@@ -50,9 +51,12 @@ class Ssp(Policy):
 
     def wake(self, worker: int) -> None:
         if worker in self.resting:
-            # The others did not wait for it while it rested.
-            self.finished[worker] = max(self.finished[worker], self._slowest())
+            # The others did not wait for it while it rested. They do again, but need not until it has caught up.
+            self.finished[worker] = max(self.finished[worker], max(self.finished.values()) - self.s - 1)
         super().wake(worker)
+
+    def may_begin(self, worker: int) -> bool:
+        return self.finished[worker] - self.s <= self._slowest()
 
     def reconsider(self, why: str) -> Decision:
         return Decision(why, orders=self._released())

@@ -6,15 +6,20 @@ from collections.abc import Iterable
 
 from paceline.errors import UsageError
 from paceline.policies.asynchronous import Async
-from paceline.policies.base import Arrival, Decision, Order, Policy, Rule, Timing, parse_policy
+from paceline.policies.base import Arrival, Decision, Order, Policy, Rule, Timing, count, parse_policy
 
 
 class Groups(Policy):
-    """Workers in groups of equal size, in the order of their ranks, which push as one under the policy `between`."""
+    """Workers in groups, in the order of their ranks, which push as one under the policy `between`.
+
+    If `size` does not divide the number of workers, there is one group more, and they are as even as possible.
+    """
 
     spec = "groups"
     size: int
+    """Workers of a group, at most."""
     between: Policy | str = Async()
+    """The policy between groups, which push as one worker each."""
     staleness: int | None = None
     """A group's gradient of a larger staleness is dropped."""
 
@@ -37,16 +42,11 @@ class Groups(Policy):
 
     def begin(self) -> None:
         ranks, size = sorted(self.workers), self.size
-        whole = isinstance(size, int) and not isinstance(size, bool)
-        if not whole or not 1 <= size <= len(ranks) or len(ranks) % size:
-            allowed = [str(n) for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]
-            raise UsageError(
-                f"size is {size!r}, with {len(ranks)} workers; groups are of equal size, so it must be "
-                f"{' or '.join(allowed)}"
-            )
+        count("size", size, len(ranks))
         if self.staleness is not None and self.staleness < 0:
             raise UsageError(f"staleness is {self.staleness}; it must be a whole number of updates, 0 or more")
-        self.group_of = {rank: number // size for number, rank in enumerate(ranks)}
+        groups = self.group_count(len(ranks))
+        self.group_of = {rank: number * groups // len(ranks) for number, rank in enumerate(ranks)}
         for rank, group in self.group_of.items():
             self.members.setdefault(group, set()).add(rank)
         assert isinstance(self.between, Policy)
@@ -59,11 +59,12 @@ class Groups(Policy):
         """By the ticket of a group's push, the gradients of its members."""
 
     def group_count(self, workers: int) -> int:
-        return workers // self.size
+        return -(-workers // self.size)
 
     @property
     def timing(self) -> Timing | None:
-        return Timing(Rule.ASYNC_GROUPS, self.size) if self.between == Async() else None
+        even = self._started_with % self.size == 0
+        return Timing(Rule.ASYNC_GROUPS, self.size) if even and self.between == Async() else None
 
     @classmethod
     def candidates(cls, workers: int) -> Iterable[Policy]:
@@ -111,6 +112,9 @@ class Groups(Policy):
     def wake(self, worker: int) -> None:
         super().wake(worker)
         self.inner.wake(self.group_of[worker])
+
+    def may_begin(self, worker: int) -> bool:
+        return self.inner.may_begin(self.group_of[worker])
 
     def join(self, worker: int) -> Decision:
         """A worker joins the smallest group; there are never more groups than at the start."""

@@ -52,6 +52,7 @@ class KSync(WorkersOfThisVersion):
 
     spec = "k-sync"
     k: int
+    """Workers whose gradients make an update."""
 
     @classmethod
     def candidates(cls, workers: int) -> Iterable[Policy]:
@@ -72,6 +73,7 @@ class Backup(WorkersOfThisVersion):
 
     spec = "backup"
     b: int
+    """Workers that an update does not wait for."""
 
     def begin(self) -> None:
         workers = len(self.workers)
@@ -127,6 +129,7 @@ class KBatchSync(_OfThisVersion):
     what = "minibatches"
     _rule = Rule.FRESH_MINIBATCHES
     k: int
+    """Minibatches that make an update."""
 
     @classmethod
     def candidates(cls, workers: int) -> Iterable[Policy]:

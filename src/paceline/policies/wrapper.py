@@ -28,6 +28,9 @@ class Wrapper(Policy):
     def wake(self, worker: int) -> None:
         self.inner.wake(worker)
 
+    def may_begin(self, worker: int) -> bool:
+        return self.inner.may_begin(worker)
+
     def reconsider(self, why: str) -> Decision:
         return self._mirror(self.inner.reconsider(why))
 

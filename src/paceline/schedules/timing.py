@@ -6,7 +6,7 @@ Times may be arrays: one value per drawn step, all evaluated at once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,12 +57,15 @@ def evaluate(
     chunks: int = 1,
     transfer: float = 0.0,
     workers: Sequence[int] = (),
+    links: Sequence[tuple[float, float]] = (),
 ) -> ScheduleTiming:
     """Runs a schedule on a virtual clock.
 
     The times are in seconds per microbatch, by drawn step and device, for all chunks of a device together. If the
     schedule splits the backward pass, `backward` is without the gradients of the weights. `transfer` is the time of a
     message from one stage to the next. Each stage has one device unless `workers` gives another number per stage.
+    `links` has, per stage, the seconds for which a message occupies its link to the stage before, and the seconds until
+    the message is there after that; between stages of one device each, messages in one direction take turns.
     """
     draws, devices = forward.shape
     stages = len(workers) or devices
@@ -90,6 +93,16 @@ def evaluate(
     busy = np.zeros((draws, devices))
     done: dict[tuple[int, StageOperation], Times] = {}
     operations: list[TimedOperation] = []
+    free: dict[tuple[int, int], Times | float] = {}
+
+    def cross(sender: int, receiver: int, sent: Times) -> Times:
+        """The time at which a message that is sent at a time arrives."""
+        occupied, latency = links[max(sender, receiver)] if links else (0.0, 0.0)
+        if occupied and devices == stages:
+            sent = np.maximum(free.get((sender, receiver), 0.0), sent)
+            free[sender, receiver] = sent + occupied
+        return sent + (occupied + latency + transfer)
+
     places = [0] * devices
     left = sum(map(len, orders))
     while left:
@@ -98,7 +111,7 @@ def evaluate(
             stage = stage_of[device]
             while places[device] < len(order):
                 operation = order[places[device]]
-                ready = _ready(done, stage, operation, stages, chunks, transfer)
+                ready = _ready(done, stage, operation, stages, chunks, cross)
                 if ready is None:
                     break
                 start = np.maximum(clock[:, device], ready)
@@ -125,7 +138,7 @@ def _ready(
     one: StageOperation,
     stages: int,
     chunks: int,
-    transfer: float,
+    cross: Callable[[int, int, Times], Times],
 ) -> Times | float | None:
     """The time at which an operation's input is there; None if that is not known yet."""
     kind, microbatch, chunk = one
@@ -140,4 +153,4 @@ def _ready(
     if not 0 <= other < stages:  # the neighbouring chunk is at the other end
         other, chunk = other % stages, chunk + step
     came = done.get((other, StageOperation(kind, microbatch, chunk)))
-    return None if came is None else came + (transfer if stages > 1 else 0.0)
+    return None if came is None else (cross(other, stage, came) if stages > 1 else came)

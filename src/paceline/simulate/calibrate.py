@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 
 from paceline.config import parse_slowness
+from paceline.config.distributions import Distribution, Draws, Empirical
 from paceline.errors import UsageError
 from paceline.events.reader import read_run
 from paceline.simulate.cluster import Cores, SimulatedCluster
-from paceline.simulate.distributions import Distribution, Draws, Empirical
 from paceline.simulate.recorded import RecordedSteps, Recording, remove_contention
 from paceline.topologies import Link
 

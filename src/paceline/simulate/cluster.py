@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from paceline.config import parse_compression, parse_servers
+from paceline.config.distributions import Distribution, Exponential
 from paceline.errors import UsageError
-from paceline.simulate.distributions import Distribution, Exponential
 from paceline.topologies import Link
 
 _MOST = 1_000_000

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 from paceline.simulate.calibrate import Calibration
+from paceline.simulate.least_squares import least_squares
 from paceline.simulate.result import Result
 
 Numbers = NDArray[np.float64]
@@ -160,13 +161,11 @@ def fit_runs(runs: Sequence[Calibration]) -> Convergence:
 
 def fit(runs: Sequence[ObservedRun]) -> Convergence:
     """Fits the parameters by least squares, and samples them from the covariance of the fit."""
-    from scipy.optimize import least_squares
-
     unit = float(max(run.losses.max() for run in runs)) or 1.0
     lowest = max(1e-6, float(min(run.losses.min() for run in runs)) / unit)
     reach = float(np.median([run.versions[-1] for run in runs])) + 1.0
-    # No model is exact: residuals are at least a hundredth of the loss.
-    errors = [np.hypot(run.errors, 0.01 * run.losses) for run in runs]
+    # No model is exact: residuals are at least a hundredth of the loss, and a ten-thousandth of the largest one.
+    errors = [np.sqrt(run.errors**2 + (0.01 * run.losses) ** 2 + (1e-4 * unit) ** 2) for run in runs]
     prior = np.array([math.log(0.3 * lowest), 0.0, math.log(reach / 4), *(mean for mean, _ in _PRIOR.values())])
     spread = np.array([1.5, 0.5, 2.0, *(spread for _, spread in _PRIOR.values())])
 
@@ -177,11 +176,11 @@ def fit(runs: Sequence[ObservedRun]) -> Convergence:
         ]
         return np.concatenate([*parts, (theta - prior) / spread])
 
-    found = least_squares(residuals, prior, method="trf", bounds=(prior - 8 * spread, prior + 8 * spread))
-    covariance = np.linalg.inv(found.jac.T @ found.jac)
+    found = least_squares(residuals, prior, prior - 8 * spread, prior + 8 * spread)
+    covariance = np.linalg.inv(found.jacobian.T @ found.jacobian)
     # Errors of neighbouring means are correlated, so the covariance is widened by the misfit.
     count = sum(len(run.losses) for run in runs)
-    misfit = max(1.0, float(2 * found.cost) / count)
+    misfit = max(1.0, found.cost / count)
     source = np.random.default_rng(0)
-    samples = source.multivariate_normal(found.x, covariance * misfit, _SAMPLES)
-    return Convergence(found.x, np.clip(samples, prior - 6 * spread, prior + 6 * spread), unit)
+    samples = source.multivariate_normal(found.parameters, covariance * misfit, _SAMPLES)
+    return Convergence(found.parameters, np.clip(samples, prior - 6 * spread, prior + 6 * spread), unit)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from paceline.config.distributions import Distribution
 from paceline.errors import UsageError
 from paceline.policies import Arrival, Decision, Order, Policy
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.core_sharing import SharedCores
-from paceline.simulate.distributions import Distribution
 from paceline.simulate.network import ServerNetwork, SimulatedNetwork
 from paceline.simulate.result import Result, TimeShares, result
 from paceline.simulate.trace import SimulatedTrace

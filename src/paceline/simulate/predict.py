@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from paceline.config import AllReduce, Mesh, Pipeline, Strategy, Tensor, parse_strategy
+from paceline.config.distributions import Constant, Distribution, Empirical
 from paceline.errors import UsageError
 from paceline.events import Compute, Update, Wait
 from paceline.policies import Policy, Rule, Sync, Timing, parse_policy
@@ -17,7 +18,6 @@ from paceline.schedules import SCHEDULES, PassTimes, step_seconds
 from paceline.schedules.timing import ScheduleTiming
 from paceline.simulate import theory
 from paceline.simulate.cluster import SimulatedCluster, narrowest
-from paceline.simulate.distributions import Constant, Distribution, Empirical
 from paceline.simulate.engine import EventLoop
 from paceline.simulate.fast import simulate_collective, simulate_fast
 from paceline.simulate.network import CollectiveNetwork

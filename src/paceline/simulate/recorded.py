@@ -167,16 +167,24 @@ class Recording:
         loaded = 0.0
         free: float | None = None
         gaps: list[float] = []
+        pieces: list[events.Compute] = []
+        """Of a step that is not over: between them the worker waited for others."""
         pushes = iter(sorted(self._pushes.get(rank, ())))
         for event in sorted(self._by_rank[rank], key=_end):
             match event:
                 case events.Load():
                     loaded += event.seconds
+                case events.Compute(minibatches=0) if not self.served:
+                    pieces.append(event)
                 case events.Compute():
                     if free is not None:
-                        gaps.append(event.start - loaded - free)
-                    found.lengths.append(event.seconds + loaded)
-                    found.busy.append((event.start - loaded, _end(event) - event.slowed))
+                        gaps.append((pieces[0] if pieces else event).start - loaded - free)
+                    before = sum(piece.seconds for piece in pieces)
+                    found.forward += sum(piece.forward for piece in pieces)
+                    found.computing += before
+                    pieces.clear()
+                    found.lengths.append(event.seconds + loaded + before)
+                    found.busy.append((event.start - loaded - before, _end(event) - event.slowed))
                     found.core.append(event.core)
                     found.forward += event.forward
                     found.computing += event.seconds - event.slowed
@@ -198,6 +206,11 @@ class Recording:
                     found.down.append(max(0.0, end - released))
                 case events.Update():
                     free = _end(event)
+                    # Further gradients of the same minibatch are steps of their own.
+                    found.lengths += [piece.seconds for piece in pieces]
+                    found.busy += [(piece.start, _end(piece) - piece.slowed) for piece in pieces]
+                    found.core += [piece.core for piece in pieces]
+                    pieces.clear()
         usual = max(0.0, float(np.median(gaps))) if gaps else 0.0
         found.lengths = [length + usual for length in found.lengths]
         return found

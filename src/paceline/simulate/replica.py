@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from paceline.config import Mesh, Pipeline
+from paceline.config.distributions import Draws
 from paceline.errors import UsageError
 from paceline.schedules.timing import ScheduleTiming, evaluate
 from paceline.simulate.cluster import SimulatedCluster
-from paceline.simulate.distributions import Draws
 from paceline.topologies import Link, quickest, seconds
 
 

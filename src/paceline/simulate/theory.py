@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
+from paceline.config.distributions import Constant, Distribution, Exponential, Pareto
 from paceline.errors import UsageError
-from paceline.simulate.distributions import Constant, Distribution, Exponential, Pareto
 
 
 def harmonic(n: int) -> float:
@@ -20,6 +20,11 @@ def harmonic(n: int) -> float:
 def _check(workers: int, k: int) -> None:
     if workers < 1 or not 1 <= k <= workers:
         raise UsageError(f"k is {k} of {workers} workers; it must be from 1 to their number")
+
+
+def _check_count(k: int) -> None:
+    if k < 1:
+        raise UsageError(f"k is {k}; it must be at least 1")
 
 
 def order_statistic(of: Distribution, workers: int, k: int) -> float | None:
@@ -46,7 +51,7 @@ k_sync = order_statistic
 
 def k_batch_sync(of: Distribution, workers: int, k: int) -> float | None:
     """Seconds per update; for memoryless steps, where a cancelled worker loses nothing, and for simple cases."""
-    _check(workers, k)
+    _check_count(k)
     if isinstance(of, Exponential) and not of.shift:
         return k * of.scale / workers
     if k == 1:
@@ -66,8 +71,7 @@ def k_async(of: Distribution, workers: int, k: int) -> float | None:
 
 def k_batch_async(of: Distribution, workers: int, k: int) -> float:
     """Seconds per update; no worker ever waits."""
-    if k < 1:
-        raise UsageError(f"k is {k}; it must be at least 1")
+    _check_count(k)
     return k * of.mean() / workers
 
 

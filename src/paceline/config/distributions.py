@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from abc import ABC, abstractmethod
@@ -128,16 +129,19 @@ LONGEST = 1e12
 """The most seconds of anything: sums of longer ones overflow."""
 _WILDEST = 0.1
 """The least shape of a Pareto distribution whose draws can be added without overflow."""
-_FORMS = "SECONDS, exp(MEAN), SHIFT+exp(MEAN), pareto(LEAST,SHAPE), gamma(SHAPE,SCALE), lognormal(MEDIAN,SPREAD)"
+FORMS = (
+    "constant(SECONDS), exp(MEAN), SHIFT+exp(MEAN), pareto(LEAST,SHAPE), gamma(SHAPE,SCALE), lognormal(MEDIAN,SPREAD)"
+)
 
 
+@functools.cache
 def parse_distribution(spec: str) -> Distribution:
-    """`0.1`, `exp(1)`, `1+exp(1)`, `pareto(1,2.5)`, `gamma(2,0.5)`, `lognormal(1,0.3)`; seconds."""
+    """`0.1` or `constant(0.1)`, `exp(1)`, `1+exp(1)`, `pareto(1,2.5)`, `gamma(2,0.5)`, `lognormal(1,0.3)`; seconds."""
     text = spec.replace(" ", "")
     if any(float(number) > LONGEST for number in re.findall(_NUMBER, text)):
         raise UsageError(f"'{spec}' has a number above {LONGEST:g}, more seconds than can be simulated")
-    if re.fullmatch(_NUMBER, text) and float(text) > 0:
-        return Constant(float(text))
+    if (match := re.fullmatch(rf"{_NUMBER}|constant\({_NUMBER}\)", text)) and float(match[1] or match[2]) > 0:
+        return Constant(float(match[1] or match[2]))
     if (match := re.fullmatch(rf"(?:{_NUMBER}\+)?exp\({_NUMBER}\)", text)) and float(match[2]) > 0:
         return Exponential(float(match[2]), float(match[1] or 0))
     kinds: dict[str, type[Pareto | Gamma | Lognormal]] = {"pareto": Pareto, "gamma": Gamma, "lognormal": Lognormal}
@@ -147,4 +151,4 @@ def parse_distribution(spec: str) -> Distribution:
             raise UsageError(f"'{spec}' has so heavy a tail that some steps would never end")
         if kind is not None and first > 0 and second > 0:
             return kind(first, second)
-    raise UsageError(f"'{spec}' is not a distribution of seconds; there are {_FORMS}")
+    raise UsageError(f"'{spec}' is not a distribution of seconds; there are SECONDS, {FORMS}")
