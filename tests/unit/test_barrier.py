@@ -51,6 +51,10 @@ class Undertaker:
     def lost(self, rank: int) -> str | None:
         return self.dead.get(rank)
 
+    def end(self, rank: int, patience: float = 0.0) -> bool:
+        self.dead[rank] = "died"
+        return True
+
 
 def barrier(member: Barrier) -> BarrierKind:
     return member.wait(BarrierKind.BARRIER)
@@ -356,7 +360,8 @@ def test_what_a_member_brought_before_it_ended_counts() -> None:
     assert team.run(last_words, later) == [None, b"bye"]
 
 
-def test_a_member_that_comes_just_before_it_dies_has_come() -> None:
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_member_that_comes_just_before_it_dies_has_come(spare: bool) -> None:
     team = Team(2)
 
     class Hasty:
@@ -365,9 +370,41 @@ def test_a_member_that_comes_just_before_it_dies_has_come() -> None:
             team.members[rank].wait(BarrierKind.GATHER, 3)
             return "died"
 
+        def end(self, rank: int, patience: float = 0.0) -> bool:
+            return True
+
     team.members[0].watch = Hasty()
+    team.members[0].spare = spare
     assert team.members[0].wait(BarrierKind.GATHER) is BarrierKind.GATHER
     assert bytes(team.members[0].notes[1][: team.members[0].length(1)]) == b"bye"
+
+
+def test_a_member_that_can_be_spared_is_evicted_when_it_is_late() -> None:
+    team = Team(3, Timeouts(barrier=0.5))
+    watch = Undertaker({})
+    for member in team.members:
+        member.spare, member.watch = True, watch
+    assert team.run(barrier, barrier) == [BarrierKind.BARRIER] * 2
+    assert watch.dead == {2: "died"}
+    for member in team.members[:2]:
+        assert member.departed == {2}
+        assert member.gone(2) == "did not come to a barrier within 0.5 s and had to be evicted"
+        assert not member.has_left(2)
+    assert team.run(barrier, barrier) == [BarrierKind.BARRIER] * 2
+
+
+def test_a_member_does_not_count_the_time_in_which_it_was_halted_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = Team(2, Timeouts(barrier=1.0))
+    member, clock, naps = team.members[0], [100.0], [30.0, 0.1, 0.1]
+
+    def sleep(*_: object) -> None:
+        clock[0] += naps.pop(0) if naps else 0.1
+        if not naps:
+            team.members[1].wait(BarrierKind.BARRIER)
+
+    monkeypatch.setattr("paceline.transport.step_counter.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(member._words, "sleep", sleep)
+    assert member.wait(BarrierKind.BARRIER) is BarrierKind.BARRIER
 
 
 def test_whoever_left_after_one_barrier_is_missed_at_the_next() -> None:

@@ -46,6 +46,9 @@ class BarrierKind(IntEnum):
     ALLOCATE = 8, "setup"
     STATISTICS = 9, "a synchronised batch norm"
     COUNT = 10, "the start of a backward pass"
+    STREAM = 11, "the end of its stream"
+    EVALUATE = 12, "the start of an evaluation of a split model"
+    ADMIT = 13, "the admission of a worker"
 
 
 class BarrierNotes:
@@ -58,6 +61,8 @@ class BarrierNotes:
     ranks: Sequence[int]
     spare: bool
     """True if the others can go on when one is lost."""
+    explain: Callable[[], None] = staticmethod(lambda: None)
+    """Called if members have come for different things; may raise an error that says why."""
     _count: int
 
     def _place_notes(self, memory: Memory, start: int, size: int) -> None:
@@ -79,6 +84,11 @@ class BarrierNotes:
     @classmethod
     def _notes_size(cls, size: int) -> int:
         return 2 * size * (cls.CAPACITY + _PAGE)
+
+    @property
+    def evicted(self) -> set[int]:
+        """Members that were too late, if it is not certain that one of their machine has ended them."""
+        return set()
 
     def where(self, rank: int) -> str:
         """`rank 3`, or `rank 3 on 10.0.0.2`."""
@@ -142,6 +152,7 @@ class BarrierNotes:
             elif (topic, other) == (BarrierKind.REDUCE, BarrierKind.UPDATE):
                 continue  # a member that has not looked at the gradient; its update comes after it
             else:
+                self.explain()
                 raise Mismatch(
                     f"{self.where(rank)} is at {BarrierKind(other).spoken} while {self.where(self.rank)} is at "
                     f"{topic.spoken}: all workers must do the same",
@@ -188,9 +199,17 @@ class Barrier(BarrierNotes, StepCounter):
     def excused(self, peer: int, topic: Topic) -> bool:
         """True if `peer` is not needed: its script may end with the epoch."""
         excused = self.gone(peer) is not None if self.spare else topic is BarrierKind.PASSIVE and self.has_left(peer)
-        if excused:
+        if excused and peer in self.missing():  # else it has come before it ended, and its part counts
             self.departed.add(peer)
         return excused
+
+    def evict_late(self, late: Sequence[int], topic: Topic) -> bool:
+        return self.spare and all(self.evict(peer, evicted(topic, self.timeouts.barrier)) for peer in late)
+
+
+def evicted(topic: Topic, limit: float) -> str:
+    """Why a member that was late at a barrier does not come any more, as a verb of a message."""
+    return f"did not come to {topic.spoken} within {limit:g} s and had to be evicted"
 
 
 class _Failure(msgspec.Struct, frozen=True):

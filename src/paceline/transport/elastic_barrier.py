@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.errors import TeamError, TeamTimeout, WorkerLost, still_waits, waited_too_long
-from paceline.transport.barrier import SLOT, Barrier, BarrierKind, pack_error, unpack_error
+from paceline.transport.barrier import SLOT, Barrier, BarrierKind, evicted, pack_error, unpack_error
 from paceline.transport.machines_barrier import DIED, MachinesBarrier, pack_notes
 from paceline.transport.memory import Memory
 from paceline.transport.peer_connections import FrameKind, PeerConnection, PeerConnections
 from paceline.transport.step_counter import LEFT
 
 _SLICE = 0.1
-_DIED, _LEFT = 1, 2
+_DIED, _LEFT, _EVICTED = 1, 2, 3
 """How a member has departed."""
 
 
@@ -45,6 +45,8 @@ class ElasticBarrier(MachinesBarrier):
         self._star = connections
         self._left: set[int] = set()
         """Departed members whose scripts have ended."""
+        self._evicted: dict[int, str] = {}
+        """Departed members that were too late, and what is said of each."""
 
     # -- as Barrier has it -------------------------------------------------------------------------------------------
 
@@ -59,9 +61,16 @@ class ElasticBarrier(MachinesBarrier):
     def has_left(self, rank: int) -> bool:
         return rank in self._left or (rank in self._star.connections and self._star.connections[rank].left)
 
+    @property
+    def evicted(self) -> set[int]:
+        """Members that were too late."""
+        return set(self._evicted)
+
     def gone(self, rank: int) -> str | None:
         if self.has_left(rank):
             return LEFT
+        if rank in self._evicted:
+            return self._evicted[rank]
         connection = self._star.connections.get(rank)
         if rank in self.departed or (connection is not None and not connection.open):
             return DIED
@@ -108,7 +117,7 @@ class ElasticBarrier(MachinesBarrier):
                 kind, payload = connection.frames.popleft()
                 if kind is FrameKind.FAILURE:
                     raise unpack_error(payload)
-                if kind is FrameKind.TABLE and self._read_table(payload):
+                if kind is FrameKind.TABLE and self._read_table(payload, topic):
                     return True
             if connection.left and topic is BarrierKind.PASSIVE:
                 return False
@@ -125,17 +134,15 @@ class ElasticBarrier(MachinesBarrier):
                 raise TeamTimeout(waited_too_long(*wait), [0])
             self._star.move(_SLICE)
 
-    def _read_table(self, payload: memoryview) -> bool:
+    def _read_table(self, payload: memoryview, topic: BarrierKind) -> bool:
         """Writes the notes of all into their slots; False if they are of another barrier."""
         number, last, notes = self._notes_of(self.where(0), range(self.size), payload, [0])
         if number != self._count:
             return False
         self.last = last
         for note in notes:
-            if note.departed:
-                self.departed.add(note.rank)
-            if note.departed == _LEFT:
-                self._left.add(note.rank)
+            if note.departed and note.rank not in self.departed:
+                self._depart(note.rank, note.departed, topic)
             note.write(self._slots[self._count & 1][note.rank])
         return True
 
@@ -157,6 +164,7 @@ class ElasticBarrier(MachinesBarrier):
                 break
             if waited >= self.timeouts.barrier:
                 self._give_up(list(waiting), waited, topic)
+                self.last = min(waiting)
                 break
             if waited >= notice:
                 late = self._called(list(waiting))
@@ -164,7 +172,7 @@ class ElasticBarrier(MachinesBarrier):
                 notice *= 2
             self._star.move(_SLICE)
             waited = time.monotonic() - start
-        departed = {rank: _LEFT if rank in self._left else _DIED for rank in self.departed}
+        departed = {rank: self._how(rank) for rank in self.departed}
         slots = self._slots[self._count & 1]
         table = b"".join(pack_notes(self._count, self.last, range(self.size), slots, departed))
         for rank, connection in self._star.connections.items():
@@ -179,7 +187,7 @@ class ElasticBarrier(MachinesBarrier):
             if kind is FrameKind.FAILURE:
                 if not self.spare:
                     raise unpack_error(payload)
-                self._depart(rank, _DIED)
+                self._depart(rank, _DIED, topic)
                 return True
             if kind is FrameKind.NOTES:
                 number, _, (note, *_) = self._notes_of(self.where(rank), [rank], payload, [rank])
@@ -191,23 +199,36 @@ class ElasticBarrier(MachinesBarrier):
             return False
         if not self.spare and not (connection.left and topic is BarrierKind.PASSIVE):
             raise WorkerLost(f"{self.where(rank)} {self.gone(rank)}; rank 0 needs it at {topic.spoken}", [rank])
-        self._depart(rank, _LEFT if connection.left else _DIED)
+        self._depart(rank, _LEFT if connection.left else _DIED, topic)
         return True
 
     def _give_up(self, late: list[int], waited: float, topic: BarrierKind) -> None:
         """Gives up members that have not come in time: their machines may be cut off."""
-        who = self._called(late)
         if not self.spare:
+            who = self._called(late)
             raise TeamTimeout(waited_too_long("rank 0", waited, who, topic.spoken, self.timeouts.barrier), late)
-        self._say(f"{who} did not come to {topic.spoken} within {self.timeouts.barrier:g} s and are given up")
         for rank in late:
-            self._depart(rank, _DIED)
+            self._depart(rank, _EVICTED, topic)
             self._star.connections[rank].close()
 
-    def _depart(self, rank: int, how: int) -> None:
+    def _how(self, rank: int) -> int:
+        """How a member has departed."""
+        return _LEFT if rank in self._left else _EVICTED if rank in self._evicted else _DIED
+
+    def _depart(self, rank: int, how: int, topic: BarrierKind) -> None:
+        """Goes on without a member. One that may still run is ended by the members of its machine, whose memory it has.
+
+        One that is alone on its machine finds its connection closed.
+        """
         self.departed.add(rank)
         if how == _LEFT:
             self._left.add(rank)
+        elif how == _EVICTED:
+            self._evicted[rank] = evicted(topic, self.timeouts.barrier)
+        if how != _LEFT and rank in self._here:
+            place, patience = self._here.index(rank), 0.0 if how == _EVICTED else self.timeouts.stop
+            if not self._local.evict(place, self.gone(rank) or DIED, patience):
+                raise TeamError(f"{self.where(rank)} does not come any more, and cannot be ended", [rank])
         SLOT.pack_into(self._slots[self._count & 1][rank], 0, 0, 0, how)
 
     def _called(self, ranks: list[int]) -> str:

@@ -11,6 +11,7 @@ import platform
 import sys
 
 from paceline.errors import JoinError
+from paceline.transport import fence
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE = ctypes.c_long(0), ctypes.c_long(1)
@@ -43,7 +44,9 @@ class FutexArray:
         self._call = ctypes.PyDLL(None).syscall  # keeps it: waking takes well under a microsecond
 
     def write(self, index: int, value: int) -> None:
-        """Sets a word and wakes its sleepers."""
+        """Sets a word and wakes its sleepers, which see all that was written before."""
+        if fence.WEAK:
+            fence.fence()
         self.values[index * self.step] = value
         self._call(self._number, self._addresses[index], _WAKE, _EVERYBODY)
 

@@ -35,6 +35,8 @@ _CHALLENGE = struct.Struct("!4s16s")
 _ANSWER = struct.Struct("!4s32s16s32s")  # mark, name, nonce, proof
 _PROOF = 32
 _BACKLOG = 64
+_BROKEN = (ConnectionError, TimeoutError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""Errors of a connection that has ended."""
 _UNPROVEN = 512
 """Connections without a proof at a time; the oldest is closed for one more."""
 _CIPHER = "ADH-AES256-GCM-SHA384:@SECLEVEL=0"  # the level that allows anonymous key exchange: the HMACs authenticate
@@ -74,6 +76,10 @@ def _context(server_side: bool) -> ssl.SSLContext:
             file.flush()
             context.load_dh_params(f"/proc/self/fd/{file.fileno()}")
     return context
+
+
+class NotAMember(ConnectionError):
+    """The other end has no proof, or another protocol."""
 
 
 class Handshake:
@@ -152,13 +158,13 @@ class Handshake:
     def _prove_caller(self, binding: bytes) -> Generator[int, None, None]:
         mark, theirs = _CHALLENGE.unpack((yield from self._read(_CHALLENGE.size)))
         if mark != _MARK:
-            raise ConnectionError("the listener speaks another protocol")
+            raise NotAMember("the listener speaks another protocol")
         ours, name = os.urandom(16), self.name.encode().ljust(32, b"\0")
         proof = self._secret.answer(b"caller", binding, theirs, ours, name)
         yield from self._write(_ANSWER.pack(_MARK, name, ours, proof))
         answer = yield from self._read(_PROOF)
         if not hmac.compare_digest(answer, self._secret.answer(b"listener", binding, theirs, ours, name)):
-            raise ConnectionError("the listener is not a member of the run")
+            raise NotAMember("the listener is not a member of the run")
 
     def _prove_listener(self, binding: bytes) -> Generator[int, None, None]:
         ours = os.urandom(16)
@@ -166,7 +172,7 @@ class Handshake:
         mark, name, theirs, proof = _ANSWER.unpack((yield from self._read(_ANSWER.size)))
         expected = self._secret.answer(b"caller", binding, ours, theirs, name)
         if mark != _MARK or not hmac.compare_digest(proof, expected):
-            raise ConnectionError("the caller is not a member of the run")
+            raise NotAMember("the caller is not a member of the run")
         self.name = name.rstrip(b"\0").decode()
         yield from self._write(self._secret.answer(b"listener", binding, ours, theirs, name))
 
@@ -200,9 +206,10 @@ class PortListener:
         address: str,
         secret: Secret,
         proven: Callable[[str, socket.socket], None],
-        refused: Callable[[], None],
+        refused: Callable[[str, bool], None],
     ) -> None:
-        """proven: is given the name and the socket of a member; refused: is called for each other caller."""
+        """proven: is given the name and the socket of a member. refused: is given the address of each other caller,
+        and True if it has only broken off, or come to nothing, and not sent what no member sends."""
         self._poller, self._secret, self._proven, self._refused = poller, secret, proven, refused
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
@@ -210,16 +217,19 @@ class PortListener:
         self.port: int = self._socket.getsockname()[1]
         self._unproven: dict[int, Handshake] = {}
         """By descriptor, the oldest first."""
+        self._addresses: dict[int, str] = {}
+        """The addresses of those callers."""
         poller.watch(self._socket.fileno(), self._accept)
 
     def _accept(self, _: int) -> None:
         try:
-            connection, _address = self._socket.accept()
+            connection, address = self._socket.accept()
         except OSError:  # it is gone again, or there are too many descriptors
             return
         if len(self._unproven) >= _UNPROVEN:
-            self._refuse(next(iter(self._unproven)))
+            self._refuse(next(iter(self._unproven)), False)
         descriptor = connection.fileno()
+        self._addresses[descriptor] = str(address[0])
         self._unproven[descriptor] = Handshake(connection, self._secret)
         self._poller.watch(descriptor, lambda _: self._advance(descriptor))
         self._advance(descriptor)
@@ -228,27 +238,27 @@ class PortListener:
         handshake = self._unproven[descriptor]
         try:
             done = handshake.advance()
-        except (OSError, ValueError):  # TLS's errors are OSErrors; a name that is no text, ValueError
-            self._refuse(descriptor)
+        except (OSError, ValueError) as error:  # TLS's errors are OSErrors; a name that is no text, ValueError
+            self._refuse(descriptor, isinstance(error, _BROKEN) and not isinstance(error, NotAMember))
             return
         if not done:
             self._poller.change(descriptor, handshake.events)
             return
-        del self._unproven[descriptor]
+        del self._unproven[descriptor], self._addresses[descriptor]
         self._poller.unwatch(descriptor)
         self._proven(handshake.name, handshake.socket)
 
-    def _refuse(self, descriptor: int) -> None:
+    def _refuse(self, descriptor: int, broken: bool) -> None:
         self._poller.unwatch(descriptor)
         self._unproven.pop(descriptor).close()
-        self._refused()
+        self._refused(self._addresses.pop(descriptor), broken)
 
     def expire(self) -> None:
         """Refuses callers whose time to prove their membership is over."""
         now = time.monotonic()
         for descriptor, handshake in list(self._unproven.items()):
             if now > handshake.until:
-                self._refuse(descriptor)
+                self._refuse(descriptor, True)
 
     def close(self) -> None:
         for descriptor, handshake in self._unproven.items():

@@ -57,6 +57,16 @@ def key_of_run(launched: str | None) -> str | None:
     return None if not key else check_key(key)
 
 
+def fingerprint(key: str | None, occasion: str) -> str:
+    """Tells keys apart without telling them: equal for equal keys, and of no use on another occasion.
+
+    Empty without a key.
+    """
+    if key is None:
+        return ""
+    return hashlib.blake2b(occasion.encode(), digest_size=16, key=bytes.fromhex(key), person=b"fingerprint").hexdigest()
+
+
 def is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback

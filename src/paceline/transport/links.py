@@ -213,17 +213,22 @@ class LinkReceiver:
         """By machine, the number of its last frame."""
         self._connections: dict[int, TcpConnection] = {}
         self._run = ""
+        self._hosts: set[str] = set()
+        """Addresses of the run's other machines."""
 
     def bind(self, address: str, secret: Secret) -> int:
         """Listens; returns the port."""
-        self._listener = PortListener(
-            self._poller, address, secret, self._connected, lambda: self.refusals.add("not a member")
-        )
+        self._listener = PortListener(self._poller, address, secret, self._connected, self._refuse)
         return self._listener.port
 
-    def open(self, run: str, machines: list[int]) -> None:
-        """Takes frames of these machines from now on, in this run."""
-        self._run = run
+    def _refuse(self, address: str, broken: bool) -> None:
+        # A host of the run whose connection has broken before its proof calls again, and proves it then.
+        if not (broken and address in self._hosts):
+            self.refusals.add("not a member")
+
+    def open(self, run: str, machines: dict[int, str]) -> None:
+        """Takes frames of these machines, which are at these addresses, from now on, in this run."""
+        self._run, self._hosts = run, set(machines.values())
         self._taken = dict.fromkeys(machines, 0)
         self.heard = dict.fromkeys(machines, time.monotonic())
 

@@ -135,7 +135,19 @@ class MachinesBarrier(BarrierNotes):
     def sign_out(self) -> None:
         self._local.sign_out()
         if self._connections is not None:
+            self._tell_deaths()
             self._connections.send_all(FrameKind.BYE)
+
+    def _tell_deaths(self) -> None:
+        """A lead that leaves since another worker of its machine has died tells who that was."""
+        watch = self._local.watch
+        if watch is None or self.spare:
+            return
+        here = [place for place in range(self._local.size) if not self._local.has_left(place)]
+        lost = [(self._here[place], how) for place in here if (how := watch.lost(place)) is not None]
+        if lost:
+            text = " and ".join(f"{self.where(rank)} {how}" for rank, how in lost)
+            self._tell(WorkerLost(text, [rank for rank, _ in lost]))
 
     def fail(self, reason: str) -> None:
         """Tells the others that this member has given up."""

@@ -13,11 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from paceline.errors import Mismatch, TeamError, TeamTimeout, WorkerLost, names
-from paceline.transport import segments
+from paceline.transport import fence, segments
 from paceline.transport.futex import FutexArray
 from paceline.transport.memory import Memory
 from paceline.transport.message_ring import (
@@ -44,16 +45,33 @@ _GRACE = 0.0005
 """Seconds for which the background thread leaves a message to a thread that may be about to wait for it."""
 
 
+class Post(Protocol):
+    """What takes care of a transfer."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The members' ranks in the team."""
+
+    def look(self) -> None: ...
+
+    def wait(self, transfer: Transfer, timeout: float | None = None) -> None: ...
+
+
 class Transfer:
     """A message that is sent or expected."""
 
-    def __init__(self, mailbox: Mailbox, peer: int, tensor: torch.Tensor, tag: int) -> None:
+    def __init__(self, mailbox: Post, peer: int, tensor: torch.Tensor, tag: int) -> None:
         self.peer, self.tensor, self.tag = peer, tensor, tag
         self.done = False
         self.error: Exception | None = None
         self.told: Callable[[], None] | None = None
         """Called once it is done, from the thread that found that out."""
         self._mailbox = mailbox
+
+    @property
+    def who(self) -> int:
+        """The rank in the team of the member at the other end."""
+        return self._mailbox.ranks[self.peer]
 
     def look(self) -> None:
         """Does what can be done without waiting."""
@@ -166,7 +184,7 @@ class Mailbox:
                     self._check(transfer, waited, limit)
         except BaseException:
             if isinstance(transfer, ReceiveTransfer):  # it must not take the next message
-                what = f"the wait of rank {self._ranks[self.rank]} for {self._describe(transfer)}"
+                what = f"the wait of rank {self.ranks[self.rank]} for {self._describe(transfer)}"
                 self._abandon(transfer, TeamError(f"{what} was interrupted"))
             raise
         finally:
@@ -202,6 +220,8 @@ class Mailbox:
         ring, queue = self._out[peer], self._unsent[peer]
         posted = False
         while queue and ring.counts[HEAD] - ring.counts[TAIL] < SLOTS:
+            if fence.WEAK:
+                fence.fence()
             sending = queue[0]
             tensor, number = sending.tensor, ring.counts[HEAD]
             header = ring.header(number)
@@ -223,6 +243,8 @@ class Mailbox:
                 ring.receipts[ticket] = PENDING
                 self._without_receipt[peer][ticket] = sending
             queue.popleft()
+            if fence.WEAK:
+                fence.fence()
             ring.counts[HEAD] = number + 1
             posted = True
         if posted:
@@ -233,15 +255,17 @@ class Mailbox:
         for ticket in list(self._without_receipt[peer]):
             receipt = ring.receipts[ticket]
             if receipt != PENDING:
+                if fence.WEAK:
+                    fence.fence()
                 sending = self._without_receipt[peer].pop(ticket)
                 self._tickets[peer].append(ticket)
                 refused = None
                 if receipt & 3 == REFUSED:
                     wanted = f"{receipt >> 10} x {self._dtypes[receipt >> 2 & 255]}"
                     refused = Mismatch(
-                        f"rank {self._ranks[self.rank]} sent {sending.tensor.numel()} x {sending.tensor.dtype} to rank "
-                        f"{self._ranks[peer]}, which expects {wanted}",
-                        [self._ranks[peer]],
+                        f"rank {self.ranks[self.rank]} sent {sending.tensor.numel()} x {sending.tensor.dtype} to rank "
+                        f"{self.ranks[peer]}, which expects {wanted}",
+                        [self.ranks[peer]],
                     )
                 self._finish(sending, refused)
 
@@ -250,6 +274,8 @@ class Mailbox:
     def _open(self, source: int, ring: MessageRing) -> None:
         number, head = ring.counts[TAIL], ring.counts[HEAD]
         first = number
+        if fence.WEAK:
+            fence.fence()
         while number < head:
             message = IncomingMessage(source, ring.header(number))
             if message.ticket < 0:
@@ -263,6 +289,8 @@ class Mailbox:
                     message.content = message.content.clone()  # the slot will be used again
                 self._unexpected.append(message)
             number += 1
+            if fence.WEAK:
+                fence.fence()
             ring.counts[TAIL] = number
         if ring.counts[HEAD] - first >= SLOTS:  # it was full meanwhile: its sender may wait for room
             self._wake(source)
@@ -274,9 +302,9 @@ class Mailbox:
         if message.size != tensor.nbytes or self._dtypes[message.dtype] != tensor.dtype:
             sent = self._dtypes[message.dtype]
             error = Mismatch(
-                f"rank {self._ranks[source]} sent {message.size // sent.itemsize} x {sent} to rank "
-                f"{self._ranks[self.rank]}, which expects {tensor.numel()} x {tensor.dtype}",
-                [self._ranks[source]],
+                f"rank {self.ranks[source]} sent {message.size // sent.itemsize} x {sent} to rank "
+                f"{self.ranks[self.rank]}, which expects {tensor.numel()} x {tensor.dtype}",
+                [self.ranks[source]],
             )
         else:
             try:
@@ -287,11 +315,13 @@ class Mailbox:
                     self._reach.view(source, message.where).copy(0, tensor)
             except (TeamError, OSError) as failure:
                 reason = self._steps.gone_soon(source)
-                who, here = self._ranks[source], self._ranks[self.rank]
+                who, here = self.ranks[source], self.ranks[self.rank]
                 words = f"rank {who} {reason or failure}; its message to rank {here} is lost"
                 error = WorkerLost(words, [who]) if reason else TeamError(words, [who])
         if message.ticket >= 0:
             wanted = tensor.numel() << 10 | self._numbers[tensor.dtype] << 2
+            if fence.WEAK:
+                fence.fence()
             self._in[source].receipts[message.ticket] = REFUSED | wanted if error else TAKEN
             self._wake(source)
         self._finish(receiving, error)
@@ -321,7 +351,7 @@ class Mailbox:
         others = [rank for rank in range(self.size) if rank != self.rank]
         peers = others if transfer.peer == ANY else [transfer.peer]
         gone = [self._steps.gone(peer) for peer in peers]
-        here, ranks = self._ranks[self.rank], [self._ranks[peer] for peer in peers]
+        here, ranks = self.ranks[self.rank], [self.ranks[peer] for peer in peers]
         if peers and all(gone):
             self.look()  # it may have sent, and only then ended
             if not transfer.done:
@@ -333,12 +363,12 @@ class Mailbox:
             self._abandon(transfer, TeamTimeout(late, ranks))
 
     @property
-    def _ranks(self) -> Sequence[int]:
+    def ranks(self) -> Sequence[int]:
         """The members' ranks in the team."""
         return self._steps.ranks
 
     def _describe(self, transfer: Transfer) -> str:
-        who = "anybody" if transfer.peer == ANY else f"rank {self._ranks[transfer.peer]}"
+        who = "anybody" if transfer.peer == ANY else f"rank {self.ranks[transfer.peer]}"
         return f"a message {'to' if isinstance(transfer, SendTransfer) else 'from'} {who}"
 
     def _abandon(self, transfer: Transfer, error: Exception) -> None:

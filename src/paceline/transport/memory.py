@@ -37,7 +37,7 @@ class Memory:
     def create(cls, size: int) -> Memory:
         """New zeroed memory. The system provides its pages when they are first written."""
         descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
-        size = max(_PAGE, -(-size // _PAGE) * _PAGE)
+        size = cls.rounded(size)
         try:
             os.ftruncate(descriptor, size)
         except OSError as error:
@@ -48,6 +48,11 @@ class Memory:
                 f"{size:,} bytes of shared memory are more than the largest file that is allowed (ulimit -f); raise it"
             ) from None
         return cls(descriptor, size)
+
+    @staticmethod
+    def rounded(size: int) -> int:
+        """Bytes of memory that is created with this size."""
+        return max(_PAGE, -(-size // _PAGE) * _PAGE)
 
     @classmethod
     def inherited(cls, descriptor: int) -> Memory:

@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -178,12 +178,34 @@ def connect(
     """
     call = range(min(index, 1) if only_first else index)
     expect = range(0) if only_first and index else range(index + 1, len(hosts))
-    until = time.monotonic() + patience[0]
-    poller, missing = Poller(), set(expect)
+    poller = Poller()
     connections: dict[int, PeerConnection] = {}
 
     def add(other: int, connection: socket.socket) -> None:
         connections[other] = PeerConnection(poller, connection, hosts[other], patience[1], index)
+
+    connect_sockets(poller, index, hosts, secret, publish, find, patience[0], call, expect, add)
+    return PeerConnections(poller, dict(sorted(connections.items())))
+
+
+def connect_sockets(
+    poller: Poller,
+    index: int,
+    hosts: Sequence[str],
+    secret: Secret,
+    publish: Publish,
+    find: Find,
+    patience: float,
+    call: Iterable[int],
+    expect: Iterable[int],
+    add: Callable[[int, socket.socket], None],
+) -> None:
+    """Calls some members and waits until others have called, at most `patience` seconds.
+
+    add: is given the number and the proven socket of each.
+    """
+    until = time.monotonic() + patience
+    missing = set(expect)
 
     def called(name: str, connection: socket.socket) -> None:
         if name.isdecimal() and int(name) in missing:
@@ -192,7 +214,7 @@ def connect(
         else:
             connection.close()
 
-    listener = PortListener(poller, hosts[index], secret, called, lambda: None) if expect else None
+    listener = PortListener(poller, hosts[index], secret, called, lambda *_: None) if missing else None
     try:
         if listener is not None:
             publish(index, listener.port)
@@ -202,15 +224,13 @@ def connect(
             if time.monotonic() > until:
                 names = ", ".join(dict.fromkeys(hosts[other] for other in sorted(missing)))
                 raise JoinError(
-                    f"{names} did not call {hosts[index]} in {patience[0]:g} s; are all ports open between the "
-                    "machines?"
+                    f"{names} did not call {hosts[index]} in {patience:g} s; are all ports open between the machines?"
                 )
             poller.wait(min(_SLICE, until - time.monotonic()))
             listener.expire()
     finally:
         if listener is not None:
             listener.close()
-    return PeerConnections(poller, dict(sorted(connections.items())))
 
 
 def _call(host: str, port: int, secret: Secret, name: str, until: float) -> socket.socket:

@@ -14,17 +14,20 @@ from typing import Protocol
 
 from paceline.config import Timeouts
 from paceline.errors import TeamError, TeamTimeout, WorkerLost, names, still_waits, waited_too_long
+from paceline.transport import fence
 from paceline.transport.futex import FutexArray
 from paceline.transport.memory import Memory
 
 _STATUS = struct.Struct("=qq")  # pid, and one of the states below
 _REASON = 240
 _STATUS_STRIDE = 256
-_HERE, _LEFT, _FAILED = range(3)
+_HERE, _LEFT, _FAILED, _EVICTED = range(4)
 LEFT = "has left the team: its script has ended"
 """Why a member that has signed out will not come any more."""
 _SLICE = 0.1
 """Seconds that a member sleeps before it checks whether those it waits for still live."""
+_HALTED = 1.0
+"""Seconds: a member that has slept longer was halted itself, and does not count the time against the others."""
 _SPINS = 4000
 """Looks before sleeping when there is a core for each member: about 200 microseconds."""
 _BACKGROUND = 8
@@ -39,6 +42,12 @@ class Watch(Protocol):
     def lost(self, rank: int) -> str | None:
         """Why `rank` cannot come any more, or None while it can."""
 
+    def end(self, rank: int, patience: float = 0.0) -> bool:
+        """Ends a member for good, also one that is stopped; False if that is not allowed.
+
+        patience: seconds in which it may end by itself.
+        """
+
 
 class Topic(Protocol):
     """The purpose of a step."""
@@ -51,6 +60,9 @@ class Topic(Protocol):
 class StepCounter:
     """One member's view of the steps that all take."""
 
+    look: Callable[[], None] = staticmethod(lambda: None)
+    """Called now and then while this member waits; may raise an error that ends the wait."""
+
     def __init__(self, memory: Memory, rank: int, size: int, timeouts: Timeouts, say: Callable[[str], None]) -> None:
         self.rank, self.size, self.timeouts, self._say = rank, size, timeouts, say
         self._peers = [peer for peer in range(size) if peer != rank]
@@ -59,6 +71,8 @@ class StepCounter:
             memory.bytes(FutexArray.STRIDE * size + _STATUS_STRIDE * peer, _STATUS_STRIDE) for peer in range(size)
         ]
         self._count = 0
+        self.limit: float | None = None
+        """Seconds that this member waits at a step, if it is not the group's timeout."""
         self.watch: Watch | None = None
         self.ranks: Sequence[int] = range(size)
         """The members' ranks in the team, for messages; the members may be a part of it."""
@@ -72,6 +86,8 @@ class StepCounter:
         self._slowest = list(self._peers)
         self._notice = timeouts.notice
         """Seconds after which members that are missing at this step are next reported."""
+        self._halted = 0.0
+        """Seconds of this step's wait in which this process was halted."""
 
     def crowd(self, workers: int) -> None:
         """Tells how many processes this machine runs, of which only some are members: whether each has a core."""
@@ -101,30 +117,71 @@ class StepCounter:
         if _STATUS.unpack_from(status)[0] == 0:
             _STATUS.pack_into(status, 0, 0, _LEFT)
 
+    @staticmethod
+    def members(memory: Memory, size: int) -> list[int]:
+        """Process ids of the members of a group of this size, by rank."""
+        first = FutexArray.STRIDE * size
+        return [
+            _STATUS.unpack_from(memory.bytes(first + _STATUS_STRIDE * rank, _STATUS.size))[0] for rank in range(size)
+        ]
+
     def fail(self, reason: str) -> None:
         """Tells the others that this member has given up, so that none waits for it or writes to it."""
-        text = reason.encode()[: _REASON - 1]
-        self._status[self.rank][_STATUS.size : _STATUS.size + len(text) + 1] = text + b"\0"
+        self._write_reason(self.rank, reason)
         _STATUS.pack_into(self._status[self.rank], 0, os.getpid(), _FAILED)
+
+    def evict(self, rank: int, reason: str, patience: float = 0.0) -> bool:
+        """Ends another member, and tells the others why it does not come any more; False if it cannot be ended.
+
+        A process that has ended writes nothing any more, so that the others may go on with all memory that it shared.
+        patience: seconds in which it may end by itself.
+        """
+        if self.watch is None or not self.watch.end(rank, patience):
+            return False
+        self._write_reason(rank, reason)
+        _STATUS.pack_into(self._status[rank], 0, self.pid(rank), _EVICTED)
+        return True
+
+    def admit(self, rank: int, pid: int) -> None:
+        """Makes a process the member of this rank from the step after the next on; only one member may call it.
+
+        To the others it has taken the next step already, so that they wait for it at the one after that.
+        """
+        _STATUS.pack_into(self._status[rank], 0, pid, _HERE)
+        self._words.write(rank, (self._count + 1) & 0xFFFFFFFF)
+
+    @property
+    def count(self) -> int:
+        """Steps that this member has taken."""
+        return self._count
+
+    def begin_at(self, count: int) -> None:
+        """Joins the others, which have taken so many steps."""
+        self._count = count
 
     def pid(self, rank: int) -> int:
         return int(_STATUS.unpack_from(self._status[rank])[0])
 
     def has_left(self, rank: int) -> bool:
-        return bool(_STATUS.unpack_from(self._status[rank])[1])
+        return bool(_STATUS.unpack_from(self._status[rank])[1] in (_LEFT, _FAILED))
 
     def failed(self, rank: int) -> bool:
         return bool(_STATUS.unpack_from(self._status[rank])[1] == _FAILED)
 
     def gone(self, rank: int) -> str | None:
         """Why `rank` will not come any more, or None while it may."""
+        self.look()
         state = _STATUS.unpack_from(self._status[rank])[1]
-        if state == _FAILED:
+        if state in (_FAILED, _EVICTED):
             reason = bytes(self._status[rank][_STATUS.size :]).partition(b"\0")[0].decode(errors="replace")
-            return f"gave up ({reason})"
+            return f"gave up ({reason})" if state == _FAILED else reason
         if state == _LEFT:
             return LEFT
         return self.watch.lost(rank) if self.watch else None
+
+    def _write_reason(self, rank: int, reason: str) -> None:
+        text = reason.encode()[: _REASON - 1]
+        self._status[rank][_STATUS.size : _STATUS.size + len(text) + 1] = text + b"\0"
 
     def gone_soon(self, rank: int, seconds: float = 0.5) -> str | None:
         """As `gone`, for a member whose memory is gone already: the kernel frees that first."""
@@ -162,9 +219,11 @@ class StepCounter:
                         spins -= 1
                 if values[place] == before:
                     if not since:
-                        since, self._notice = time.monotonic(), self.timeouts.notice
+                        since, self._notice, self._halted = time.monotonic(), self.timeouts.notice, 0.0
                     self._await(peer, before, topic, since)
                 self.last = peer
+        if fence.WEAK:
+            fence.fence()
         if self.last != self.rank and self._slowest[0] != self.last:
             # A late member is likely late again: waiting for it first means waking once, not once per peer.
             self._slowest.remove(self.last)
@@ -183,14 +242,21 @@ class StepCounter:
         """True if the step can do without `peer`, which has not come."""
         return False
 
+    def evict_late(self, late: Sequence[int], topic: Topic) -> bool:
+        """Ends members that have not come in time; False if the others cannot do without them."""
+        return False
+
     def _await(self, peer: int, before: int, topic: Topic, since: float) -> None:
         words = self._words
         place = peer * words.step
         while words.values[place] == before:
+            asleep = time.monotonic()
             words.sleep(peer, before, _SLICE)
             if words.values[place] != before:
                 return
-            waited = time.monotonic() - since
+            now = time.monotonic()
+            self._halted += now - asleep if now - asleep > _HALTED else 0.0
+            waited = now - since - self._halted
             if self.closing:
                 raise TeamError(
                     f"this process ended while it waited for {self.called(self.missing())} at {topic.spoken}"
@@ -200,10 +266,11 @@ class StepCounter:
             if self.excused(peer, topic):
                 return
             self._check_alive(topic)
-            limit, late = self.timeouts.barrier, self.missing()
+            late = self.missing()
+            limit = self.timeouts.barrier if self.limit is None else self.limit
             wait = (f"rank {self.ranks[self.rank]}", waited, self.called(late), topic.spoken, limit) if late else None
             if waited >= limit:
-                if wait:
+                if wait and not self.evict_late(late, topic):
                     raise TeamTimeout(waited_too_long(*wait), [self.ranks[peer] for peer in late])
             elif waited >= self._notice:
                 if wait:

@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -58,6 +58,15 @@ class UnixConnection(Generic[In]):
 
     def receive(self) -> In:
         """The next message; waits for it as long as `patience` allows."""
+        return self.decode(self.receive_bytes())
+
+    def decode(self, data: bytes) -> In:
+        """A message from its bytes."""
+        message: In = self._decode(data)
+        return message
+
+    def receive_bytes(self) -> bytes:
+        """The bytes of the next message."""
         try:
             data = self._socket.recv(_LARGEST)
         except BlockingIOError:
@@ -66,8 +75,7 @@ class UnixConnection(Generic[In]):
             raise Closed(f"the other end is gone: {error}") from None
         if not data:
             raise Closed("the other end is gone")
-        message: In = self._decode(data)
-        return message
+        return data
 
     def linger(self, seconds: float) -> None:
         """Looks for a message for so many seconds, yielding the core in between, before `receive` sleeps for it.
@@ -99,20 +107,13 @@ class UnixConnection(Generic[In]):
         return self.receive() if self._poll.poll(max(0, int(seconds * 1e3))) else None
 
     def receive_with_descriptors(self, count: int) -> tuple[In, list[int]]:
-        # Not socket.recv_fds, which ignores its flags: programs started here would inherit the descriptors.
-        room = socket.CMSG_SPACE(count * array.array("i").itemsize)
         try:
-            data, beside, _, _ = self._socket.recvmsg(_LARGEST, room, socket.MSG_CMSG_CLOEXEC)
+            data, descriptors = receive_descriptors(self._socket, count)
         except OSError as error:
             raise Closed(f"the other end is gone: {error}") from None
         if not data:
             raise Closed("the other end is gone")
-        descriptors = array.array("i")
-        for level, kind, content in beside:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                whole = len(content) - len(content) % descriptors.itemsize
-                descriptors.frombytes(content[:whole])
-        return self._decode(data), list(descriptors)
+        return self._decode(data), descriptors
 
     @property
     def open(self) -> bool:
@@ -122,6 +123,19 @@ class UnixConnection(Generic[In]):
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.close()
+
+
+def receive_descriptors(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """The bytes of the next message, and up to so many descriptors beside it."""
+    # Not socket.recv_fds, which ignores its flags: programs started here would inherit the descriptors.
+    room = socket.CMSG_SPACE(count * array.array("i").itemsize)
+    data, beside, _, _ = connection.recvmsg(_LARGEST, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, content in beside:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            whole = len(content) - len(content) % descriptors.itemsize
+            descriptors.frombytes(content[:whole])
+    return data, list(descriptors)
 
 
 def _timeval(seconds: float) -> bytes:
@@ -166,8 +180,10 @@ class Listener:
         self._socket.close()
 
 
-def connect(address: str, kinds: Any, seconds: float) -> UnixConnection[Any]:
-    """Connects to a listener, which may not have started yet."""
+def connect(
+    address: str, kinds: Any, seconds: float, expected: Callable[[], bool] = lambda: True
+) -> UnixConnection[Any]:
+    """Connects to a listener, which may not have started yet; expected: returns False if it never will."""
     until = time.monotonic() + seconds
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -176,6 +192,6 @@ def connect(address: str, kinds: Any, seconds: float) -> UnixConnection[Any]:
             return UnixConnection(connection, kinds)
         except ConnectionRefusedError:
             connection.close()
-            if time.monotonic() >= until:
+            if time.monotonic() >= until or not expected():
                 raise JoinError(f"the server did not start within {seconds:g} s") from None
             time.sleep(0.01)
