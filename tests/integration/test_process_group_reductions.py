@@ -162,7 +162,7 @@ def test_what_is_not_defined_is_refused_in_one_sentence_and_the_group_goes_on(po
         for refusals, unchanged, sums in pools.run(size, refuse, dtype, operator):
             assert len(refusals) == (4 if dtype.is_complex else 6), (operator, dtype)
             for kind, message in refusals:
-                assert kind == "UsageError"
+                assert kind == "InvalidCall"
                 assert message.startswith(f"{operator} is not defined for {name_of(dtype)}")
                 assert "\n" not in message
             assert unchanged

@@ -23,6 +23,7 @@ from paceline.errors import UsageError
 from paceline.events import Message
 from paceline.topologies import Traffic
 from paceline.transport.channel import Channel, CountingChannel, PendingSend
+from paceline.transport.machines_mailbox import MachinesMailbox, MailboxPart
 from paceline.transport.mailbox import Mailbox
 
 TOPOLOGIES = ("auto", "shared", *topologies.TOPOLOGIES)
@@ -35,9 +36,9 @@ _PROBES = ((1 << 10, 6), (1 << 17, 3), (1 << 20, 2))
 
 
 class MailChannel:
-    """A channel through a mailbox in shared memory."""
+    """A channel through a mailbox."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Mailbox | MachinesMailbox | MailboxPart) -> None:
         self.rank, self.size = mailbox.rank, mailbox.size
         self._mailbox = mailbox
 

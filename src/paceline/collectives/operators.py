@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from paceline.collectives.operation import Op
-from paceline.errors import UsageError
+from paceline.errors import InvalidCall
 
 Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 """Takes two operands and the output, which may be the first operand."""
@@ -83,7 +83,7 @@ class Reducer:
 
 @lru_cache(maxsize=1024)
 def reducer(op: Op, dtype: torch.dtype) -> Reducer:
-    """The reduction of an operator and dtype; raises UsageError if there is none."""
+    """The reduction of an operator and dtype; raises InvalidCall if there is none."""
     return Reducer(op, dtype)
 
 
@@ -98,7 +98,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype | None:
 
 def _combine(op: Op, dtype: torch.dtype) -> Combine:
     if op is Op.AVG and dtype is torch.bool:
-        raise UsageError("avg is not defined for bool; sum, product, min, max and the bitwise operators are")
+        raise InvalidCall("avg is not defined for bool; sum, product, min, max and the bitwise operators are")
     if dtype in _UNSIGNED:
         ufunc = getattr(numpy, _NAMES[op])
         return lambda first, second, out: ufunc(first.numpy(), second.numpy(), out=out.numpy())
@@ -109,7 +109,7 @@ def _combine(op: Op, dtype: torch.dtype) -> Combine:
         if wide:
             torch.empty(2, dtype=dtype).copy_(probe)
     except (RuntimeError, TypeError):
-        raise UsageError(f"{op.spoken} is not defined for {str(dtype).removeprefix('torch.')}") from None
+        raise InvalidCall(f"{op.spoken} is not defined for {str(dtype).removeprefix('torch.')}") from None
     if wide:
         return lambda first, second, out: out.copy_(function(first.to(wide), second.to(wide)))
     return lambda first, second, out: function(first, second, out=out)

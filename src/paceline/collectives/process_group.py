@@ -7,41 +7,44 @@ from __future__ import annotations
 
 import datetime
 import sys
-import time
 from typing import Any
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import Backend
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
 
+from paceline.cluster.compiler import keep_out_of_graphs
 from paceline.cluster.membership import machine
+from paceline.collectives import functional_ops, profiling
+from paceline.collectives.calls import c10d_call
 from paceline.collectives.collective_methods import CollectiveMethods
-from paceline.collectives.devices import by_device, keep_out_of_graphs
 from paceline.collectives.group import Group, StoreExchange
 from paceline.collectives.hierarchical import HierarchicalGroup
+from paceline.collectives.instruments import instrumented
+from paceline.collectives.monitored_barrier import MonitoredBarrier
 from paceline.collectives.tensors import Filled, Tensors, given
 from paceline.collectives.work import GlooWork, P2PWork, PacelineWork, QueuedWork
 from paceline.config import Timeouts
-from paceline.errors import TeamTimeout, UsageError, WorkerLost, names
+from paceline.errors import InvalidCall, UsageError
 from paceline.transport.mailbox import ANY
 
 _CPU = torch.device("cpu")
-_CALL = -(1 << 40)
-"""Tags of a monitored barrier; users' tags are not negative."""
 
 
+@instrumented
 class PacelineProcessGroup(CollectiveMethods):
     """One member's process group: over shared memory on one machine, and gloo between machines."""
 
-    has_monitored_barrier = True
-    supports_splitting = supports_coalescing = False
+    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: datetime.timedelta, others: dict[str, str] | None = None
     ) -> None:
         """others: the backends of devices other than the CPU."""
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._sequence = rank, size, 0
+        self.options = Backend.Options("paceline", timeout)
         self._name = self._description = ""
         self._store, self._timeout, self._others = store, timeout, others or {}
         self._elsewhere: dict[str, distributed.ProcessGroup] = {}
@@ -54,13 +57,13 @@ class PacelineProcessGroup(CollectiveMethods):
         self.group = self._hierarchy.group if self._hierarchy else Group(rank, size, exchange, timeouts, say)
         """The members on this machine."""
         exchange.forget()
-        self._barriers = 0
         self.communicator: Any = None
         """This group's `Communicator`, once `paceline.collectives` is used."""
         self._shared = self._hierarchy or self.group.shared
         self._queue = self._hierarchy.queue if self._hierarchy else self.group.queue
         self._gloo = self._hierarchy.gloo if self._hierarchy else None
         self._mailbox = self.group.mailbox
+        self._monitored_barrier = MonitoredBarrier(self._mailbox)
 
     @property
     def on_one_machine(self) -> bool:
@@ -75,10 +78,14 @@ class PacelineProcessGroup(CollectiveMethods):
         return self._size
 
     def name(self) -> str:
+        """Torch's name for all groups of a registered backend; `distributed.get_backend` has the backend's own."""
+        return "custom"
+
+    def getBackendName(self) -> str:  # noqa: N802
         return "paceline"
 
     getRank, getSize = rank, size  # noqa: N815
-    getBackendName = _get_backend_name = name  # noqa: N815
+    _get_backend_name = getBackendName
 
     @property
     def bound_device_id(self) -> torch.device | None:
@@ -93,6 +100,7 @@ class PacelineProcessGroup(CollectiveMethods):
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name
+        self.options.group_name = distributed_c10d.GroupName(name)
 
     group_name = property(getGroupName)
     _set_group_name = setGroupName
@@ -109,66 +117,60 @@ class PacelineProcessGroup(CollectiveMethods):
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Does nothing: all members count from zero."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
     # -- barriers ----------------------------------------------------------------------------------------------------
 
     @keep_out_of_graphs
     def barrier(self, opts: Any = None, timeout: Any = None) -> PacelineWork:  # type: ignore[override]
-        return self._start(self._shared.barrier, opts, [])
+        return self._start(self._shared.barrier, opts, [], timeout=timeout)
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier at which rank 0 finds the missing members; the group stays usable for the others."""
+        self._sequence += 1
         if self._gloo is not None:
             self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
-            return
-        limit = timeout.total_seconds() if timeout is not None else self.group.control.timeouts.barrier
-        # Every barrier has its own tags: a late message of one must not count for the next.
-        self._barriers += 1
-        call, answer = _CALL - 2 * self._barriers, _CALL - 2 * self._barriers - 1
-        nothing, missing = torch.empty(0, dtype=torch.uint8), torch.zeros(self._size, dtype=torch.bool)
-        if self._rank:
-            self._mailbox.send(0, nothing, call)
-            self._mailbox.receive(0, missing, answer).wait(2 * limit + 1.0)
         else:
-            self._receive_calls(call, limit, wait_all_ranks, missing)
-            for rank in range(1, self._size):
-                self._mailbox.send(rank, missing, answer)
-        late = [rank for rank in range(self._size) if missing[rank]]
-        if late:
-            raise TeamTimeout(f"{names(late)} did not come to the monitored barrier in {limit:g} s", late)
-
-    def _receive_calls(self, tag: int, limit: float, all_ranks: bool, missing: torch.Tensor) -> None:
-        """Rank 0 waits for the others, and marks the missing ones: the first, or all of them."""
-        until = time.monotonic() + limit
-        nothing = torch.empty(0, dtype=torch.uint8)
-        for rank in range(1, self._size):
-            try:
-                self._mailbox.receive(rank, nothing, tag).wait(max(0.01, until - time.monotonic()))
-            except (TeamTimeout, WorkerLost):
-                missing[rank] = True
-                if not all_ranks:
-                    return
+            limit = timeout.total_seconds() if timeout is not None else self.group.control.timeouts.barrier
+            self._monitored_barrier.wait(limit, wait_all_ranks)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    @by_device
+    @c10d_call
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
-        (tensor,) = tensors
+        (tensor,) = self._single("send", tensors)
+        self._sequence += 1
         if self._gloo is not None and self._peer(peer) != self._rank:
             return self._gloo.send([given(tensor)], peer, tag)
         sending = self._mailbox.send(self._box(peer), given(tensor), tag)
         if not sending.done:
             self._mailbox.attend()
-        return P2PWork(sending, tensors)
+        return P2PWork(sending, tensors, record=profiling.take())
 
-    @by_device
+    @c10d_call
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> PacelineWork:
-        filled = Filled(tensors)
+        return self._receive(tensors, peer, tag)
+
+    @c10d_call
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PacelineWork:
+        return self._receive(tensors, ANY, tag)
+
+    def _receive(self, tensors: Tensors, peer: int, tag: int) -> PacelineWork:
+        filled = Filled(self._single("recv", tensors))
+        self._sequence += 1
         if self._gloo is not None and peer != self._rank:
             asked = (filled.parts, tag) if peer == ANY else (filled.parts, self._peer(peer), tag)
             begin = self._gloo.recv_anysource if peer == ANY else self._gloo.recv
             return GlooWork(begin(*asked), filled.back)
         receiving = self._mailbox.receive(self._box(peer), filled.parts[0], tag)
-        work = P2PWork(receiving, tensors, filled.back if filled.copies else None)
+        work = P2PWork(receiving, tensors, filled.back if filled.copies else None, profiling.take())
         if not receiving.done:
             self._mailbox.attend()
         return work
@@ -179,13 +181,9 @@ class PacelineProcessGroup(CollectiveMethods):
             return self.group.rank
         return peer if peer == ANY else self._peer(peer)
 
-    @by_device
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PacelineWork:
-        return self.recv(tensors, ANY, tag)
-
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self._size:
-            raise UsageError(f"there is no rank {rank} in this group; ranks are 0 to {self._size - 1}")
+            raise InvalidCall(f"there is no rank {rank} in this group; ranks are 0 to {self._size - 1}")
         return rank
 
     # -- other methods of c10d ---------------------------------------------------------------------------------------
@@ -203,6 +201,9 @@ class PacelineProcessGroup(CollectiveMethods):
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         control = self.group.control
         control.timeouts = Timeouts(barrier=timeout.total_seconds(), notice=control.timeouts.notice)
+        self._timeout = self.options._timeout = timeout
+        if self._gloo is not None:
+            self._gloo._set_default_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -232,6 +233,9 @@ class PacelineProcessGroup(CollectiveMethods):
             )
             self._elsewhere[device] = group
         return self._elsewhere[device]
+
+
+functional_ops.register()
 
 
 def say(message: str) -> None:

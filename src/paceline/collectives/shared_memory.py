@@ -25,7 +25,7 @@ from paceline.collectives.exchange import FIRST, Exchange, Offers, SharedGroup
 from paceline.collectives.operation import CollectiveCall, Op, OpKind, operation
 from paceline.collectives.operators import Reducer, reducer
 from paceline.collectives.tensors import in_one_piece
-from paceline.errors import TeamError, UsageError
+from paceline.errors import InvalidCall, TeamError
 from paceline.transport.control_block import ControlBlock
 from paceline.transport.peer_memory import PeerMemory, View, bytes_of
 
@@ -259,7 +259,7 @@ class SharedMemoryCollectives(SharedGroup):
     def _same_dtype(self, call: CollectiveCall, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
             if tensor.dtype != call.dtype:
-                raise UsageError(
+                raise InvalidCall(
                     f"{call.kind.spoken} was given tensors of {tensor.dtype} and of {call.dtype}; "
                     "all must have the same dtype"
                 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.errors import UsageError
+from paceline.errors import InvalidCall
 
 Tensors = list[torch.Tensor]
 
@@ -27,7 +27,7 @@ def put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without autograd's version counter, which other backends do not raise either."""
     if not tensor.is_cpu:
-        raise UsageError(f"the process group 'paceline' is for CPU tensors; this one is on {tensor.device}")
+        raise InvalidCall(f"the process group 'paceline' is for CPU tensors; this one is on {tensor.device}")
     return tensor.data
 
 

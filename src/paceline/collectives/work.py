@@ -13,11 +13,18 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from paceline.collectives.op_queue import OpQueue, QueuedOp
+from paceline.collectives.profiling import Record
+from paceline.observation.operations import Operation
 from paceline.transport.mailbox import Transfer
+
+_UNOBSERVED: contextlib.nullcontext[None] = contextlib.nullcontext()
 
 
 class PacelineWork(Work):
     """Handle of an operation; `outputs` are the tensors that it fills."""
+
+    operation: Operation | None = None
+    """Of an observed process."""
 
     def __init__(self, outputs: Any = ()) -> None:
         super().__init__()
@@ -40,10 +47,16 @@ class PacelineWork(Work):
         self.wait()
 
     def result(self) -> Any:
+        if not self.is_completed():
+            raise RuntimeError(
+                "Work needs to be completed before calling result(). Should call wait() before result()."
+            )
         return self._outputs
 
     def get_future(self) -> Future[Any]:
         if self._future is None:
+            if self.operation is not None:
+                self.operation.future = True
             self._future = Future()
             self._watch(self._complete)
         return self._future
@@ -89,7 +102,8 @@ class QueuedWork(PacelineWork):
         return self._op.error
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        self._queue.wait(self._op, _seconds(timeout))
+        with self.operation or _UNOBSERVED:
+            self._queue.wait(self._op, _seconds(timeout))
         return True
 
     def _watch(self, callback: Callable[[], None]) -> None:
@@ -101,12 +115,21 @@ class QueuedWork(PacelineWork):
 class P2PWork(PacelineWork):
     """Handle of a message that is sent or received."""
 
-    def __init__(self, transfer: Transfer, outputs: list[torch.Tensor], back: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        transfer: Transfer,
+        outputs: list[torch.Tensor],
+        back: Callable[[], None] | None = None,
+        record: Record | None = None,
+    ) -> None:
+        """back: copies back what was received. record: ends with the transfer."""
         super().__init__(outputs)
-        self._transfer, self._back = transfer, back
+        self._transfer, self._back, self._record = transfer, back, record
         self._lock = threading.Lock()
-        if back is not None:
+        if back is not None or record is not None:
             transfer.told = self._complete
+            if transfer.done:
+                self._complete()
 
     def is_completed(self) -> bool:
         if not self._transfer.done:
@@ -119,20 +142,23 @@ class P2PWork(PacelineWork):
         return self._transfer.error
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        self._transfer.wait(_seconds(timeout))
+        with self.operation or _UNOBSERVED:
+            self._transfer.wait(_seconds(timeout))
         self._complete()
         return True
 
     def _watch(self, callback: Callable[[], None]) -> None:
-        self._transfer.told = callback
+        self._transfer.told = self._complete
         if self._transfer.done:
-            callback()
+            self._complete()
 
     def _complete(self) -> None:
         with self._lock:  # the second thread waits until the first has filled the tensor
             back, self._back = self._back, None
             if back is not None and self._transfer.error is None:
                 back()
+            if self._record is not None:
+                self._record.end()
         super()._complete()
 
     def _source_rank(self) -> int:
