@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 
-from paceline.data.leased_loader import LeasedEpoch, LeasedLoader
+from paceline.data.leased_loader import LeasedEpoch, LeasedLoader, Minibatch
 from paceline.data.ledger import Lease, Ledger
 from paceline.errors import TeamTimeout, UsageError
 
@@ -35,11 +35,13 @@ class Lender:
         self.size, self.rank = size, rank
         self.ledger = ledger or Ledger(range(size), in_turns=False)
         self.begun: list[Lease] = []
+        self.minibatches: list[Minibatch] = []
         self.asked: list[bool] = []
         self.left: list[tuple[int, int]] = []
         self.drawn: list[LeasedEpoch] = []
         self.fails: Exception | None = None
         self.batches = self.steps = 0
+        self.lengths: tuple[int, list[tuple[int, int]]] = (0, [])
         self.evaluates = self.splits = self.in_turns = False
         self.first: bytes | None = None
 
@@ -48,15 +50,16 @@ class Lender:
             self.first = draw()
         return self.first
 
-    def enter(self, loader: int, epoch: int, draw: Callable[[], LeasedEpoch]) -> None:
+    def enter(self, loader: int, epoch: int, draw: Callable[[], LeasedEpoch], shards: int = 0) -> bytes:
         if not self.ledger.is_open(loader, epoch):
             drawn = draw()
             self.drawn.append(drawn)
             order = msgspec.msgpack.decode(drawn.order)
             self.ledger.open(loader, epoch, order, drawn.sizes, drop_last=drawn.drop_last)
         self.ledger.enter(self.rank, loader)
+        return b""
 
-    def ask(self, loader: int, epoch: int, *, ahead: bool) -> Lease | None:
+    def ask(self, loader: int, epoch: int, *, ahead: bool, lane: int = 0, most: int = 0) -> Lease | None:
         assert self.ledger.is_open(loader, epoch)
         self.asked.append(ahead)
         if self.fails is not None:
@@ -66,9 +69,22 @@ class Lender:
     def ask_batch(self) -> None:
         self.batches += 1
 
-    def begin(self, lease: Lease) -> None:
-        self.begun.append(lease)
-        self.ledger.done([lease.number])
+    def keeps(self, _lease: Lease, _last: bool) -> bool:
+        return True
+
+    def begin(self, minibatch: Minibatch) -> None:
+        self.begun += minibatch.leases
+        self.minibatches.append(minibatch)
+        self.ledger.done([lease.number for lease in minibatch.leases])
+
+    def skip(self, lease: Lease) -> None:
+        raise AssertionError("only a stream has leases without samples")
+
+    def report(self, *_: Any, **_more: Any) -> None:
+        raise AssertionError("only a stream is read by the worker itself")
+
+    def from_replica(self, payload: bytes) -> list[bytes]:
+        return [payload]
 
     def quit(self, loader: int, epoch: int) -> None:
         self.left.append((loader, epoch))
@@ -112,6 +128,35 @@ def test_workers_that_share_a_ledger_get_every_sample_once(
             break
     assert sorted(seen) == list(range(count // batch * batch if drop_last else count))
     assert sum(len(lender.drawn) for lender in lenders) == 1
+
+
+def test_a_batch_per_worker_is_a_minibatch() -> None:
+    loader = make(12, Lender(2), batch_size=3, share={"per_worker": True})
+    assert [len(batch) for batch in loader] == [3] * 4  # the other worker asks for none
+    assert len(loader) == 2
+    sampler = [[0, 1, 2], [3], [4, 5]]
+    loader = make(6, Lender(2), batch_sampler=sampler, share={"per_worker": True})
+    assert list(loader) == sampler
+    assert len(loader) == 2
+
+
+@given(st.integers(0, 60), st.integers(1, 7), st.integers(1, 4), st.booleans())
+def test_workers_in_turns_have_equally_many_minibatches_of_a_batch_per_worker(
+    count: int, batch: int, workers: int, drop_last: bool
+) -> None:
+    lender = Lender(workers)
+    lender.in_turns = True
+    loader = make(count, lender, batch_size=batch, drop_last=drop_last, share={"per_worker": True})
+    if 0 < count < workers:
+        return
+    leases = list(loader)
+    assert list(chain(*leases)) == list(range(count // (batch * workers) * batch * workers if drop_last else count))
+    assert len(leases) == workers * len(loader)
+    shares = [minibatch.share or 0.0 for minibatch in lender.minibatches]
+    batches = [minibatch.batch for minibatch in lender.minibatches]
+    for number in range(len(loader)):
+        assert batches[number * workers : (number + 1) * workers] == [number] * workers
+        assert sum(shares[number * workers : (number + 1) * workers]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -255,6 +300,23 @@ def test_to_leave_in_the_middle_is_to_quit_the_epoch(num_workers: int) -> None:
     assert {lease.epoch for lease in lender.begun[1:]} == {1}
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("batches", [0, 2])
+def test_to_begin_the_next_epoch_is_to_quit_the_one_before(num_workers: int, batches: int) -> None:
+    lender = Lender()
+    loader = make(24, lender, batch_size=2, num_workers=num_workers)
+    before = iter(loader)
+    for _ in range(batches):
+        next(before)
+    following = iter(loader)
+    assert next(following) == [0, 1]
+
+    assert lender.left == ([(0, 0)] if batches or num_workers else [])
+    with pytest.raises(UsageError, match="iterated twice at the same time"):
+        next(before)
+    assert list(chain(*following)) == list(range(2, 24))
+
+
 def test_an_error_in_the_script_is_to_quit_the_epoch_too() -> None:
     lender = Lender()
 
@@ -289,6 +351,18 @@ def test_the_order_is_plain_pytorch_s_for_the_same_seed_through_all_epochs(num_w
     torch.manual_seed(5)
     loader = make(30, **options)
     assert [list(loader) for _ in range(3)] == wanted
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loaders_that_are_iterated_at_the_same_time_draw_plain_pytorch_s_orders(num_workers: int) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": num_workers}
+    plain = [DataLoader(Numbers(count), collate_fn=list, **options) for count in (12, 18)]
+    leased = [make(count, **options) for count in (12, 18)]
+    orders = []
+    for one, other in (plain, leased):
+        torch.manual_seed(5)
+        orders.append([pair for _ in range(2) for pair in zip(one, other, strict=False)])
+    assert orders[0] == orders[1]
 
 
 def test_with_a_generator_the_order_is_plain_pytorch_s_through_all_epochs() -> None:

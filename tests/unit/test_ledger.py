@@ -465,3 +465,68 @@ def test_what_a_dead_worker_had_pushed_is_not_given_to_others() -> None:
     assert [lease.keys for lease in taken(ledger, 1)] == [lost.keys]
     ledger.done([lost.number + 1, pushed.number])
     assert ledger.is_over(LOADER)
+
+
+# -- the ends of epochs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_workers_that_take_turns_have_samples_together_until_the_last_update_whoever_comes_and_goes(seed: int) -> None:
+    chance = random.Random(seed)
+    ledger, workers = Ledger(range(3), in_turns=True), {0, 1, 2}
+    samples = chance.randint(20, 60)
+    ledger.open(0, 0, range(samples), [1, 1, 1], drop_last=False)
+    for worker in workers:
+        ledger.enter(worker, 0)
+    sizes, late = [], set[int]()
+    while not ledger.is_over(0):
+        held = {worker: lease for worker in sorted(workers) if (lease := ledger.lease(worker, 0)) is not None}
+        if chance.random() < 0.2 and len(workers) > 1:
+            lost = chance.choice(sorted(workers))
+            workers.discard(lost)
+            ledger.leave(lost)
+            held.pop(lost, None)
+            idle = workers - held.keys()
+            held |= {worker: lease for worker in idle if (lease := ledger.lease(worker, 0)) is not None}
+        sizes += [(len(held), len(workers))] if held else []
+        ledger.done([lease.number for lease in held.values()])
+        if chance.random() < 0.2 and len(workers | late) < 3:
+            late.add(min({0, 1, 2} - workers))
+            ledger.join(min(late))
+            ledger.enter(min(late), 0)
+        elif chance.random() < 0.4:  # it has been let in, and its first request comes later
+            workers |= late
+            late.clear()
+    assert all(made == there for made, there in sizes[:-1]), sizes
+    assert sum(made for made, _ in sizes) == samples
+
+
+def test_what_was_fetched_ahead_and_not_begun_can_go_to_another_worker() -> None:
+    ledger = Ledger(range(2), in_turns=False)
+    ledger.open(0, 0, range(40), [1, 1], drop_last=False)
+    for worker in (0, 1):
+        ledger.enter(worker, 0)
+    mine = [lease.number for _ in range(4) if (lease := ledger.lease(0, 0, ahead=True)) is not None]
+    assert len(mine) == 4
+    assert ledger.fetched(0, 0, pushed=[], waits=False) == mine[1:], "it computes the first"
+    assert ledger.fetched(0, 0, pushed=[], waits=True) == mine
+    assert ledger.fetched(0, 0, pushed=mine[:1], waits=False) == mine[2:]
+    ledger.begin(mine[2])
+    assert ledger.fetched(0, 0, pushed=[], waits=False) == [mine[1], mine[3]]
+    here = ledger.lease(0, 0)
+    assert here is not None
+    assert ledger.fetched(0, 0, pushed=[], waits=False) == [mine[1], mine[3]], "what is not fetched ahead is begun"
+    ledger.give_back([mine[3]])
+    assert ledger.fetched(0, 0, pushed=[], waits=False) == [mine[1]]
+    again = ledger.lease(1, 0)
+    assert again is not None
+    assert again.keys == [3]
+
+
+def test_workers_that_take_turns_keep_what_they_have_fetched_ahead_until_one_comes_or_goes() -> None:
+    ledger = Ledger(range(3), in_turns=True)
+    ledger.open(0, 0, range(30), [1, 1, 1], drop_last=False)
+    mine = [lease.number for _ in range(3) if (lease := ledger.lease(0, 0, ahead=True)) is not None]
+    assert ledger.fetched(0, 0, pushed=[], waits=False) == []
+    ledger.leave(2)
+    assert ledger.fetched(0, 0, pushed=[], waits=False) == mine[1:]

@@ -1,14 +1,16 @@
 import contextlib
 from collections.abc import Iterator
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
 
+from paceline.data.fetched_batches import FetchedBatches, fetched
+from paceline.data.keys import pack, unpack
 from paceline.data.loader import TeamLoader, check_loader
 from paceline.data.split import even
 from paceline.errors import UsageError
@@ -29,10 +31,13 @@ class Hand:
         self.taken: list[tuple[int, float, int]] = []
         self.epochs = self.asked = self.steps = 0
 
-    def ask_batch(self) -> None:
+    def ask_batch(self, loader: TeamLoader | None = None) -> None:
         self.asked += 1
 
-    def from_lead(self, payload: bytes) -> bytes:
+    def passes_by(self, loader: TeamLoader) -> bool:
+        return False
+
+    def from_lead(self, payload: bytes, loader: int, *, evaluates: bool = False) -> bytes:
         if self.rank == 0:
             self._connection.payload = payload
         else:
@@ -107,6 +112,45 @@ def test_every_sample_is_given_out_exactly_once(
         if not shuffle:
             assert given_out == list(range(len(given_out)))
     assert [hand.epochs for hand in team.hands] == [2] * size
+
+
+@given(counts, batches, sizes, flags)
+def test_a_batch_per_worker_gives_all_workers_equally_many_and_every_sample_once(
+    count: int, batch: int, size: int, drop_last: bool
+) -> None:
+    team = Team(size, count, batch_size=batch, drop_last=drop_last, share={"per_worker": True})
+    if 0 < count < size:
+        with pytest.raises(UsageError, match=f"cannot be divided among {size} workers"):
+            team.epoch()
+        return
+    rounds = team.epoch()
+    assert list(chain(*team.order())) == list(range(count // (batch * size) * batch * size if drop_last else count))
+    assert all(part for parts in rounds.values() for part in parts)
+    assert all(len(part) <= batch + 1 for parts in rounds.values() for part in parts)
+    assert {len(loader) for loader in team.loaders} == {len(rounds)}
+
+
+def test_batches_of_a_batch_sampler_can_be_one_workers_each() -> None:
+    def batches(sizes: list[int]) -> list[list[int]]:
+        ends = list(accumulate(sizes, initial=0))
+        return [list(range(start, end)) for start, end in pairwise(ends)]
+
+    def team(sizes: list[int]) -> Team:
+        return Team(2, sum(sizes), batch_sampler=batches(sizes), share={"per_worker": True})
+
+    even_team = team([3, 1, 2, 4])
+    assert list(even_team.epoch().values()) == [[[0, 1, 2], [3]], [[4, 5], [6, 7, 8, 9]]]
+    assert list(team([3, 1, 3]).epoch().values()) == [[[0, 1, 2], [3]], [[4, 5], [6]]]
+    assert [len(loader) for loader in team([3, 1, 3]).loaders] == [2, 2]
+    with pytest.raises(UsageError, match="1 sample at the end of an epoch cannot be divided among 2 workers"):
+        team([3, 1, 1]).epoch()
+
+
+def test_items_without_batches_that_cannot_be_dealt_out_evenly_are_refused_per_worker() -> None:
+    share = {"per_worker": True}
+    assert len(Team(2, 4, batch_size=None, collate_fn=None, share=share).epoch()) == 2
+    with pytest.raises(UsageError, match="1 sample at the end of an epoch"):
+        Team(2, 5, batch_size=None, collate_fn=None, share=share).epoch()
 
 
 @given(counts, batches, sizes)
@@ -253,6 +297,26 @@ def test_with_a_generator_the_order_is_plain_pytorch_s_through_all_epochs() -> N
     for loader in team.loaders[1:]:
         loader._inner.generator = torch.Generator().manual_seed(1)
     assert [team.order() for _ in range(3)] == wanted
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loaders_that_are_iterated_at_the_same_time_draw_plain_pytorch_s_orders(num_workers: int) -> None:
+    options: dict[str, Any] = {"shuffle": True, "num_workers": num_workers, "collate_fn": list}
+    plain = [DataLoader(Numbers(count), batch_size=4, **options) for count in (12, 18)]
+    shared = [TeamLoader(loader, Hand(0, 1, Wire())) for loader in plain]
+    orders = []
+    for one, other in (plain, shared):
+        torch.manual_seed(5)
+        orders.append([*zip(one, other, strict=False), *zip(one, one, strict=True)])
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_epochs_of_one_loader_at_the_same_time_have_rounds_of_their_own(num_workers: int) -> None:
+    team = Team(2, 14, batch_size=4, num_workers=num_workers)
+    for hand, loader in zip(team.hands, team.loaders, strict=True):
+        assert [one for one, other in zip(loader, loader, strict=True) if one != other] == []
+        assert hand.taken == [(size, 0.5, number + late) for number, size in enumerate((2, 2, 2, 1)) for late in (0, 4)]
 
 
 def test_rounds_are_counted_over_all_epochs() -> None:
@@ -422,43 +486,43 @@ def test_an_epoch_left_early_does_not_disturb_the_next() -> None:
     assert [number for _, _, number in team.hands[0].taken] == [0, *range(6, 12)]
 
 
+class Eager(Sampler[Any]):
+    """Draws as soon as there is an iterator."""
+
+    def __init__(self, batch: int | None) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(12).tolist()
+        return iter(order if self.batch is None else [order[i : i + self.batch] for i in range(0, 12, self.batch)])
+
+    def __len__(self) -> int:
+        return 12 // (self.batch or 1)
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "no batches"])
+def test_orders_are_plain_torch_s_also_of_a_sampler_that_draws_at_once(kind: str, workers: dict[str, Any]) -> None:
+    options: dict[str, Any] = {
+        "sampler": {"batch_size": 4, "sampler": Eager(None)},
+        "batch sampler": {"batch_sampler": Eager(4)},
+        "no batches": {"batch_size": None, "sampler": Eager(None)},
+    }[kind]
+    torch.manual_seed(3)
+    plain = DataLoader(Numbers(12), collate_fn=(lambda x: x) if kind == "no batches" else list, **options, **workers)
+    expected = [[*list(plain), torch.rand(()).item()] for _ in range(3)]
+    torch.manual_seed(3)
+    team = Team(1, 12, **options, **workers, collate_fn=plain.collate_fn)
+    seen = [[*list(team.loaders[0]), torch.rand(()).item()] for _ in range(3)]
+    assert seen == expected
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_loader_is_refused_by_its_kind() -> None:
     with pytest.raises(UsageError, match=r"torch\.utils\.data\.DataLoader objects last; it got a list"):
         check_loader([1, 2, 3])
-
-
-def test_a_stream_is_refused() -> None:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(4))
-
-    with pytest.raises(UsageError, match=r"has no length .*IterableDataset.*; use a map-style dataset"):
-        check_loader(DataLoader(Stream()))
-
-
-def test_a_dataset_or_sampler_without_length_is_refused() -> None:
-    class Endless(Dataset[int]):
-        def __getitem__(self, index: int) -> int:
-            return index
-
-    class Forever(Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(1 << 40))
-
-    class Batches(Sampler[list[int]]):
-        def __iter__(self) -> Iterator[list[int]]:
-            return iter([[0]])
-
-    for loader in (
-        DataLoader(Endless(), batch_size=2),
-        DataLoader(Numbers(4), sampler=Forever()),
-        DataLoader(Numbers(4), batch_sampler=Batches()),
-    ):
-        with pytest.raises(UsageError, match="give its dataset and sampler a __len__"):
-            check_loader(loader)
 
 
 def test_an_ordinary_loader_is_not_refused() -> None:
@@ -476,3 +540,78 @@ def test_a_global_batch_below_the_number_of_workers_is_refused(whole: int) -> No
 def test_a_global_batch_that_is_no_count_is_refused(whole: float) -> None:
     with pytest.raises(UsageError, match="it must be a whole number of at least 1"):
         Team(2, 10, share={"global_batch": whole}, batch_size=2)
+
+
+def test_a_distributed_sampler_is_refused_since_the_team_divides_the_loader() -> None:
+    sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=0)
+    for loader in (
+        DataLoader(Numbers(8), sampler=sampler),
+        DataLoader(Numbers(8), batch_sampler=BatchSampler(sampler, 2, False)),
+    ):
+        with pytest.raises(UsageError, match="has a DistributedSampler, which draws one of 2 parts"):
+            check_loader(loader)
+    check_loader(DataLoader(Numbers(8), sampler=DistributedSampler(Numbers(8), num_replicas=1, rank=0)))
+
+
+class _Fetched(Numbers):
+    """Counts how it is asked."""
+
+    calls = 0
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        self.calls += 1
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 3}, {"batch_size": None}, {"batch_size": 3, "num_workers": 1}])
+def test_batches_are_fetched_as_torch_fetches_them(options: dict[str, Any]) -> None:
+    loader = DataLoader(_Fetched(10), shuffle=True, **options)
+    torch.manual_seed(3)
+    expected = [batch.tolist() if torch.is_tensor(batch) else batch for batch in loader]
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    got = [batch.tolist() if torch.is_tensor(batch) else batch for batch in fetched(iter(loader))]
+    assert got == expected
+    assert torch.equal(torch.rand(1), after)
+
+
+def test_a_batch_is_fetched_at_once_and_without_torchs_event_unless_a_profiler_wants_it() -> None:
+    loader = DataLoader(_Fetched(9), batch_size=3)
+    batches = fetched(iter(loader))
+    assert isinstance(batches, FetchedBatches)
+    first = next(batches).tolist()
+    with torch.autograd.profiler.profile() as profile:
+        second = next(batches).tolist()
+    third = next(batches).tolist()
+    assert [first, second, third] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert next(batches, None) is None
+    assert loader.dataset.calls == 3  # type: ignore[attr-defined]
+    assert any("DataLoader" in event.name for event in profile.function_events or ())
+
+
+def test_keys_that_are_not_plain_numbers_arrive_as_they_are() -> None:
+    for keys in ([], [3, 1, 2], [True, 2], [(1, "a"), (2, [3, (4,)])], ["a", 1], [{"x": (1, 2)}]):
+        assert unpack(pack(keys, batches=False)) == keys
+        assert unpack(pack([keys, keys], batches=True)) == [keys, keys]
+    assert unpack(pack(torch.arange(3), batches=False)) == [0, 1, 2]
+
+
+def test_a_worker_that_joins_copies_the_rounds_that_were_cut_with_a_lost_one_of_its_rank() -> None:
+    team = Team(3, 48, batch_size=6)
+    running = [iter(loader) for loader in team.loaders[:2]]
+    counted = [list(chain(*(next(batches) for _ in range(2)))) for batches in running]
+    assert counted == [[0, 1, 6, 7], [2, 3, 8, 9]]
+    for loader in team.loaders[:2]:  # rank 2 is lost in round 0, and parts up to round 4 are fetched
+        loader._shares.orphans.lose({2}, 0, 5, [0, 1])
+    state = team.loaders[0].state()
+    team.loaders[2].enter(state, 1)
+    for loader in team.loaders:
+        loader.gain(2, 6)
+    for hand, batches in zip(team.hands, [*running, iter(team.loaders[2])], strict=True):
+        for batch in batches:
+            samples, weight, _ = hand.taken[-1]
+            assert bool(weight) == bool(samples)
+            counted.append(batch if weight else [])
+    assert sorted(chain(*counted)) == list(range(48)), "each counts once"
+    assert [weight for _, weight, number in team.hands[2].taken if number < 6] == [0.0] * 4
+    assert [samples for samples, _, number in team.hands[2].taken if number >= 6][:2] == [2, 2]

@@ -6,13 +6,18 @@ from paceline.data.balance import Balancer
 
 if TYPE_CHECKING:
     from paceline.data.loader import TeamLoader
+    from paceline.data.sharded_dataset import ShardedDataset
 
-__all__ = ["Balancer", "TeamLoader"]
+__all__ = ["Balancer", "ShardedDataset", "TeamLoader"]
 
 
-def __getattr__(name: str) -> Any:  # loaders need torch, which a relay does not load
+def __getattr__(name: str) -> Any:  # these need torch, which a relay does not load
     if name == "TeamLoader":
         from paceline.data.loader import TeamLoader
 
         return TeamLoader
+    if name == "ShardedDataset":
+        from paceline.data.sharded_dataset import ShardedDataset
+
+        return ShardedDataset
     raise AttributeError(name)

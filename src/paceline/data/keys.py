@@ -21,8 +21,8 @@ def pack(drawn: Iterable[Any], *, batches: bool) -> bytes:
     """Encodes the output of a sampler; `batches` if each item is a whole batch of keys."""
     try:
         if batches:
-            return msgspec.msgpack.encode([[_plain(key) for key in batch] for batch in drawn])
-        return msgspec.msgpack.encode([_plain(key) for key in drawn])
+            return msgspec.msgpack.encode([_all_plain(batch) for batch in drawn])
+        return msgspec.msgpack.encode(_all_plain(drawn))
     except (TypeError, OverflowError) as error:
         raise UsageError(
             f"the loader's sampler gives keys that cannot be sent to other workers ({error}); "
@@ -48,12 +48,20 @@ def unpack(order: bytes) -> list[Any]:
 
 def restored(keys: list[Any]) -> list[Any]:
     """The original keys, from decoded ones."""
-    return [key if type(key) is int else _restored(key) for key in keys]
+    return keys if are_indices(keys) else [_restored(key) for key in keys]
+
+
+def are_indices(keys: list[Any]) -> bool:
+    """True if all keys are plain integers, which need no encoding: nearly always, so nothing is done for each."""
+    return set(map(type, keys)) == {int}
+
+
+def _all_plain(drawn: Iterable[Any]) -> list[Any]:
+    keys = list(drawn)
+    return keys if are_indices(keys) else [_plain(key) for key in keys]
 
 
 def _plain(key: Any) -> Any:
-    if type(key) is int:
-        return key
     if isinstance(key, tuple):
         return Ext(_TUPLE, msgspec.msgpack.encode([_plain(part) for part in key]))
     if isinstance(key, list):

@@ -12,153 +12,24 @@ the order for all.
 
 from __future__ import annotations
 
-import math
-from collections import deque
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from paceline.config import positive
 from paceline.data.balance import Balancer
-from paceline.data.keys import pack_for_all, unpack
-from paceline.data.orphaned_samples import OrphanedSamples
-from paceline.data.split import even, scaled
+from paceline.data.drawing import OrderDrawing
+from paceline.data.epochs import EpochLeft
+from paceline.data.fetched_batches import fetched
+from paceline.data.place import LoaderPlace
+from paceline.data.shares import EpochShares, Shares, check_suffices, has_batch_sampler, rounds_ahead
+from paceline.data.team_view import TeamView
+from paceline.data.user_loader import UserLoader
 from paceline.errors import UsageError
 
-
-class TeamView(Protocol):
-    """The part of a team that a loader uses."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def lead(self) -> int:
-        """The rank that draws the order of an epoch."""
-
-    @property
-    def replica(self) -> int:
-        """The worker's replica of the model; workers of one replica get the same batches."""
-
-    @property
-    def replicas(self) -> int: ...
-
-    @property
-    def lockstep(self) -> bool:
-        """True if every worker needs a batch in every round, if only one of weight 0."""
-
-    @property
-    def evaluates(self) -> bool:
-        """True if the script evaluates the model now, instead of training it."""
-
-    @property
-    def steps(self) -> int:
-        """Steps of the optimizer so far."""
-
-    def ask_batch(self) -> None:
-        """Notes that the script asks for its next batch."""
-
-    def from_lead(self, payload: bytes) -> bytes:
-        """The lead's payload, on every worker."""
-
-    def take_batch(self, samples: int, weight: float, loader: TeamLoader, round_number: int) -> None:
-        """Notes that a batch goes to the script now."""
-
-    def finish_epoch(self) -> None:
-        """Notes that this worker has no more batches in this epoch."""
-
-
-class _Shares:
-    """A batch sampler of this worker's part of every round, which keeps the size of each part until it is used."""
-
-    def __init__(self, loader: DataLoader[Any], team: TeamView, balancer: Balancer, total: int) -> None:
-        self._loader, self._team, self._balancer, self._total = loader, team, balancer, total
-        self.orphans = OrphanedSamples(team.replicas)
-        self._custom = has_batch_sampler(loader)
-        self.first = 0
-        """The number of this epoch's first round, counted over all epochs."""
-        self.given: deque[tuple[int, float, int]] = deque()
-        """Samples, weight and round of each part that the loader has and the script has not."""
-
-    def __len__(self) -> int:
-        """Rounds in an epoch, with or without a part for this worker."""
-        if self._custom:
-            return len(self._loader.batch_sampler)  # type: ignore[arg-type]
-        count = len(self._loader.sampler)  # type: ignore[arg-type]
-        return count // self._total if self._loader.drop_last else math.ceil(count / self._total)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        number = self.first
-        for parts in self._rounds():
-            mine = parts[self._team.replica]
-            if mine:
-                whole = sum(len(part) for part in parts)
-                self.given.append((len(mine), len(mine) / whole, number))
-                yield mine
-            elif self._team.lockstep or self._custom:  # a batch sampler's next batch may be larger
-                self.given.append((0, 0.0, number))
-                yield next(part for part in parts if part)
-            number += 1
-
-    def _rounds(self) -> Iterator[list[list[Any]]]:
-        """Per round, one list of indices per replica."""
-        order = self.order(self._loader.batch_sampler if self._custom else self._loader.sampler, batches=self._custom)
-        number, start, orphans = self.first, 0, self.orphans
-        while True:
-            ranks = orphans.sharers(number)
-            if len(order) - start < self._whole(ranks):
-                if start >= len(order):
-                    ranks = orphans.takers
-                # The samples of lost workers follow here: only the last round may be short, since a worker without a
-                # part in it is done with the epoch.
-                left = orphans.take()
-                order += left if self._custom else [key for part in left for key in part]
-            if start >= len(order):
-                return
-            parts, start = self._cut(order, start, number, ranks)
-            if not parts:
-                return
-            yield orphans.note(number, parts)
-            number += 1
-
-    def _whole(self, ranks: list[int]) -> int:
-        """Samples, or batches of a batch sampler, in a round of these workers."""
-        if self._custom:
-            return 1
-        return len(ranks) if self._loader.batch_sampler is None else self._total
-
-    def _cut(self, order: list[Any], start: int, number: int, ranks: list[int]) -> tuple[list[list[Any]], int]:
-        """The next round: a batch, or a part of one, for each of these ranks, and the next start; empty if dropped."""
-        parts: list[list[Any]] = [[] for _ in range(self._team.replicas)]
-        total = self._whole(ranks)
-        end = min(start + total, len(order))
-        drawn = order[start] if self._custom else order[start:end]
-        if end - start < total and self._loader.drop_last:
-            return [], start
-        shares = self._balancer.shares(number) if len(ranks) == len(parts) else even(total, len(ranks))
-        first = 0
-        for rank, share in zip(ranks, scaled(shares, len(drawn)), strict=True):
-            parts[rank] = drawn[first : first + share]
-            first += share
-        return parts, end
-
-    def order(self, sampler: Any, *, batches: bool) -> list[Any]:
-        """The order drawn by the lead's sampler, on every worker."""
-        if self._team.size == 1:
-            return list(sampler)
-        payload = b""
-        while True:
-            if self._team.rank == self._team.lead:
-                payload = pack_for_all(sampler, batches=batches)
-            # The lead may be lost before it draws; then the next one does.
-            if payload_of_lead := self._team.from_lead(payload):
-                break
-        return unpack(payload_of_lead)
+_NEVER = 1 << 62
 
 
 class Batches(Protocol):
@@ -181,15 +52,18 @@ class _Undivided:
 
     def __init__(self, loader: DataLoader[Any], order: _Order) -> None:
         self._loader, self._order = loader, order
+        self._drawing = OrderDrawing(loader, batches=loader.batch_sampler is not None)
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        if self._loader.batch_sampler is None:
-            yield from ([key] for key in self._order(self._loader.sampler, batches=False))
-        else:
-            yield from self._order(self._loader.batch_sampler, batches=True)
+        self._drawing.begin()
+        return self._drawn()
+
+    def _drawn(self) -> Iterator[list[Any]]:
+        batches = self._loader.batch_sampler is not None
+        yield from (each if batches else [each] for each in self._order(self._drawing, batches=batches))
 
 
 class _Singles:
@@ -202,8 +76,7 @@ class _Singles:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._batches:
-            yield batch[0]
+        return (batch[0] for batch in iter(self._batches))
 
 
 def with_batches_from(loader: DataLoader[Any], batches: Batches, *, workers: int) -> DataLoader[Any]:
@@ -211,87 +84,32 @@ def with_batches_from(loader: DataLoader[Any], batches: Batches, *, workers: int
     sampler: dict[str, Any] = {"batch_sampler": batches}
     if loader.batch_sampler is None:
         sampler = {"batch_size": None, "sampler": _Singles(batches)}
-    processes: dict[str, Any] = {}
+    return DataLoader(
+        loader.dataset, **sampler, **loading_options(loader, workers=workers), collate_fn=loader.collate_fn
+    )
+
+
+def loading_options(loader: DataLoader[Any], *, workers: int) -> dict[str, Any]:
+    """The options of the user's loader that say how it loads, with `workers` processes."""
+    options: dict[str, Any] = {
+        "num_workers": workers,
+        "pin_memory": loader.pin_memory,
+        "generator": loader.generator,
+    }
     if workers:
-        processes = {
+        options |= {
             "timeout": loader.timeout,
             "worker_init_fn": loader.worker_init_fn,
             "multiprocessing_context": loader.multiprocessing_context,
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
         }
-    return DataLoader(
-        loader.dataset,
-        **sampler,
-        **processes,
-        num_workers=workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        generator=loader.generator,
-    )
+    return options
 
 
 def undivided(loader: DataLoader[Any], order: _Order) -> DataLoader[Any]:
     """The user's loader, with its samples in an order that one worker draws for all."""
     return with_batches_from(loader, _Undivided(loader, order), workers=loader.num_workers)
-
-
-def has_batch_sampler(loader: DataLoader[Any]) -> bool:
-    """True if the loader was given a batch sampler. Then it has no batch size: not even with torch's BatchSampler."""
-    return loader.batch_sampler is not None and loader.batch_size is None
-
-
-class UserLoader:
-    """Base of loaders that take the place of the user's own."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
-        self._evaluated = False
-        """True if the last epoch was only evaluated."""
-
-    def __len__(self) -> int:
-        return len(self._loader) if self._evaluated else self._length()
-
-    def _length(self) -> int:
-        """Batches in an epoch of training."""
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[Any]:
-        self._evaluated = self._evaluates()
-        yield from self._evaluate() if self._evaluated else self._train()
-
-    def _evaluate(self) -> Iterator[Any]:
-        """The batches of an epoch that is only evaluated; refuses to go on if the script trains on them."""
-        made = self._steps() if torch.is_grad_enabled() else None
-        for batch in self._whole():
-            yield batch
-            if made is not None and self._steps() != made:
-                raise UsageError(
-                    "the model is trained in evaluation mode, in which every worker gets the whole loader; call "
-                    "model.train(), and eval() on layers that are to keep their statistics"
-                )
-
-    def _steps(self) -> int | None:
-        """Steps of the optimizer so far; None where training does not divide batches either."""
-        raise NotImplementedError
-
-    def _whole(self) -> Iterable[Any]:
-        """The batches of an epoch that is only evaluated."""
-        return self._loader
-
-    def _evaluates(self) -> bool:
-        """True if the script evaluates the model now, instead of training it."""
-        raise NotImplementedError
-
-    def _train(self) -> Iterator[Any]:
-        """This worker's batches of an epoch of training."""
-        raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        """Other attributes are those of the user's loader: dataset, collate_fn, batch_size, …"""
-        if name.startswith("__") or "_loader" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
 
 class TeamLoader(UserLoader):
@@ -304,17 +122,44 @@ class TeamLoader(UserLoader):
         *,
         global_batch: int | None = None,
         balance: bool = False,
+        per_worker: bool = False,
+        number: int = 0,
         changed: Callable[[int, list[int]], None] = lambda _start, _shares: None,
     ) -> None:
+        """per_worker: the loader's batch is one worker's, and all workers take equally many batches of an epoch.
+
+        number: of the loader, among those of the team.
+        """
         super().__init__(loader)
-        self._team, self._asked = team, global_batch
-        self.global_batch = global_batch_of(loader, team.replicas, global_batch)
+        self.number = number
+        self._team, self._asked, self._per_worker = team, global_batch, per_worker
+        self.global_batch = global_batch_of(loader, team.replicas, global_batch, per_worker=per_worker)
         """Samples in a round, all workers together."""
+        self.balanced = balance
         self._balancer = Balancer(team.replicas, self.global_batch, on=balance, changed=changed)
-        self._shares = _Shares(loader, team, self._balancer, self.global_batch)
+        self._shares = Shares(loader, team, self._balancer, self.global_batch, number, per_worker=per_worker)
         self._inner = with_batches_from(loader, self._shares, workers=loader.num_workers)
-        self._undivided = undivided(loader, self._shares.order)
+        self._undivided = undivided(loader, functools.partial(self._shares.draw, evaluates=True))
         self._rounds = 0
+        self._epochs = 0
+        """Epochs of training that have begun."""
+        self._running: list[EpochShares] = []
+        """Those that the script is in: one, unless it iterates twice at the same time."""
+        self._lost = False
+        """True if a worker was lost in this epoch."""
+
+    @property
+    def has_place(self) -> bool:
+        # The samples of a lost worker are not in the order any more.
+        return not self._lost and len(self._running) <= 1
+
+    def place(self, left: EpochLeft | None) -> LoaderPlace | None:
+        rest = self._shares.rest(self._running[-1]) if self._running else []
+        over = rest == []
+        return LoaderPlace(self._epochs - (not over), rest or None, has_batch_sampler(self._loader))
+
+    def _continue(self, place: LoaderPlace) -> None:
+        self._shares.left, self._epochs = place.left, place.epoch
 
     def _whole(self) -> Iterable[Any]:
         return self._loader if self._team.replicas == self._team.size else self._undivided
@@ -328,16 +173,31 @@ class TeamLoader(UserLoader):
     def _steps(self) -> int | None:
         return self._team.steps if self._team.replicas > 1 else None
 
+    def _before_epoch(self) -> None:
+        if self._team.passes_by(self):
+            self._epochs_over = 1
+            self._epochs += 1
+
     def _train(self) -> Iterator[Any]:
         check_divisible(self._loader, self.global_batch, self._team.replicas, self._asked)
-        self._shares.given.clear()
-        self._shares.first = self._rounds
-        self._shares.orphans.begin(self._rounds)
+        if self._per_worker and not has_batch_sampler(self._loader):
+            count = len(self._loader.sampler)  # type: ignore[arg-type]
+            check_suffices(count if self._loader.batch_sampler else count % self._team.replicas, self._team.replicas)
+        epoch, self._lost = self._shares.begin(self._rounds), False
         self._rounds += len(self._shares)
-        for batch in announced(self._inner, self._team.ask_batch):
-            samples, weight, number = self._shares.given.popleft()
-            self._team.take_batch(samples, weight, self, number)
-            yield batch
+        return self._take(fetched(iter(self._inner)), epoch)
+
+    def _take(self, batches: Iterator[Any], epoch: EpochShares) -> Iterator[Any]:
+        """Tells the team of each batch that the script gets."""
+        self._epochs += 1
+        self._running.append(epoch)
+        try:
+            for batch in announced(batches, functools.partial(self._team.ask_batch, self)):
+                samples, weight, number, epoch.start = epoch.given.popleft()
+                self._team.take_batch(samples, weight, self, number)
+                yield batch
+        finally:
+            self._running.remove(epoch)
         self._team.finish_epoch()
 
     def lose(self, ranks: set[int], round_number: int, counted: bool, takers: list[int]) -> None:
@@ -345,29 +205,64 @@ class TeamLoader(UserLoader):
 
         takers: the ranks that still take part in the epoch, and get the samples of the lost ones.
         """
-        self._shares.orphans.lose(ranks, round_number + counted, round_number + self._ahead, takers)
+        self._lost = True
+        self._shares.orphans.lose(ranks, round_number + counted, round_number + rounds_ahead(self._loader), takers)
+
+    # -- workers that join -------------------------------------------------------------------------------------------
 
     @property
-    def _ahead(self) -> int:
-        """The most rounds that the loader's processes fetch ahead."""
-        return 1 + self._loader.num_workers * (self._loader.prefetch_factor or 0)
+    def epoch(self) -> int:
+        """The number of the epoch that the script is in, or begins."""
+        return self._epochs - bool(self._running)
+
+    @property
+    def open(self) -> bool:
+        """True if a worker can join in the middle of this epoch."""
+        return len(self._running) == 1 and self._running[0].order is not None
+
+    @property
+    def next_round(self) -> int | None:
+        """The first round that a worker which joins now can have a part of; None if all are cut."""
+        return None if self._running[0].whole else self._running[0].next
+
+    def state(self) -> dict[str, Any]:
+        """The epoch, for a worker that joins in its middle."""
+        return self._shares.state(self._running[0])
+
+    def enter(self, state: dict[str, Any], round_number: int) -> None:
+        """Begins with an epoch that the others are in, who have updated with this round."""
+        self._shares.orphans.restore(state)
+        self._shares.entered, self._rounds = {**state, "since": round_number + 1}, state["first"]
+
+    def gain(self, rank: int, back: int | None) -> None:
+        """A worker has joined, and has a part of the rounds from this one on, or from the next epoch on."""
+        self._lost = True
+        self._shares.orphans.gain(rank, back)
+        if self._shares.entered is not None:  # it is this worker
+            self._shares.entered["back"] = _NEVER if back is None else back
 
     def measure(self, paces: Sequence[tuple[float, int]], round_number: int) -> None:
         """Adds each worker's seconds and samples of a round, by which a balanced loader splits later ones."""
-        self._balancer.measure(paces, round_number, self._ahead)
+        self._balancer.measure(paces, round_number, rounds_ahead(self._loader))
 
 
-def announced(batches: Iterable[Any], announce: Callable[[], None]) -> Iterator[Any]:
+def announced(batches: Iterator[Any], announce: Callable[[], None]) -> Iterator[Any]:
     """The same batches, with a call of `announce` before each is requested."""
-    iterator = iter(batches)
     announce()
-    for batch in iterator:
+    for batch in batches:
         yield batch
         announce()
 
 
-def global_batch_of(loader: DataLoader[Any], workers: int, global_batch: int | None) -> int:
-    """Samples in a round, all workers together: the loader's own batch, unless another size is given."""
+def global_batch_of(
+    loader: DataLoader[Any], workers: int, global_batch: int | None, *, per_worker: bool = False
+) -> int:
+    """Samples in a round, all workers together: the loader's own batch, unless another size is given.
+
+    per_worker: the loader's batch is one worker's.
+    """
+    if per_worker and loader.batch_size is not None:
+        return loader.batch_size * workers
     if global_batch is not None and positive("global_batch", global_batch) < workers:
         raise UsageError(f"global_batch is {global_batch}; it must be at least the number of workers, {workers}")
     return (loader.batch_size and global_batch) or loader.batch_size or workers
@@ -395,18 +290,18 @@ def check_divisible(loader: DataLoader[Any], global_batch: int, workers: int, as
         )
 
 
+def users_own(loader: Any) -> Any:
+    """The user's loader behind one that a team gave out for it, as where a notebook's cell is run again."""
+    return loader._loader if isinstance(loader, UserLoader) else loader
+
+
 def check_loader(loader: Any) -> None:
-    """Raises a UsageError for a loader that cannot be shared out."""
+    """Raises a UsageError for what is not a loader."""
     if not isinstance(loader, DataLoader):
         raise UsageError(f"setup takes torch.utils.data.DataLoader objects last; it got a {type(loader).__name__}")
-    if isinstance(loader.dataset, IterableDataset):
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise UsageError(
-            "the loader has no length (its dataset is an IterableDataset), so it cannot be shared out; "
-            "use a map-style dataset"
+            f"the loader has a DistributedSampler, which draws one of {sampler.num_replicas} parts of the samples, and "
+            "the team would divide that part once more; leave it out, and let the loader shuffle"
         )
-    try:
-        len(loader)
-    except TypeError:
-        raise UsageError(
-            "the loader has no length, so it cannot be shared out; give its dataset and sampler a __len__"
-        ) from None
