@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from helpers.teams import run_team
+from helpers.teams import run_spread, run_team
 from helpers.training import apart, data, under, values
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Team
+from paceline import Team, join
 
 LENGTH, WORDS = 6, 7
 CLASS_WEIGHTS = torch.linspace(0.2, 3.0, WORDS, dtype=torch.float64)
@@ -104,6 +106,87 @@ def test_uneven_batches_that_are_summed_count_as_in_one_process(reduction: str, 
     assert apart(found, accumulated(None, samples, reduction)) < 1e-10
 
 
+def padded(_: None) -> str:
+    """Sums gradients over batches; only the second worker's part has padding. Returns what is said."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), join() as team:
+        model: Any = nn.Linear(10, 4)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+        x, y = data(16).tensors
+        y[2::4] = -100
+        loader: Any = DataLoader(TensorDataset(x.float(), y), batch_size=4)
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+        for number, (x, y) in enumerate(loader, 1):
+            (F.cross_entropy(model(x), y) / 2).backward()
+            if number % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return errors.getvalue()
+
+
+def halved(team: Team | None, accumulate: int) -> list[torch.Tensor]:
+    """Divides sums by 2, which is also the size of two of three workers' parts."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    loader: Any = DataLoader(data(28), batch_size=7)
+    if team is not None:
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+    for number, (x, y) in enumerate(loader, 1):
+        (F.cross_entropy(model(x), y, reduction="sum") / 2).backward()
+        if number % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(model)
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "sync"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_divisor_that_is_the_size_of_some_parts_is_a_constant_for_all(strategy: str, accumulate: int) -> None:
+    for result in run_team(halved, 3, accumulate, launch=under(strategy, "lead" if strategy == "sync" else None)):
+        assert apart(result, halved(None, accumulate)) < 1e-10
+
+
+def test_it_is_said_if_only_another_worker_leaves_out_samples_of_summed_batches() -> None:
+    errors = [said for said in run_team(padded, 2, launch=under("sync", "lead"), joined=False) if said]
+    assert len(errors) == 1
+    assert "averaged by numbers of samples, while rank 1's losses do not count all samples alike" in errors[0]
+
+
 def test_a_divisor_that_may_be_a_constant_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     run_team(train, 2, "samples")
     assert capfd.readouterr().err.count("which is taken for the number of this worker's items") == 1
+
+
+def contrastive(team: Team, compares: bool) -> list[str]:
+    """What the team says about a loss that compares the samples of a batch, or treats each by itself."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8))
+    loader: Any = DataLoader(TensorDataset(torch.randn(32, 6)), batch_size=16)
+    model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        for _ in range(3):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                z = F.normalize(model(torch.cat([x, x + 0.1])), dim=1)
+                other = z if compares else torch.eye(len(z), 8)
+                F.cross_entropy(z @ other.T, torch.arange(len(z)).roll(len(x)) % len(other)).backward()
+                optimizer.step()
+    return [line for line in errors.getvalue().splitlines() if "of which each worker has a part" in line]
+
+
+@pytest.mark.parametrize("compares", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [("sync", 2), ("mesh:data=2,pipeline=2,microbatches=1", 4), ("mesh:data=2,sync=async", 2), ("over machines", 2)],
+)
+def test_samples_that_meet_in_a_loss_are_said_once(strategy: str, workers: int, compares: bool) -> None:
+    if strategy == "over machines":
+        lines = run_spread(contrastive, "ab", compares, launch=under("mesh:data=2", None))
+    else:
+        lines = run_team(contrastive, workers, compares, launch=under(strategy, None))
+    assert [len(said) for said in lines] == [int(compares)] + [0] * (workers - 1)
+
+
+def test_a_team_with_whole_batches_has_nothing_to_say() -> None:
+    assert run_team(contrastive, 2, True, launch=under("tensor:degree=2", None)) == [[], []]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from paceline.parameters.loss_weight import Batch, Kind, loss_weight
 from paceline.pipeline.deferred import Deferred
-from paceline.pipeline.loss_check import adds_up, kind
+from paceline.pipeline.loss_check import adds_up, kind, loss_on_random_outputs
 from paceline.pipeline.microbatch_loss import MicrobatchLoss
 
 BATCH, LENGTH, CLASSES = 8, 3, 5
@@ -57,3 +58,14 @@ def test_numbers_that_change_in_every_step_make_no_other_kind() -> None:
     assert kind(output()[:, 1].mean(), sizes) != kind(output()[:, 2].mean(), sizes)
     assert kind(output().mean(), sizes) != kind(output().mean(), (5, 3))
     assert kind(output().mean(), sizes) != kind(output().sum(), sizes)
+
+
+def test_a_term_of_the_output_itself_is_no_penalty_on_parameters() -> None:
+    targets = TARGETS.clone()
+    targets[0] = -100
+    made = output()
+    loss = functional.cross_entropy(made.flatten(0, 1), targets.flatten()) + 0.1 * made.square().mean()
+    found = loss_weight(loss_on_random_outputs(loss, BATCH), Batch(BATCH, set()))
+    assert found.kind is Kind.UNKNOWN  # means over different numbers of items
+    whole = functional.cross_entropy(output().flatten(0, 1), targets.flatten())
+    assert loss_weight(loss_on_random_outputs(whole, BATCH), Batch(BATCH, set())).items == (BATCH - 1) * LENGTH

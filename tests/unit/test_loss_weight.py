@@ -9,6 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from paceline.parameters.gradient_state import add_loss, gradient_states
+from paceline.parameters.gradients import Gradients
+from paceline.parameters.layout import Layout
+from paceline.parameters.loss_reader import SUM, LossReader
 from paceline.parameters.loss_weight import Batch, Kind, loss_weight
 
 SAMPLES, CLASSES = 6, 3
@@ -25,6 +29,15 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 
 def penalty() -> torch.Tensor:
     return sum((p.pow(2).sum() for p in MODEL.parameters()), torch.zeros(()))
+
+
+def each(outputs: torch.Tensor) -> list[torch.Tensor]:
+    """A loss for each sample, as inner loops have them."""
+    return [F.mse_loss(output, target) for output, target in zip(outputs, TARGETS, strict=True)]
+
+
+def added(losses: list[torch.Tensor]) -> torch.Tensor:
+    return sum(losses[1:], losses[0])
 
 
 MEANS: dict[str, tuple[Loss, float, bool]] = {
@@ -49,6 +62,8 @@ MEANS: dict[str, tuple[Loss, float, bool]] = {
     "of several": (lambda o: F.cross_entropy(o, Y) - 0.1 * F.cross_entropy(-o, Y), 6, True),
     "of unlike items": (lambda o: F.mse_loss(o, TARGETS) + F.cross_entropy(o, Y), 6, True),
     "in a list": (lambda o: torch.stack([F.cross_entropy(o, Y), F.cross_entropy(-o, Y)]).mean(), 6, True),
+    "one of each sample in a list": (lambda o: torch.stack(each(o)).mean(), 6, True),
+    "one of each sample by their number": (lambda o: added(each(o)) / len(o), 6, True),
 }
 SUMS: dict[str, Loss] = {
     "cross entropy": lambda o: F.cross_entropy(o, Y, reduction="sum"),
@@ -56,6 +71,9 @@ SUMS: dict[str, Loss] = {
     "of several": lambda o: F.mse_loss(o, TARGETS, reduction="sum") - 0.5 * torch.sum(1 + o - o.exp()),
     "by a constant": lambda o: F.mse_loss(o, TARGETS, reduction="sum") / 32,
     "by the whole batch": lambda o: F.cross_entropy(o, Y, reduction="sum") / (4 * SAMPLES),
+    "one of each sample": lambda o: added(each(o)),
+    "one of each sample in a list": lambda o: torch.stack(each(o)).sum(),
+    "one of each sample by a constant": lambda o: added(each(o)) / 32,
     "of rewards": lambda o: torch.stack([-row.log_softmax(0)[0] for row in o]).sum(),
 }
 UNKNOWN: dict[str, Loss] = {
@@ -90,7 +108,45 @@ def test_a_divisor_that_was_a_constant_before_is_no_count_by_chance() -> None:
         assert loss_weight(loss, Batch(samples, seen)).kind is kind
 
 
+def test_as_many_losses_as_samples_may_be_one_of_each() -> None:
+    lists: set[int] = set()
+    loss = added([F.cross_entropy(one * MODEL(X), Y) for one in range(SAMPLES)])
+    assert loss_weight(loss, Batch(SAMPLES, set(), set(), lists)).kind is Kind.MEAN
+    assert lists == {SAMPLES}
+
+
 def test_products_of_parameters_and_data_are_no_penalty() -> None:
     weight, offset = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(()))
     loss = ((X * weight).sum(1) + offset - TARGETS[:, 0]).pow(2).mean() + 0.1 * weight.abs().sum()
     assert loss_weight(loss, Batch(SAMPLES, set()))[:2] == (Kind.MEAN, SAMPLES)
+
+
+def test_a_copy_of_another_workers_part_has_no_weight_and_teaches_nothing() -> None:
+    model, said = nn.Linear(5, CLASSES), list[str]()
+    optimizer = torch.optim.SGD(model.parameters())
+    gradients = Gradients.private(Layout(list(model.named_parameters()), 1), torch.device("cpu"))
+    gradients.attach()
+    reader = LossReader(said.append, divided=True)
+    (state,) = gradient_states(optimizer, gradients, 0.5, reader)
+
+    def backward(samples: int, share: float, divisor: float, given: float | None = None) -> None:
+        reader.samples, reader.copied = samples, not share
+        state.take_batch(share)
+        loss = model(X[:3]).sum() / divisor
+        add_loss([state], reader.read(loss, given))
+        loss.backward()
+
+    try:
+        backward(0, 0.0, 3.0)
+        backward(0, 0.0, 3.0, SUM)  # of several batches that are summed
+        assert (state.weight.weight, reader.averaged, said) == (0.0, False, [])
+        backward(3, 0.5, 1.0)
+        assert torch.equal(model.weight.grad, X[:3].sum(0).expand(CLASSES, -1)), "of the last one alone"
+        assert state.weight.loss.kind is Kind.SUM
+        assert said == []
+        model.zero_grad()
+        backward(3, 0.5, 3.0)
+        assert state.weight.loss.kind is Kind.MEAN, "3 counts samples; the copy's 3 were not taken for a constant"
+    finally:
+        reader.close()
+        gradients.detach()

@@ -7,6 +7,7 @@ until a backward pass makes it, summed over several, and cleared by `zero_grad`.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,14 @@ class Gradients:
     def memory_size(cls, layout: Layout, workers: int) -> int:
         return workers * layout.size
 
+    def restricted(self, mask: bytes) -> Gradients:
+        """The same buffers for some of the parameters only: those with a byte that is not 0."""
+        some = copy.copy(self)
+        nothing = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+        some._parameters = [own if inside else nothing for own, inside in zip(self._parameters, mask, strict=True)]
+        some._hooks = []
+        return some
+
     def attach(
         self, on_gradient: Callable[[], None] | None = None, on_index: Callable[[int], None] | None = None
     ) -> None:
@@ -114,7 +123,11 @@ class Gradients:
     @property
     def any(self) -> bool:
         """True if any parameter has a gradient."""
-        return any(GRAD.__get__(parameter) is not None for parameter in self._parameters)
+        get = GRAD.__get__
+        for parameter in self._parameters:  # noqa: SIM110  # a generator is slower, and this is a part of every step
+            if get(parameter) is not None:
+                return True
+        return False
 
     def show(self, used: bytes | None) -> None:
         """Set `.grad` of the used parameters (None: of all) to this worker's buffer, and of the others to None."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,6 +23,9 @@ from paceline.parameters.worker_table import SLOT
 
 class Hyperparameters:
     """This worker's values for the others to read, and theirs for this one."""
+
+    STATE = ("_versions", "_cache")
+    """Attributes that change while it reads."""
 
     def __init__(self, optimizer: Optimizer | None, slots: list[memoryview], rank: int = -1) -> None:
         """Without an optimizer, only to read."""
@@ -56,12 +60,17 @@ class Hyperparameters:
         """Reset the state of a rank that another worker has now."""
         self._versions[rank] = 0
 
-    def read(self, rank: int, version: int) -> list[dict[str, Any]]:
-        """The values of `rank` in that state."""
+    def written(self, rank: int) -> bytes:
+        """The values of `rank`, encoded, as it has written them last."""
+        slot = self._slots[rank]
+        return bytes(slot[8 : 8 + int.from_bytes(slot[:8], "little")])
+
+    def read(
+        self, rank: int, version: int, find: Callable[[Callable[[], bytes]], bytes] = lambda written: written()
+    ) -> list[dict[str, Any]]:
+        """The values of `rank` in that state; find: is passed how to find them, encoded."""
         if self._versions[rank] != version:
-            slot = self._slots[rank]
-            length = int.from_bytes(slot[:8], "little")
-            groups = [_tuples(group) for group in msgspec.json.decode(bytes(slot[8 : 8 + length]))]
+            groups = [_tuples(group) for group in msgspec.json.decode(find(lambda: self.written(rank)))]
             # Workers mostly have the same values: then they are the same object, which is quickly seen.
             self._cache[rank] = next((known for known in self._cache if known == groups), groups)
             self._versions[rank] = version

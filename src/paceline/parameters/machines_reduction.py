@@ -6,6 +6,8 @@ elements on other machines. The optimizer then updates the shard on every machin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.cluster.membership import Members
 from paceline.collectives.inter_machine import InterMachineReduce, ReduceSegment, segments
 from paceline.parameters.gradients import Gradients
@@ -17,11 +19,23 @@ from paceline.transport import BarrierKind
 class MachinesReduction(Reduction):
     """As `SharedReduction`, with the sums of the other machines; ranks are the team's."""
 
-    def __init__(self, layout: Layout, gradients: Gradients, members: Members, topology: str) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        gradients: Gradients,
+        members: Members,
+        topology: str,
+        sources: Sequence[int] | None = None,
+        target: int | None = None,
+    ) -> None:
+        """sources: numbers of the replicas on this machine, if a gradient is a replica's and not a worker's.
+
+        target: the index among them of this worker's replica.
+        """
         self._layout, self._gradients, self._members = layout, gradients, members
-        self._here = members.machines[members.machine]
+        self._here = members.machines[members.machine] if sources is None else sources
         self._rank = members.local.rank
-        self.inside = SharedReduction(layout, gradients, self._rank)
+        self.inside = SharedReduction(layout, gradients, self._rank, target)
         self.between = InterMachineReduce(members, topology)
         self._segments: list[ReduceSegment] = []
         """The segments of this worker's shard."""

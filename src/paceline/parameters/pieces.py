@@ -51,6 +51,8 @@ class ShardChunk:
     """Their sum."""
     buffers: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """Its values in buffers of versions, by buffer; filled on demand."""
+    state: list[memoryview] | None = None
+    """Where the optimizer's state of it lies; filled on demand."""
 
 
 def cut_pieces(optimizer: Optimizer, layout: Layout, workers: int) -> list[list[Piece]]:

@@ -78,7 +78,7 @@ class SharedReduction(Reduction):
             first, last = max(start, slot.offset), min(stop, slot.offset + slot.count)
             anybody = any(used is None or used[rank][slot.index] for rank, _ in weights)
             if first < last and not anybody:
-                self._gradients.flats[self._rank][number][first:last].zero_()
+                self._gradients.flats[self._target][number][first:last].zero_()
 
     def _sum(self, parts: tuple[torch.Tensor, ...], start: int, stop: int, weights: Weights) -> None:
         step = CHUNK // parts[0].itemsize

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from paceline import failpoints
 from paceline.parameters.gradients import Gradients
+from paceline.parameters.kept_version import KeptVersion
 from paceline.parameters.layout import Layout
 from paceline.parameters.optimizers import bare_step, same_kind_fused, without_parameters
 from paceline.parameters.pieces import ByGroup, Piece, ShardChunk, cut_pieces, make_chunks
+from paceline.parameters.progress import ProgressLog
 from paceline.parameters.reduction import Weights, weighted_sum
 from paceline.parameters.state_memory import AT_HEAD, NONE, OWN, StateMemory
 from paceline.parameters.versions import Versions
@@ -57,6 +60,12 @@ class ShardedOptimizer:
         """The learning rate, if the optimizer is plain gradient descent."""
         self.mix: Mix | None = None
         """Sums gradients that are not stored as they are: compressed ones, say."""
+        self.keep: KeptVersion | None = None
+        """Where the next update copies to what it overwrites."""
+        self.log: ProgressLog | None = None
+        """How far an update is, for the next owner of the shard if this process dies."""
+        self.private = False
+        """True if the optimizer keeps state that is not in shared memory."""
         self._apart = False
         """True if parameters have been used unevenly, so that each must be updated by itself."""
         self._bytes = sum(chunk.total.nbytes for chunk in self._chunks)
@@ -65,10 +74,7 @@ class ShardedOptimizer:
         groups = []
         for number, group in enumerate(optimizer.param_groups):
             members = [piece.parameter for piece in self._own if piece.group == number]
-            # An optimizer wants at least one parameter in all; a group may be empty.
             groups.append({**without_parameters(group), "params": members})
-        if not any(group["params"] for group in groups):
-            groups[0]["params"] = [torch.nn.Parameter(torch.zeros(1))]
         return same_kind_fused(optimizer, groups)
 
     # -- state in shared memory --------------------------------------------------------------------------------------
@@ -76,6 +82,10 @@ class ShardedOptimizer:
     def memory_size(self) -> int:
         """Bytes of shared memory that the optimizer's state needs."""
         return self._state.size
+
+    def undo_size(self) -> int:
+        """Bytes that one part of an update overwrites at most."""
+        return self._state.largest()
 
     def place(self, memory: Memory) -> None:
         """Keep the state in this memory, zeroed and equal on all workers."""
@@ -96,6 +106,10 @@ class ShardedOptimizer:
     def export_state(self, optimizer: Optimizer) -> None:
         """Fill `optimizer.state` with views of the whole state, as if it had run on whole parameters."""
         self._state.export(optimizer)
+
+    def export_kept(self, kept: KeptVersion, optimizer: Optimizer) -> None:
+        """As `export_state`, of a copy that updates have made of all shards."""
+        self._state.twin(kept.memory, kept.state).export(optimizer)
 
     def adopt_state(self) -> None:
         """Use the state in shared memory, which another process has written."""
@@ -173,23 +187,78 @@ class ShardedOptimizer:
         already is passed as this worker's own with weight 1. move: the buffers of the last and of the next version, if
         they differ. Returns the bytes read from other workers.
         """
+        first = self._resume(move)
         if used is not None:
             self._split_runs()
         elif not (self._runs or self._apart or self._stateless):
             self._join_runs()
         descent = self._rate if move is not None and used is None else None
-        for number, chunk in enumerate(self._chunks):
+        keep, self.keep = self.keep, None
+        if keep is not None and not first:
+            self._state.copy_small(self._own, keep)
+        log = self.log if descent is None or self._in_place(move) else None  # else it can be done again as a whole
+        for number, chunk in enumerate(self._chunks[first:], first):
+            if log is not None:
+                log.begin(number, self._overwritten(chunk, move))
+            failpoints.hit("update.chunk")
+            if keep is not None:
+                self._keep(keep, chunk, 0 if move is None else move[0])
             if descent is not None and move is not None:
                 self._descend(chunk, weights, scale, descent, *move)
-                continue
-            if move is not None:
-                self._move(number, chunk, *move)
-            if used is not None:
-                self._update_used(chunk, weights, used, scale)
-                continue
+            else:
+                self._update_chunk(number, chunk, weights, used, scale, move)
+            failpoints.hit("chunk.written")
+            if log is not None:
+                log.end(number)
+        return self._bytes * len([rank for rank, _ in weights if rank != self._rank])
+
+    def _update_chunk(
+        self,
+        number: int,
+        chunk: ShardChunk,
+        weights: Weights,
+        used: list[bytes] | None,
+        scale: float,
+        move: tuple[int, int] | None,
+    ) -> None:
+        if move is not None:
+            self._move(number, chunk, *move)
+        if used is not None:
+            self._update_used(chunk, weights, used, scale)
+        else:
             self._sum(chunk, weights, scale)
             self._step(self._runs[number] if self._runs else chunk.by_group, chunk.pieces)
-        return self._bytes * len([rank for rank, _ in weights if rank != self._rank])
+
+    def _resume(self, move: tuple[int, int] | None) -> int:
+        """The first chunk of an update: not 0 if its owner before this one has died within it."""
+        log = self.log
+        if log is None or not (log.first or log.torn):
+            return 0
+        if log.torn:
+            log.restore(self._overwritten(self._chunks[log.first], move))
+        self.adopt_state()
+        return log.first
+
+    @staticmethod
+    def _in_place(move: tuple[int, int] | None) -> bool:
+        """True if the next version is written where the last one is."""
+        return move is None or move[0] == move[1]
+
+    def _overwritten(self, chunk: ShardChunk, move: tuple[int, int] | None) -> list[memoryview]:
+        """The bytes that an update of this chunk overwrites, and that it depends on."""
+        places = chunk.state
+        if places is None:
+            places = chunk.state = self._state.places(chunk.flat, chunk.start, chunk.stop, chunk.pieces)
+        if not self._in_place(move):
+            return places
+        values = self._in_buffer(chunk, 0 if move is None else move[0])
+        return [*places, values.view(torch.uint8).numpy().data]
+
+    def _keep(self, keep: KeptVersion, chunk: ShardChunk, buffer: int) -> None:
+        """Copy a chunk's values, which lie in this buffer, and its state."""
+        start, stop = chunk.start, chunk.stop
+        keep.values[chunk.flat][start:stop].copy_(self._in_buffer(chunk, buffer))
+        self._state.copy_elements(chunk.flat, start, stop, keep)
 
     def _sum(self, chunk: ShardChunk, weights: Weights, scale: float) -> None:
         if self.mix is None:
@@ -320,6 +389,8 @@ class ShardedOptimizer:
             if place is not None:
                 place.copy_(value)
                 state[name] = place
+            elif value is not None:
+                self.private = True
         piece.in_memory = True
         self._stateless -= 1
         self._state.marks[piece.number] = OWN

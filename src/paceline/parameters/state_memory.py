@@ -6,14 +6,17 @@ One mark per piece tells where its scalars are.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
 from torch.optim import Optimizer
 
+from paceline.parameters.kept_version import KeptVersion
 from paceline.parameters.layout import Layout
 from paceline.parameters.optimizers import StateSpec, state_specs
 from paceline.parameters.pieces import Piece
+from paceline.parameters.reduction import CHUNK
 from paceline.transport import Memory
 
 NONE, OWN, AT_HEAD = 0, 1, 2
@@ -35,6 +38,8 @@ class StateMemory:
         self._memory: Memory | None = None
         self._flat_state: dict[tuple[int, str], torch.Tensor] = {}
         self._scalars = 0
+        self._copies: StateMemory | None = None
+        """Of a kept version, once one was made."""
         self.marks = memoryview(b"")
         """A byte per piece."""
 
@@ -57,14 +62,22 @@ class StateMemory:
         """The names of state with one value per element, with its dtype."""
         return {name: kind for name, (is_full, kind) in self._merged[dtype].items() if is_full}
 
-    def place(self, memory: Memory) -> None:
-        """Use this memory, zeroed and equal on all workers."""
+    def place(self, memory: Memory, base: int = 0) -> None:
+        """Use this memory from this byte on, zeroed and equal on all workers."""
         self._memory = memory
-        starts, self._scalars, marks = self._addresses()
+        starts, scalars, marks = self._addresses()
+        self._scalars = base + scalars
         for number, flat in enumerate(self._layout.flats):
             for name, dtype in self._full(flat.dtype).items():
-                self._flat_state[number, name] = memory.tensor(starts[number, name], flat.count, dtype)
-        self.marks = memory.bytes(marks, len(self._pieces))
+                self._flat_state[number, name] = memory.tensor(base + starts[number, name], flat.count, dtype)
+        self.marks = memory.bytes(base + marks, len(self._pieces))
+
+    def twin(self, memory: Memory, base: int) -> StateMemory:
+        """The same state elsewhere: of a copy that lies in this memory, from this byte on."""
+        other = copy.copy(self)
+        other._flat_state = {}
+        other.place(memory, base)
+        return other
 
     def spec(self, piece: Piece) -> StateSpec:
         return self._specs[self._layout.flats[piece.flat].dtype][piece.group]
@@ -102,18 +115,57 @@ class StateMemory:
                 spans.append((at + start * dtype.itemsize, at + stop * dtype.itemsize))
         return spans
 
+    def small(self, own: Sequence[Piece]) -> list[tuple[int, int]]:
+        """Offsets and sizes in bytes of one worker's scalars and marks; its pieces are numbered one after the other."""
+        _, scalars, marks = self._addresses()
+        if not own:
+            return []
+        first, count, width = own[0].number, len(own), 8 * len(self.names)
+        return [(scalars + first * width, count * width), (marks + first, count)]
+
     def ranges(self, rank: int, own: Sequence[Piece]) -> list[tuple[int, int]]:
-        """The same as few offsets and sizes in bytes; a worker's pieces are numbered one after the other."""
-        starts, scalars, marks = self._addresses()
+        """All of one worker's state as few offsets and sizes in bytes."""
+        starts, _, _ = self._addresses()
         found = []
         for number, flat in enumerate(self._layout.flats):
             start, stop = flat.shards[rank]
             for name, dtype in self._full(flat.dtype).items():
                 found.append((starts[number, name] + start * dtype.itemsize, (stop - start) * dtype.itemsize))
-        if own:
-            first, count, width = own[0].number, len(own), 8 * len(self.names)
-            found += [(scalars + first * width, count * width), (marks + first, count)]
+        found += self.small(own)
         return [(start, size) for start, size in found if size]
+
+    def places(self, number: int, start: int, stop: int, pieces: Sequence[Piece]) -> list[memoryview]:
+        """Where the state of a chunk lies: of these elements of a flat buffer, and of its pieces."""
+        assert self._memory is not None
+        starts, _, _ = self._addresses()
+        found = [
+            (starts[number, name] + start * dtype.itemsize, (stop - start) * dtype.itemsize)
+            for name, dtype in self._full(self._layout.flats[number].dtype).items()
+        ]
+        return [self._memory.bytes(first, size) for first, size in [*found, *self.small(pieces)] if size]
+
+    def largest(self) -> int:
+        """Bytes of all `places` of a chunk at most, with the values of its elements."""
+        most = 0
+        for flat in self._layout.flats:
+            step = max(1, CHUNK // flat.dtype.itemsize)
+            width = flat.dtype.itemsize + sum(dtype.itemsize for dtype in self._full(flat.dtype).values())
+            most = max(most, step * width)
+        return most + (8 * len(self.names) + 1) * len(self._pieces)
+
+    def copy_small(self, own: Sequence[Piece], kept: KeptVersion) -> None:
+        """Copies one worker's scalars and marks."""
+        assert self._memory is not None
+        for start, size in self.small(own):
+            kept.copy_state(start, size, self._memory)
+
+    def copy_elements(self, number: int, start: int, stop: int, kept: KeptVersion) -> None:
+        """Copies the state of these elements of a flat buffer."""
+        if self._copies is None:
+            self._copies = self.twin(kept.memory, kept.state)
+        for (flat, name), values in self._flat_state.items():
+            if flat == number:
+                self._copies.flat(number, name)[start:stop].copy_(values[start:stop])
 
     def export(self, optimizer: Optimizer) -> None:
         """Fill `optimizer.state` with views of the whole state, as if it had run on whole parameters."""

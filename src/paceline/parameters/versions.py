@@ -46,8 +46,10 @@ class Versions:
             self.buffers.append(flats)
             self._own.append(own)
         self._views: dict[int, list[torch.Tensor]] = {}
-        self._pairs: dict[int, list[tuple[torch.nn.Parameter, torch.Tensor, int]]] = {}
-        """By buffer, the model's parameters, where they lie in it, and the addresses of that."""
+        self._pairs: dict[int, list[tuple[torch.nn.Parameter, torch.Tensor]]] = {}
+        """By buffer, the model's parameters, and where they lie in it."""
+        self._addresses: dict[int, list[int]] = {}
+        """The addresses of that."""
         self._pulled = 0
         """The buffer that the parameters are views of."""
 
@@ -78,18 +80,19 @@ class Versions:
                 self.private.discard()  # another version will be there, which must be seen
             self.private.forget()
         self._pulled = buffer
-        for parameter, view, _ in self._places(buffer):
+        for parameter, view in self._places(buffer):
             if parameter.is_cpu:
                 parameter.data = view
             else:
                 parameter.data.copy_(view, non_blocking=True)
 
-    def _places(self, buffer: int) -> list[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+    def _places(self, buffer: int) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         places = self._pairs.get(buffer)
         if places is None:
             views = self.layout.buffers(self._own[buffer])
             slots = zip(self.layout.slots, views, strict=True)
-            places = self._pairs[buffer] = [(slot.parameter, view, view.data_ptr()) for slot, view in slots]
+            places = self._pairs[buffer] = [(slot.parameter, view) for slot, view in slots]
+            self._addresses[buffer] = [view.data_ptr() for view in views]
         return places
 
     # -- changes by hand ---------------------------------------------------------------------------------------------
@@ -98,9 +101,11 @@ class Versions:
         """The parameters that the script has changed itself, outside of the optimizer, since the last `discard`."""
         if self.private is None:
             return []
-        for slot, (parameter, view, address) in zip(self.layout.slots, self._places(self._pulled), strict=True):
-            if parameter.data_ptr() != address and view.numel():
-                take_back(slot.name, parameter, view)
+        places = self._places(self._pulled)
+        if [parameter.data_ptr() for parameter, _ in places] != self._addresses[self._pulled]:
+            for slot, (parameter, view) in zip(self.layout.slots, places, strict=True):
+                if parameter.data_ptr() != view.data_ptr() and view.numel():
+                    take_back(slot.name, parameter, view)
         written = self._written()
         if not written:
             return []

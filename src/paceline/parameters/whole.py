@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from paceline import failpoints
 from paceline.parameters.gradients import Gradients
+from paceline.parameters.kept_version import KeptVersion
 from paceline.parameters.layout import Layout, Slot
-from paceline.parameters.optimizers import same_kind, without_parameters
+from paceline.parameters.optimizers import same_kind_as, without_parameters
+from paceline.parameters.progress import ProgressLog
 from paceline.parameters.reduction import Weights, weighted_sum
 from paceline.parameters.sharding import Mix
 from paceline.parameters.versions import Versions
@@ -33,6 +36,9 @@ class WholeOptimizer:
     ) -> None:
         self._user, self._layout, self._versions, self._gradients = optimizer, layout, versions, gradients
         self.mix: Mix | None = None
+        self.keep: KeptVersion | None = None
+        self.log: ProgressLog | None = None
+        self.private = False
         self._flat_of = {slot.index: number for number, flat in enumerate(layout.flats) for slot in flat.slots}
         self._own = [
             slot
@@ -58,9 +64,7 @@ class WholeOptimizer:
         for group in self._user.param_groups:
             inside = [parameters[i] for p in group["params"] if (i := index_of[id(p)]) in wanted]
             groups.append({**without_parameters(group), "params": inside})
-        if not any(group["params"] for group in groups):
-            groups[0]["params"] = [torch.nn.Parameter(torch.zeros(2, 2))]
-        return same_kind(type(self._user), groups, self._user.defaults)
+        return same_kind_as(self._user, groups)
 
     def _try(self) -> dict[int, _Spec]:
         """The state that the optimizer keeps for each parameter, found by a step on probes."""
@@ -95,6 +99,10 @@ class WholeOptimizer:
     def memory_size(self) -> int:
         return self._addresses()[1] + len(self._layout.slots)
 
+    def undo_size(self) -> int:
+        """As `ShardedOptimizer.undo_size`: an update is one part, as it may concern all parameters at once."""
+        return self.memory_size() + self._layout.size
+
     def owned(self) -> list[tuple[int, int]]:
         """As `ShardedOptimizer.owned`."""
         places, end = self._addresses()
@@ -107,12 +115,17 @@ class WholeOptimizer:
         return spans
 
     def place(self, memory: Memory) -> None:
+        self._memory = memory
+        self._homes, self._placed = self._places(memory, 0)
+
+    def _places(self, memory: Memory, base: int) -> tuple[dict[tuple[int, str], torch.Tensor], memoryview]:
+        """The state in this memory, from this byte on, and a byte per parameter: 1 if it has state."""
         places, end = self._addresses()
+        homes = {}
         for (index, name), place in places.items():
             shape, dtype = self._specs[index][name]
-            self._homes[index, name] = memory.tensor(place, max(1, shape.numel()), dtype).view(shape)
-        self._memory = memory
-        self._placed = memory.bytes(end, len(self._layout.slots))
+            homes[index, name] = memory.tensor(base + place, max(1, shape.numel()), dtype).view(shape)
+        return homes, memory.bytes(base + end, len(self._layout.slots))
 
     def adopt_state(self) -> None:
         for slot in self._own:
@@ -131,12 +144,16 @@ class WholeOptimizer:
         optimizer.state.clear()
 
     def export_state(self, optimizer: Optimizer) -> None:
+        self._export(self._homes, self._placed, optimizer)
+
+    def export_kept(self, kept: KeptVersion, optimizer: Optimizer) -> None:
+        self._export(*self._places(kept.memory, kept.state), optimizer)
+
+    def _export(self, homes: dict[tuple[int, str], torch.Tensor], placed: memoryview, optimizer: Optimizer) -> None:
         optimizer.state.clear()
         for slot in self._layout.slots:
-            if slot.index < len(self._placed) and self._placed[slot.index]:
-                optimizer.state[slot.parameter] = {
-                    name: self._homes[slot.index, name] for name in self._specs[slot.index]
-                }
+            if slot.index < len(placed) and placed[slot.index]:
+                optimizer.state[slot.parameter] = {name: homes[slot.index, name] for name in self._specs[slot.index]}
 
     # -- updating ----------------------------------------------------------------------------------------------------
 
@@ -149,7 +166,19 @@ class WholeOptimizer:
     ) -> int:
         """As `ShardedOptimizer.update`."""
         old, new = move or (0, 0)
+        if self.log is not None:
+            if self.log.first:
+                return 0
+            places = self._overwritten(new if old == new else None)
+            if self.log.torn:
+                self.log.restore(places)
+                self.adopt_state()
+            self.log.begin(0, places)
+        keep, self.keep = self.keep, None
+        if keep is not None:
+            self._keep(keep, old)
         for slot in self._own:
+            failpoints.hit("update.chunk")
             flat = self._flat_of[slot.index]
             start, stop = slot.offset, slot.offset + slot.count
             parameter = self._parameters[slot.index]
@@ -172,7 +201,29 @@ class WholeOptimizer:
         self._inner.step()
         for slot in self._own:
             self._settle(slot)
+        failpoints.hit("chunk.written")
+        if self.log is not None:
+            self.log.end(0)
         return 0
+
+    def _overwritten(self, buffer: int | None) -> list[memoryview]:
+        """The state of this server's parameters, and their values if they are updated in place in this buffer."""
+        assert self._memory is not None
+        places = [self._memory.bytes(start, end - start) for start, end in self.owned()]
+        for slot in self._own if buffer is not None else ():
+            assert buffer is not None
+            values = self._versions.buffers[buffer][self._flat_of[slot.index]][slot.offset : slot.offset + slot.count]
+            places.append(values.view(torch.uint8).numpy().data)
+        return places
+
+    def _keep(self, keep: KeptVersion, buffer: int) -> None:
+        """Copy the values of this server's parameters, which lie in this buffer, and their state."""
+        assert self._memory is not None
+        for slot in self._own:
+            flat, stop = self._flat_of[slot.index], slot.offset + slot.count
+            keep.values[flat][slot.offset : stop].copy_(self._versions.buffers[buffer][flat][slot.offset : stop])
+        for start, end in self.owned():
+            keep.copy_state(start, end - start, self._memory)
 
     def _settle(self, slot: Slot) -> None:
         """Move a parameter's state to shared memory."""
@@ -181,6 +232,7 @@ class WholeOptimizer:
             return
         for name, value in state.items():
             home = self._homes.get((slot.index, name))
+            self.private |= home is None and value is not None
             if home is not None and value is not home:
                 home.copy_(value)
                 state[name] = home
