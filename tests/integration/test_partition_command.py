@@ -57,6 +57,20 @@ def test_devices_and_links_may_all_be_different(script: Path, tmp_path: Path, mo
     assert told["stages"][0]["last"] == 1
     slow = json.loads(plan("--bandwidth", "unlimited,2:1kB/s", "--json").stdout)
     assert slow["slowest"] > 1 > told["slowest"]
+    links: Any = {"hosts": ["a", "a", "b"], "findings": []}
+    links["latency"] = [[None, 1e-6, 1e-3], [1e-6, None, 2e-3], [1e-3, 1e-3, None]]
+    links["bandwidth"] = [[None, 1e9, 1e5], [1e9, None, 1e5], [1e9, 1e9, None]]
+    (tmp_path / "links.json").write_text(json.dumps({"machines": [], "links": links}))
+    measured = json.loads(plan("--links", "links.json", "--json").stdout)
+    inside, between = measured["links"]
+    crossing = 32 * 128 * 4  # of the whole batch
+    assert (inside["bytes"], inside["seconds"]) == (crossing, 0.0)  # through memory
+    assert between["seconds"] == pytest.approx(crossing / 1e5 + 8 * 2e-3)  # the slower direction's
+    assert measured["seconds_per_step"] > crossing / 1e5 > told["seconds_per_step"]
+    text = plan("--links", "links.json").stdout
+    assert "stage 1 to 2: 16.4 kB per step each way" in text, text
+    assert "leave out --bandwidth" in plan("--links", "links.json", "--latency", "1ms").stderr
+    assert "is no output of paceline doctor" in plan("--links", str(script)).stderr
     outcome = plan("--replicate", "--memory", "1GB,0:2GB")
     assert outcome.returncode == 2 and "--replicate is for devices and links that are all equal" in outcome.stderr
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.load import allowed
 from helpers.split_models import MODELS, apart, launched, made, train
+from helpers.support import wait_until
 from helpers.teams import run_team
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -57,6 +59,11 @@ def test_losses_are_those_of_the_plain_model(kind: str, workers: int) -> None:
 def test_every_schedule_gives_the_same_losses(kind: str, options: str) -> None:
     found = run_team(losses, 2, kind, 4, {}, launch=launched(f"pipeline:stages=2,{options}"))
     assert apart(found[0], train(None, kind, 4)) < 1e-5
+
+
+def test_zero_bubble_can_cut_after_a_value_that_the_backward_pass_needs() -> None:
+    found = run_team(losses, 4, "small", 4, {}, launch=launched("pipeline:stages=4,schedule=zero-bubble"))
+    assert apart(found[0], train(None, "small", 4)) < 1e-5
 
 
 # -- loops of all kinds ----------------------------------------------------------------------------------------------
@@ -532,13 +539,15 @@ def abandoned(team: Team, fault: str, path: str) -> str:
                 Path(path).write_text(fault)
                 if fault == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(4.0)
+                for rank in range(team.world_size - 1):
+                    wait_until(Path(f"{path}-{rank}").exists, 50.0, f"the error of rank {rank}")
                 return "slept"
             start = time.monotonic()
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     except TeamError as error:
+        Path(f"{path}-{team.rank}").touch()
         return f"{type(error).__name__} {error.ranks} after {time.monotonic() - start:.1f} s"
     return "went on"
 
@@ -546,7 +555,7 @@ def abandoned(team: Team, fault: str, path: str) -> str:
 @pytest.mark.parametrize("stages", ["3", "2,workers=1+2", "2,workers=2+1"])
 @pytest.mark.parametrize(("fault", "heard"), [("dies", "WorkerLost"), ("hangs", "TeamTimeout")])
 def test_a_stage_that_is_gone_or_stuck_is_named_in_time(fault: str, heard: str, stages: str, tmp_path: Path) -> None:
-    launch = Launch(strategy=f"pipeline:stages={stages},microbatches=2", timeouts=Timeouts(barrier=2.0, join=20.0))
+    launch = Launch(strategy=f"pipeline:stages={stages},microbatches=2", timeouts=Timeouts(barrier=4.0, join=20.0))
     found: list[Any] = []
     if fault == "dies":
         with pytest.raises(AssertionError, match="rank 2 ended without a word"):
@@ -559,7 +568,7 @@ def test_a_stage_that_is_gone_or_stuck_is_named_in_time(fault: str, heard: str, 
         kind, _, rest = said.partition(" ")
         # The first stage may hear of the middle one that has given up before it hears of the last.
         assert kind in (heard, "WorkerLost"), said
-        assert float(rest.split("after ")[1].split()[0]) < 5.0, said
+        assert float(rest.split("after ")[1].split()[0]) < allowed(8.0), said
     assert any(said.startswith(f"{heard} (2,)") for said in found), found
 
 

@@ -14,6 +14,7 @@ from helpers.split_models import apart, launched
 from helpers.teams import run_team
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from paceline import Team, UsageError
 
@@ -104,6 +105,13 @@ class Repeated(Net):
         return self.last(self.middle(image.flatten(1)))
 
 
+class Again(Net):
+    """Computes a part again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.middle, torch.tanh(self.first(x)), use_reentrant=True))
+
+
 class Taken(nn.Module):
     def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
         return both[0]
@@ -129,6 +137,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "several": (Several, "1f1b"),
     "named": (Named, "1f1b"),
     "repeated": (Repeated, "zero-bubble"),
+    "again": (Again, "1f1b"),
     "recurrent": (recurrent, "zero-bubble"),
     "following": (following, "1f1b"),
 }

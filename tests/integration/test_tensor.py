@@ -286,10 +286,9 @@ def refused(team: Team, kind: str) -> str:
     model: Any = nn.Linear(7, 7) if kind == "odd" else made("chain")
     loader: Any = DataLoader(MODELS["chain"][1](), batch_size=4)
     optimizer: Any = torch.optim.LBFGS(model.parameters()) if kind == "lbfgs" else adam(model)
-    loaders = [] if kind == "blind" else [loader]
     options: dict[str, Any] = {"gradients": "visible"} if kind == "visible" else {}
     try:
-        team.setup(model, optimizer, *loaders, **options)
+        team.setup(model, optimizer, loader, **options)
     except UsageError as error:
         return str(error)
     return "nothing"
@@ -299,8 +298,8 @@ def refused(team: Team, kind: str) -> str:
     ("kind", "sentence"),
     [
         ("odd", "could not be run on its loader's first batch"),
+        ("odd", "team.setup(..., example_inputs=(x,))"),
         ("lbfgs", "LBFGS is not known to treat every element by itself"),
-        ("blind", "give setup the loader"),
         ("visible", "it must be 'local'"),
     ],
 )

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from paceline.errors import UsageError
 from paceline.tensor_parallel.layers import Role
+from paceline.tensor_parallel.linear_layers import is_linear, multiply, output_dim
 from paceline.tensor_parallel.partial_tensor import RULES, name_of
 from paceline.tensor_parallel.placement import Placement, shard_of, unshard
 from paceline.tensor_parallel.plans import find_plan
@@ -235,3 +236,36 @@ def test_nothing_to_split_says_what_would_do() -> None:
         roles(nn.Linear(3, 3), torch.zeros(2, 3))
     with pytest.raises(UsageError, match="no other degree up to 16 would do either"):
         roles(nn.Sequential(nn.LayerNorm(4)), torch.zeros(2, 4))
+
+
+class Product(nn.Module):
+    """A layer with a weight that is not torch's, whose values say nothing: all are zero."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(6, 6)), nn.Parameter(torch.zeros(6))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.how(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    ("how", "dim"),
+    [
+        (lambda x, w, b: torch.addmm(b, x.flatten(0, -2), w).unflatten(0, x.shape[:-1]), 1),
+        (lambda x, w, b: x @ w.T + b, 0),
+        (lambda x, w, b: x @ w + 2 * b, None),
+        (lambda x, w, b: x @ w.softmax(0) + b, None),
+        (lambda x, w, b: x, None),
+        (lambda x, w, b: w[x], None),
+    ],
+)
+def test_a_layer_of_another_class_is_linear_if_it_computes_that(how: Any, dim: int | None) -> None:
+    layer = Product(how)
+    assert is_linear(layer) == (dim is not None)
+    if dim is not None:
+        assert output_dim(layer) == dim
+        x = torch.randn(2, 3, 6)
+        nn.init.normal_(layer.weight)
+        torch.testing.assert_close(multiply(layer, x, layer.bias), layer(x))

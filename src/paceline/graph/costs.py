@@ -38,14 +38,19 @@ def measure(trace: ModelTrace, model: nn.Module, inputs: Sequence[Any], repeats:
     """Runs every operation by itself, forward and backward, several times; the shortest time counts."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     best: list[tuple[float, float]] = [(float("inf"), float("inf"))] * len(trace.operations)
+    last = {needed: number for number, operation in enumerate(trace.operations) for needed in operation.inputs}
     sizes, wholes = [0] * len(trace.operations), [True] * len(trace.operations)
     with preserved_state(model):
         for _ in range(repeats + 1):  # the first run warms up
             values: dict[int, Any] = {-1 - number: value for number, value in enumerate(inputs)}
             for number, operation in enumerate(trace.operations):
                 weights = [parameters[name] for name in operation.parameters if name in parameters]
-                forward, backward, value = _timed(trace, number, values, weights)
+                with trace.with_values(number):
+                    forward, backward, value = _timed(trace, number, values, weights)
                 values[number] = value
+                for needed in operation.inputs:
+                    if needed >= 0 and last[needed] == number:
+                        values.pop(needed, None)
                 best[number] = (min(best[number][0], forward), min(best[number][1], backward))
                 sizes[number] = sum(one.nbytes for one in _tensors(value))
                 wholes[number] = all(_own(one) is one for one in _tensors(value))
@@ -74,9 +79,9 @@ def _timed(
     leaves: list[torch.Tensor] = [weight for weight in weights if weight.requires_grad]
 
     def detached(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor.detach()
         leaf = tensor.detach()
+        if not _own(tensor).requires_grad:
+            return leaf
         leaves.append(_own(leaf).requires_grad_())
         # Not the leaf itself: the operation may change its input in place.
         return leaf.clone() if trace.may_mutate(number) else leaf
@@ -96,4 +101,12 @@ def _timed(
         start = time.perf_counter()
         torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
         backward = time.perf_counter() - start
-    return forward, backward, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+    return forward, backward, pytree.tree_map_only(torch.Tensor, _leaf, value)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its graph, which requires a gradient as before."""
+    leaf = tensor.detach()
+    if _own(tensor).requires_grad:
+        _own(leaf).requires_grad_()
+    return leaf

@@ -55,8 +55,8 @@ def undivided(model: nn.Module, traced: ModelTrace, norm: str) -> str:
         )
     if traced.reduces_batch:
         return (
-            "the model returns a value of the whole batch, such as its loss, so it is not cut into microbatches; "
-            "let it return a row for every sample, and compute the loss from that"
+            "the model returns a value of the whole batch that is no sum over its samples, so it is not cut into "
+            "microbatches; let it return a row for every sample, and compute the loss from that"
         )
     if norm == "batch" and _has_statistics(model):
         return (
@@ -119,7 +119,11 @@ def _mixes_samples(trace: ModelTrace, model: nn.Module, inputs: Sequence[Any], b
             return True
         for rows in (slice(0, few), slice(batch - few, batch)):
             some = [one[rows] if is_batched(one, batch) else one for one in inputs]
-            if any(_differ(*pair, rows, batch) for pair in zip(whole, _results(trace, some), strict=True)):
+            try:
+                alone = _results(trace, some)
+            except (IndexError, RuntimeError):  # a graph's edges lead to nodes that are left out
+                return True
+            if any(_differ(*pair, rows, batch) for pair in zip(whole, alone, strict=True)):
                 return True
         return False
 
@@ -129,7 +133,8 @@ def _results(trace: ModelTrace, inputs: Sequence[Any]) -> list[torch.Tensor]:
     last = {needed: number for number, operation in enumerate(trace.operations) for needed in operation.inputs}
     for number, operation in enumerate(trace.operations):
         needed = {one: pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, values[one]) for one in operation.inputs}
-        values[number] = trace.execute_deterministic(number, needed)
+        with trace.with_values(number):
+            values[number] = trace.execute_deterministic(number, needed)
         for one in operation.inputs:
             if one >= 0 and last[one] == number and one not in trace.results:
                 values.pop(one, None)

@@ -42,11 +42,13 @@ def _comparable(value: Any) -> Any:
 
 
 def module_attributes(model: nn.Module) -> tuple[Any, ...]:
-    """A key, equal if the forward pass reads equal attributes."""
+    """A key, equal if the forward pass reads equal attributes, of modules and of their `config`."""
+    modules = list(model.modules())
+    configs = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
     return tuple(
         (name, comparable)
-        for module in model.modules()
-        for name, value in vars(module).items()
+        for owner in (*modules, *configs.values())
+        for name, value in vars(owner).items()
         if name not in _COMMON and (comparable := _comparable(value)) is not None
     )
 

@@ -57,6 +57,10 @@ class LayerCall:
         """Their names in the model."""
         return [f"{self.path}.{name}" for name, _ in self.layer.named_parameters()]
 
+    def buffers(self) -> list[str]:
+        """Their names in the model."""
+        return [f"{self.path}.{name}" for name, _ in self.layer.named_buffers()]
+
     def _arguments(self, inputs: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, inputs, strict=True):

@@ -36,6 +36,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes."""
     bandwidth: float = math.inf
     """Bytes per second of its link to the previous stage."""
+    latency: float = 0.0
+    """Seconds of a message over that link."""
     count: int = 1
     """Devices that share the stage's microbatches."""
 
@@ -121,7 +123,7 @@ def partition(
 ) -> Partition:
     """Cuts a model into one stage per entry of `devices`, in their order.
 
-    bandwidth: upper limit for all links, in bytes per second; latency: of each message, in seconds.
+    bandwidth: upper limit for all links, in bytes per second; latency: lower limit for all messages, in seconds.
     slack: how much slower than the best the slowest stage may be, as a share, for fewer bytes over the cuts.
     """
     count, points = len(devices), len(problem.points)
@@ -131,7 +133,9 @@ def partition(
             f"{count} stages are too many: ask for {points - 1} or fewer"
         )
     kept = kept_in_flight(schedule, count, microbatches, [device.count for device in devices])
-    transfers = [_transfer(problem, min(bandwidth, device.bandwidth), latency) for device in devices]
+    transfers = [
+        _transfer(problem, min(bandwidth, device.bandwidth), max(latency, device.latency)) for device in devices
+    ]
 
     def worst(stage: int, last: int) -> Numbers:
         """Seconds of a stage that ends at this point, by its first point; infinite if it exceeds the memory."""

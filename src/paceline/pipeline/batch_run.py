@@ -25,6 +25,7 @@ class BatchRun:
 
     def outputs(self) -> list[torch.Tensor]:
         """The model's results for the whole batch, on every worker; for a call without a backward pass."""
+        self._runtime.enter(self._microbatches.call)
         self._runtime.forward(self._microbatches)
         self._gather_results()
         root, whole = self._exchange.is_root, self._microbatches.whole_result
@@ -36,9 +37,13 @@ class BatchRun:
         """Runs the schedule, and gives `loss` its value; afterwards every parameter's owner has its gradient."""
         microbatches = self._microbatches
         if self.finished:
-            raise UsageError("backward was called a second time on the result of one call of a split model")
+            raise UsageError(
+                "backward was called a second time on the result of one call of a split model; add the losses and call "
+                "backward once, or call the model again"
+            )
         if loss.meta.numel() != 1:
             raise UsageError(f"backward needs a loss of one element; this one has the shape {tuple(loss.meta.shape)}")
+        self._runtime.enter(microbatches.call)
         microbatches.microbatch_loss.check(loss)
         if len(microbatches.sizes) > 1:
             self._runtime.loss_checker.check(loss, microbatches.microbatch_loss)
@@ -52,11 +57,12 @@ class BatchRun:
         losses = self._exchange.gather(microbatches.losses)
         total = sum(value for (value,) in losses.values()) if self._exchange.is_root else None
         loss.known = self._exchange.broadcast(total.reshape(()) if isinstance(total, torch.Tensor) else None)
-        self._runtime.reduce_gradients(len(microbatches.sizes))
+        self._runtime.ownership.reduce_gradients()
         self._runtime.context.leave_backward()
 
     def value(self, of: Deferred) -> torch.Tensor:
         """A deferred value of the whole batch, on every worker; runs all forward passes if none has run yet."""
+        self._runtime.enter(self._microbatches.call)
         if not self.finished and not self._forwarded:
             self._runtime.forward(self._microbatches)
             self._forwarded = True

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from paceline.cluster.membership import Members
+from paceline.collectives.machines_group import MachinesGroup
 from paceline.config import Pipeline
 from paceline.events.recorder import Recorder
+from paceline.graph.trace import ModelTrace
+from paceline.transport.call_log import CallLog
 
 Traceable = Callable[[], contextlib.AbstractContextManager[None]]
 """Puts the model into a traceable state until the context exits."""
@@ -36,15 +40,21 @@ class PipelineContext:
     """Relative speed of each of the pipeline's workers; 1 unless it is made slow on purpose."""
     version: Callable[[], int]
     """Version of the parameters."""
-    before_call: Callable[[], object] = lambda: None
-    """Called before each call of the model, once it is split."""
+    calls: CallLog
+    """The calls of the model by the workers of the replica."""
+    before_call: Callable[[tuple[Any, ...], dict[str, Any]], object] = lambda _args, _kwargs: None
+    """Called with the arguments of each call of the model, before it is run by the pipeline."""
     enter_backward: Callable[[Callable[[], torch.Tensor]], object] = lambda _: None
     """Called before a backward pass, with a function that computes the loss on random outputs of the model."""
     leave_backward: Callable[[], object] = lambda: None
     """Called after a backward pass."""
     traceable: Traceable = contextlib.nullcontext
+    measurable: Callable[[ModelTrace], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+    """Lets the operations of a trace be run, to measure them."""
     in_step: bool = False
     """True if other workers run the same passes on shards of the same layers, so that no pass may be run early."""
+    machines: MachinesGroup | None = None
+    """All members on their machines, if the trainer has made this group already."""
     counts_samples: bool = True
     """True on the one worker of each stage whose passes count the stage's samples."""
 

@@ -95,6 +95,16 @@ class Deferred(torch.Tensor):
                 raise UsageError("backward of a split model's loss takes no gradient; multiply the loss by it instead")
             loss.run.backward(loss)
             return None
+        if name == "backward":
+            raise UsageError(
+                "torch.autograd.backward takes no losses of a model that is cut into stages; add them, and call "
+                "loss.backward()"
+            )
+        if func is torch.autograd.grad:
+            raise UsageError(
+                "torch.autograd.grad cannot go through a model that is cut into stages; call loss.backward() and read "
+                ".grad, or use all-reduce"
+            )
         if name in FORCING:
             return _applied(func, args, options)
         if name in METADATA:
@@ -133,15 +143,15 @@ def _recorded(func: Any, name: str, args: tuple[Any, ...], options: dict[str, An
             "one computation uses the outputs of two calls of a split model, which can be called once per backward "
             "pass; give it both inputs at once"
         )
-    if any(isinstance(leaf, Tensor) and not isinstance(leaf, Deferred) and leaf.requires_grad for leaf in leaves):
-        raise UsageError(
-            "the loss uses parameters besides the split model's output, and no worker has all of them; for a penalty "
-            "on weights use the optimizer's weight_decay"
-        )
     if any(isinstance(leaf, FakeTensor) for leaf in leaves):
         raise UsageError(
             "the loss uses a tensor that was stored while the model was traced, perhaps by a forward hook, and has no "
             "values; let the model return it"
+        )
+    if any(isinstance(leaf, Tensor) and not isinstance(leaf, Deferred) and leaf.requires_grad for leaf in leaves):
+        raise UsageError(
+            "the loss uses parameters besides the split model's output, and no worker has all of them; for a penalty "
+            "on weights use the optimizer's weight_decay"
         )
     try:
         result = _meta_result(func, args, options)
@@ -192,9 +202,9 @@ def _meta_result(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> A
         key, known = None, False
     if known:
         return _meta_results[key]
-    meta_args, meta_options = pytree.tree_map_only(Tensor, _meta, (args, options))
+    meta_args, meta_options = pytree.tree_map(_on_meta, (args, options))
     try:
-        result = func(*meta_args, **meta_options)
+        result = meta_args[0] if name_of(func) == "cpu" else func(*meta_args, **meta_options)
     except RuntimeError as error:
         if "item()" not in str(error):  # the function checks its arguments' values
             raise
@@ -203,6 +213,14 @@ def _meta_result(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> A
     if key is not None and len(_meta_results) < 10_000:
         _meta_results[key] = result
     return result
+
+
+def _on_meta(leaf: Any) -> Any:
+    """An argument as it must be where there are no values: `output.to(device)` has nothing to copy."""
+    if isinstance(leaf, Tensor):
+        return _meta(leaf)
+    to_device = isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf == "cpu")
+    return torch.device("meta") if to_device else leaf
 
 
 def _meta(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
@@ -80,7 +81,9 @@ def _fact(leaf: Any, alike: tuple[type, ...]) -> Any:
 def loss_on_random_outputs(loss: Deferred, samples: int) -> Tensor:
     """The loss of a batch, with its graph, for random outputs of the model."""
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        return MicrobatchLoss(samples, [samples]).term(loss, _random_results(loss), 0)
+        # By a function that leaves them as they are: leaves of a graph would look like parameters, as in a penalty.
+        results = {index: functional.hardtanh(one) for index, one in _random_results(loss).items() if one.requires_grad}
+        return MicrobatchLoss(samples, [samples]).term(loss, _random_results(loss) | results, 0)
 
 
 def _random_results(loss: Deferred) -> dict[int, Tensor]:

@@ -10,13 +10,14 @@ from torch.nn import functional
 
 from paceline.errors import UsageError
 from paceline.pipeline.deferred import Deferred, bound_arguments, deferred_inputs, replay
+from paceline.tensor_parallel.partial_tensor import name_of
 
 Tensor = torch.Tensor
 Results = Sequence[Tensor] | Mapping[int, Tensor]
 """The model's results for a microbatch, by index."""
 
 _SYNONYMS = {"rmul": "mul", "imul": "mul", "radd": "add", "iadd": "add", "isub": "sub"}
-_SYNONYMS |= {"truediv": "div", "itruediv": "div", "true_divide": "div"}
+_SYNONYMS |= {"truediv": "div", "itruediv": "div", "true_divide": "div", "to_copy": "to"}
 _LINEAR = {"mul", "div", "add", "sub", "rsub", "neg", "float", "double", "to", "type", "clone", "reshape", "view"}
 """Operations on a scalar that give the same before and after the sum over microbatches."""
 ELEMENTWISE = _LINEAR | {"pow", "rpow", "rdiv", "rtruediv", "maximum", "minimum", "where", "lerp", "fmod", "remainder"}
@@ -26,7 +27,7 @@ ELEMENTWISE |= {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or",
 
 def operation_name(function: Any) -> str:
     """One name for all spellings of an operation: `__rmul__` and `mul_` are `mul`."""
-    name = getattr(function, "__name__", str(function)).strip("_")
+    name = name_of(function).strip("_")
     return _SYNONYMS.get(name, name)
 
 
@@ -35,6 +36,12 @@ _NESTED_MEANS = (
     "in it is unknown; take the mean, or the sum, over everything at once, or write microbatches=1"
 )
 _CLASS_WEIGHTED = (functional.cross_entropy, functional.nll_loss, functional.multi_margin_loss)
+
+
+def microbatch_sizes(batch: int, count: int) -> tuple[int, ...]:
+    """Samples of each microbatch, as equal as can be."""
+    each, more = divmod(batch, min(count, batch))
+    return (each + 1,) * more + (each,) * (min(count, batch) - more)
 
 
 class MicrobatchLoss:
@@ -63,6 +70,11 @@ class MicrobatchLoss:
                     )
                 continue
             left += deferred_inputs(of)
+            if _divides_by_targets(of) and isinstance(bound_arguments(of)["target"], Deferred):
+                raise UsageError(
+                    "the targets of the loss are an output of the model, so the number of ignored ones is not known "
+                    "in advance; use reduction='sum' and divide that by a number, or write microbatches=1"
+                )
             indices = _row_indices(of)
             if indices is not None and not torch.equal(indices, torch.arange(len(indices))):
                 raise UsageError(
@@ -190,13 +202,20 @@ def _reduction(of: Deferred) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _divides_by_targets(of: Deferred) -> bool:
+    """True if it is a mean of cross entropies with classes, of which some may be ignored or have weights."""
+    if of.function not in (functional.cross_entropy, functional.nll_loss):
+        return False
+    arguments = bound_arguments(of)
+    target = arguments.get("target")
+    return arguments.get("reduction") == "mean" and isinstance(target, Tensor) and not target.is_floating_point()
+
+
 def _divisor(of: Deferred) -> Tensor | None:
     """The divisor of cross entropy's mean: the total weight of the targets that are not ignored."""
-    if of.function not in (functional.cross_entropy, functional.nll_loss):
+    if not _divides_by_targets(of):
         return None
     arguments = bound_arguments(of)
-    target, weight = arguments.get("target"), arguments.get("weight")
-    if arguments.get("reduction") != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
-        return None
+    target, weight = arguments["target"], arguments.get("weight")
     used = target[target != arguments.get("ignore_index", -100)]
     return torch.tensor(float(used.numel())) if weight is None else weight[used].sum()

@@ -18,10 +18,11 @@ from paceline.errors import UsageError
 from paceline.events import Reduce
 from paceline.pipeline.stage_links import StageLinks
 from paceline.pipeline.stages import StageAssignment
-from paceline.transport.mailbox import ReceiveTransfer
 
-_UPDATED, _PRESENT, _GRADIENT = -8, -9, -10
-"""Tags: a worker's updates are done; the parameters that it sends gradients of; these gradients, from here down."""
+_PRESENT, _GRADIENT = -8, -9
+"""Tags: the parameters that a worker sends gradients of; these gradients, from here down."""
+_VALUE = -(1 << 40)
+"""Tag of the values of parameters, from here down."""
 
 
 class Ownership:
@@ -37,8 +38,6 @@ class Ownership:
         """By owner, the parameters of which this worker sends gradients."""
         self._received: dict[int, list[int]] = {}
         """By user, the parameters of which this worker receives gradients."""
-        self._pending: list[ReceiveTransfer] = []
-        """Notices of updates that this worker's peers have not sent yet."""
 
     def add_user(self, number: int, stage: int) -> None:
         """Records that a stage uses a parameter."""
@@ -59,6 +58,15 @@ class Ownership:
             load[owner] += parameter.nbytes
             self._owner.append(owner)
         return [one for one, owner in zip(self._parameters, self._owner, strict=True) if owner == self._links.rank]
+
+    def owner(self, number: int) -> int:
+        """The rank of the worker that updates a parameter."""
+        return self._owner[number]
+
+    def uses(self, worker: int) -> set[int]:
+        """The parameters that a worker's stages use."""
+        stages = self._assignment.stages_of(worker)
+        return {number for number, users in self._users.items() if any(stage in stages for stage in users)}
 
     def find_routes(self) -> None:
         """Derives from the users known so far which gradients this worker sends and receives."""
@@ -81,16 +89,32 @@ class Ownership:
             gradients = [self._parameters[number].grad for number in numbers]
             # A worker may have had no microbatch, or the loss may not depend on a parameter.
             present = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
-            transfers.append(self._links.mailbox.send(owner, present, _PRESENT))
+            transfers.append(self._links.send(owner, present, _PRESENT))
             for number, gradient in zip(numbers, gradients, strict=True):
                 if gradient is not None:
                     packed = gradient.detach().contiguous()
-                    transfers.append(self._links.mailbox.send(owner, packed, _GRADIENT - number))
+                    transfers.append(self._links.send(owner, packed, _GRADIENT - number))
                     self._parameters[number].grad = None
         for user, numbers in sorted(self._received.items()):
             present = torch.empty(len(numbers), dtype=torch.uint8)
             self._links.receive(user, present, _PRESENT)
             self._add(user, [number for number, one in zip(numbers, present.tolist(), strict=True) if one])
+        for transfer in transfers:
+            transfer.wait()
+
+    def share_values(self) -> None:
+        """Sends the new values of parameters from their owners to the other workers that use them."""
+        transfers = []
+        for user, numbers in self._received.items():
+            for number in numbers:
+                if (parameter := self._parameters[number]).requires_grad:
+                    transfers.append(self._links.send(user, parameter.detach().contiguous(), _VALUE - number))
+        for owner, numbers in self._sent.items():
+            for number in numbers:
+                if (parameter := self._parameters[number]).requires_grad:
+                    value = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    self._links.finish(self._links.expect(owner, value, _VALUE - number))
+                    parameter.data.copy_(value)
         for transfer in transfers:
             transfer.wait()
 
@@ -108,23 +132,8 @@ class Ownership:
         for number in numbers:
             parameter = self._parameters[number]
             gradient = torch.empty(parameter.shape, dtype=parameter.dtype)
-            self._links.mailbox.receive(user, gradient, _GRADIENT - number).wait()
+            self._links.finish(self._links.expect(user, gradient, _GRADIENT - number))
             size += gradient.nbytes
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if numbers:
             self._links.recorder.add(Reduce(self._links.team_rank, start, time.perf_counter() - start, size))
-
-    # -- updates -----------------------------------------------------------------------------------------------------
-
-    def announce_update(self) -> None:
-        """Tells the other workers of this worker's stages that its updates are done."""
-        mailbox = self._links.mailbox
-        for peer in self._assignment.peers_of(self._links.rank):
-            mailbox.send(peer, torch.zeros(1, dtype=torch.uint8), _UPDATED)
-            self._pending.append(mailbox.receive(peer, torch.empty(1, dtype=torch.uint8), _UPDATED))
-
-    def wait_for_updates(self) -> None:
-        """Waits until the updates of the other workers of this worker's stages are done."""
-        pending, self._pending = self._pending, []
-        for transfer in pending:
-            self._links.wait(transfer)

@@ -7,29 +7,40 @@ training call, which is the first that shows its inputs.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from paceline.cluster.compiler import IgnoredCompiler, keep_out_of_graphs
 from paceline.errors import UsageError
 from paceline.graph.batch_dim import batch_size
+from paceline.graph.key_value_caches import returns_cache
 from paceline.graph.trace import ModelTrace
 from paceline.pipeline.batch_run import BatchRun
 from paceline.pipeline.build import build_runtime, share_random_state, why_undivided
 from paceline.pipeline.context import PipelineContext
 from paceline.pipeline.deferred import Deferred
+from paceline.pipeline.microbatch_loss import microbatch_sizes
 from paceline.pipeline.microbatches import ModelCall
 from paceline.pipeline.runtime import PipelineRuntime
+
+NO_VALUES = (
+    "a model that was made on the meta device gets its values when it is cut, at the first training call; do this "
+    "after it, and to begin from a checkpoint give setup init=path"
+)
 
 
 class _PipelinedForward:
     """The model's `forward` while it is split; that of a copy of the model refuses to be called."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], signature: inspect.Signature) -> None:
         self._forward = forward
+        self.__signature__ = signature  # frameworks look there for the names of its arguments
 
+    @keep_out_of_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
 
@@ -40,7 +51,7 @@ class _PipelinedForward:
                 "load its state_dict"
             )
 
-        return _PipelinedForward(refuse)
+        return _PipelinedForward(refuse, self.__signature__)
 
 
 class PipelinedModel:
@@ -60,23 +71,30 @@ class PipelinedModel:
         """Exists from the first training call on."""
         self.samples = 0
         """Samples of the batch that the script was given; 0 if that is not known."""
+        self.without_values = False
+        """True if the model gets its values at the first training call only."""
         self._calls = self._seed = 0
         self._notices: set[str] = set()
+        self._compiler = IgnoredCompiler(model, context.say)
         self._plain_forward: Any = vars(model).get("forward")
-        self._forward = _PipelinedForward(self._call)
+        self._forward = _PipelinedForward(self._call, inspect.signature(model.forward))
         model.forward = self._forward
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        self._compiler.renew()
         training = torch.is_grad_enabled()
         if self.runtime is None and not training:
+            if self.without_values:
+                raise UsageError(NO_VALUES)
             with self._plain():
                 return self._model(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             raise UsageError("an input of the model requires a gradient, which a pipeline does not compute; detach it")
-        self._check_rows(leaves)
-        if self.runtime is not None:
-            self._context.before_call()
+        if training:
+            self._check_rows(leaves)
+        self._context.calls.begin(leaves, evaluates=not (training and self._model.training))
+        self._context.before_call(args, kwargs)
         runtime = self.runtime = self.runtime or self._build(args, kwargs)
         kind = runtime.key(args, kwargs)
         trace = runtime.trace(kind, args, kwargs)
@@ -115,12 +133,15 @@ class PipelinedModel:
                 f"a batch of {batch} samples cannot be cut into {count} microbatches; give the loader a larger "
                 f"batch_size, or write microbatches={batch}"
             )
-        count = min(count, batch)
-        each, more = divmod(batch, count)
-        return (each + 1,) * more + (each,) * (count - more)
+        return microbatch_sizes(batch, count)
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineRuntime:
         self._seed = share_random_state(self._context.members)
+        with self._plain():
+            if returns_cache(self._model) and not kwargs.get("use_cache"):
+                self._context.say(
+                    "the split model returns no key-value cache (use_cache=False): only generation needs one"
+                )
         self._share()
         runtime = build_runtime(self._model, self._context, self._traceable, self._plain, args, kwargs)
         self._built(runtime)
@@ -150,4 +171,5 @@ class PipelinedModel:
         if self.runtime is not None:
             self.runtime.group.close()
             self.runtime = None
+        self._compiler.undo()
         self._restore_forward()

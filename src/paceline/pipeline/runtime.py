@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,19 +12,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from paceline.collectives.group import Group
+from paceline.collectives.machines_group import MachinesGroup
 from paceline.graph.batch_dim import batch_size, is_batched
 from paceline.graph.module_attributes import ModuleAttributes, module_attributes
 from paceline.graph.trace import GraphTrace, ModelTrace
 from paceline.parameters.step_snapshot import StepSnapshot
 from paceline.pipeline.context import PipelineContext, Traceable
 from paceline.pipeline.loss_check import LossChecker
-from paceline.pipeline.microbatches import Microbatches
+from paceline.pipeline.microbatches import Microbatches, ModelCall
+from paceline.pipeline.model_loss import loss_is_divisible
 from paceline.pipeline.ownership import Ownership
 from paceline.pipeline.stage_links import ResultExchange, StageLinks
 from paceline.pipeline.stage_runner import StageRunner
 from paceline.pipeline.stages import StageAssignment, check_buffers, stage_graph
 from paceline.schedules import SCHEDULES, Order, StageOperation, shared_orders
-from paceline.transport import BarrierKind
 
 _TRACES = 256
 """Most traces, and shapes of outputs, that are kept."""
@@ -35,7 +37,7 @@ class PipelineRuntime:
     def __init__(
         self,
         model: nn.Module,
-        group: Group,
+        group: Group | MachinesGroup,
         context: PipelineContext,
         traceable: Traceable,
         trace: ModelTrace,
@@ -46,7 +48,7 @@ class PipelineRuntime:
         self._model, self.group, self.context, self._traceable = model, group, context, traceable
         self._assignment = assignment = StageAssignment.from_spec(context.spec)
         self._stages = assignment.stages_of(group.rank)
-        self._links = StageLinks(group.mailbox, context.recorder, context.team_ranks)
+        self._links = StageLinks(group.mailbox, context.recorder, context.team_ranks, context.calls)
         self.exchange = ResultExchange(self._links, assignment)
         self.loss_checker = LossChecker(self.exchange)
         self._first = trace
@@ -59,6 +61,13 @@ class PipelineRuntime:
         self._orders: dict[int, Order] = {}
         self._parameters = list(model.parameters())
         self.ownership = Ownership(assignment, self._parameters, self._links)
+        self.buffer_stages: dict[int, set[int]] = {}
+        """By buffer, the stages that use it."""
+        self.changing_stages: set[int] = set()
+        """Stages that may change buffers."""
+        self._said_changing = False
+        self.on_routes: Callable[[], None] = lambda: None
+        """Called after a trace in which stages may use other parameters and buffers than before."""
         runner = self._runner(trace, bounds)
         self.own = self.ownership.assign()
         """The parameters that this worker updates."""
@@ -89,20 +98,30 @@ class PipelineRuntime:
         """The trace of this call; a call in another mode, or with inputs of another kind, is traced anew."""
         if key not in self._traces:
             if isinstance(self._first, GraphTrace):
-                with self._traceable():
-                    trace: ModelTrace = GraphTrace(self._model, args, kwargs)
-                trace.mixes_samples = self._first.mixes_samples
+                trace: ModelTrace = self._trace(args, kwargs)
             else:
                 trace = self._first
             bounds = self._bounds(trace)
             runner = self._runner(trace, bounds)
             self.ownership.find_routes()
+            self.on_routes()
             _evict(self._traces)
             self._traces[key] = (trace, runner)
         self._traces[key] = self._traces.pop(key)  # last in the order of use
         trace = self._traces[key][0]
         for module, name, value in trace.changed_attributes:
             setattr(module, name, value)
+        return trace
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelTrace:
+        with self._traceable():
+            trace = GraphTrace(self._model, args, kwargs)
+            results = infer_results(trace, self._model, args, kwargs) if trace.has_tail else []
+        inputs, microbatches = trace.flat_inputs(args, kwargs), self.context.spec.microbatches
+        # Its values are checked when it is used: only then the workers can agree on what the first of them finds.
+        if self._first.reduces_batch or not loss_is_divisible(trace, results, inputs, microbatches, tried=False):
+            trace.drop_tail()
+        trace.mixes_samples = self._first.mixes_samples
         return trace
 
     def _bounds(self, trace: ModelTrace) -> list[int]:
@@ -128,21 +147,52 @@ class PipelineRuntime:
         key = (kind, batch, torch.is_autocast_enabled("cpu"))
         if key not in self._output_shapes:
             with self._traceable():
-                outputs = _infer_outputs(self._model, args, kwargs)
+                found = infer_results(self._traces[kind][0], self._model, args, kwargs)
             _evict(self._output_shapes)
-            self._output_shapes[key] = self._traces[kind][0].computed(outputs)
+            self._output_shapes[key] = found
         return self._output_shapes[key]
 
     def _runner(self, trace: ModelTrace, bounds: list[int]) -> StageRunner:
         """The runner of a trace's stages, whose use of parameters is recorded."""
         check_buffers(trace, bounds, self._assignment)
         graph = stage_graph(trace, bounds, self._stages)
-        numbers = self._parameter_numbers()
+        numbers, buffers = self._parameter_numbers(), self._buffer_numbers()
         for stage, (start, end) in enumerate(itertools.pairwise([0, *bounds])):
             for operation in trace.operations[start:end]:
                 for name in operation.parameters:
                     self.ownership.add_user(numbers[name], stage)
-        return StageRunner(graph, self._assignment, self._links, self.context)
+                for name in operation.buffers:
+                    if name in buffers:  # else it is a constant
+                        self.buffer_stages.setdefault(buffers[name], set()).add(stage)
+            if trace.changes_buffers(start, end):
+                self.changing_stages.add(stage)
+        return StageRunner(graph, self._assignment, self._links, self.context, self._recomputed(trace, bounds))
+
+    def _recomputed(self, trace: ModelTrace, bounds: list[int]) -> set[int]:
+        """The stages whose forward passes are computed again; not the last, whose backward passes follow at once."""
+        if not self.context.spec.recompute:
+            return set()
+        ranges = list(itertools.pairwise([0, *bounds]))[:-1]
+        changing = {stage for stage, part in enumerate(ranges) if trace.changes_buffers(*part)}
+        if changing and not self._said_changing:
+            self._said_changing = True
+            stages = ", ".join(map(str, sorted(changing)))
+            self.context.say(
+                f"recompute leaves out stage{'s' * (len(changing) > 1)} {stages}: a second forward pass would change "
+                "buffers, as those of batch norm, a second time"
+            )
+        return set(range(len(ranges))) - changing
+
+    def _buffer_numbers(self) -> dict[str, int]:
+        """Index of each buffer, by all of its names."""
+        numbers = {id(buffer): number for number, buffer in enumerate(self._model.buffers())}
+        named = self._model.named_buffers(remove_duplicate=False)
+        return {name: numbers[id(buffer)] for name, buffer in named}
+
+    def workers_of(self, stages: Iterable[int]) -> list[int]:
+        """The workers of these stages; the last stage's without any."""
+        chosen = sorted(stages) or [len(self._assignment.workers) - 1]
+        return list(dict.fromkeys(worker for stage in chosen for worker in self._assignment.workers[stage]))
 
     def _parameter_numbers(self) -> dict[str, int]:
         """Index of each parameter, by all of its names."""
@@ -151,6 +201,10 @@ class PipelineRuntime:
         return {name: numbers[id(parameter)] for name, parameter in named}
 
     # -- running -----------------------------------------------------------------------------------------------------
+
+    def enter(self, call: ModelCall) -> None:
+        """What is sent and received from now on is of this call of the model."""
+        self._links.call = call.number
 
     def forward(self, microbatches: Microbatches) -> None:
         """Runs all forward passes."""
@@ -163,7 +217,6 @@ class PipelineRuntime:
         self._run(order, microbatches)
 
     def _run(self, order: Order, microbatches: Microbatches) -> None:
-        self.ownership.wait_for_updates()
         self._traces[microbatches.call.kind][1].run(order, microbatches)
 
     def _own_turns(self, order: Order) -> Order:
@@ -190,13 +243,6 @@ class PipelineRuntime:
             self._orders[microbatches] = order
         return self._orders[microbatches]
 
-    def reduce_gradients(self, microbatches: int) -> None:
-        """Sums every parameter's gradients at its owner."""
-        self.ownership.reduce_gradients()
-        if microbatches < max(self._assignment.counts):
-            # A worker without a microbatch may be late, still reading the version that an update would overwrite.
-            self.context.members.barrier.wait(BarrierKind.BARRIER)
-
 
 def _evict(cache: dict[Any, Any]) -> None:
     """Makes room for one more entry by dropping the oldest."""
@@ -204,31 +250,39 @@ def _evict(cache: dict[Any, Any]) -> None:
         del cache[next(iter(cache))]
 
 
-def _infer_outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's outputs as meta tensors; random state, buffers and plain attributes are restored."""
+def infer_results(
+    trace: ModelTrace, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """The results of a trace as meta tensors."""
+    results = trace.infer(trace.flat_inputs(args, kwargs))
+    return [_meta(result) for result in ([_infer_output(model, args)] if results is None else results)]
+
+
+def _infer_output(model: nn.Module, args: tuple[Any, ...]) -> torch.Tensor:
+    """A chain's output without values; random state, buffers and plain attributes are restored."""
     attributes = ModuleAttributes(model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            outputs = _run_fake(model, args, kwargs)
+            output = _run_fake(model, args)
         except Exception:  # a layer that reads values cannot run on fake tensors
             snapshot = StepSnapshot(model)
             snapshot.take()
             try:
-                outputs = model(*args, **kwargs)
+                output = model(*args)
             finally:
                 snapshot.restore()
     attributes.restore()
-    return pytree.tree_map_only(torch.Tensor, _meta, outputs)
+    return output
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _run_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_fake(model: nn.Module, args: tuple[Any, ...]) -> torch.Tensor:
     # Tensors that a model creates, or has besides its parameters and buffers, such as a mask, are not fake.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         weights: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor.detach()) for name, tensor in tensors}
-        fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
-        return torch.func.functional_call(model, weights, fake_args, fake_kwargs)
+        fake: torch.Tensor = torch.func.functional_call(model, weights, tuple(map(mode.from_tensor, args)))
+        return fake

@@ -7,7 +7,6 @@ For a checkpoint a worker reads the other stages' tensors in place.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
-from paceline.errors import TeamTimeout, WorkerLost
 from paceline.parameters.versions import take_back
 from paceline.transport import BarrierKind, Memory
 from paceline.transport.copy_on_write import CopyOnWriteView
@@ -62,7 +60,7 @@ class SharedState:
         self._memory: Memory = members.share(self._state + members.size * (self._directory + self._room), keep=True)
         self._private = CopyOnWriteView(self._memory)
         self._memory.close_descriptor()
-        self._control = [self._memory.bytes(_LINE * rank, _LINE).cast("q") for rank in range(members.size)]
+        self._lengths = [self._memory.bytes(_LINE * rank, _LINE).cast("q") for rank in range(members.size)]
         views = [_view(self._memory, offset, one) for one, offset in zip(self._tensors, offsets, strict=True)]
         private = [_view(self._private, offset, one) for one, offset in zip(self._tensors, offsets, strict=True)]
         _move(members, self._tensors, views, write=self._rank == 0)
@@ -91,6 +89,10 @@ class SharedState:
             yield
         finally:
             self._point(shared=False)
+
+    def traceable(self) -> contextlib.AbstractContextManager[None]:
+        """The model can be traced as it is."""
+        return contextlib.nullcontext()
 
     def changed(self) -> bool:
         """True if the script has changed parameters itself, outside of the optimizer."""
@@ -140,7 +142,7 @@ class SharedState:
         if changed:
             payload = msgspec.json.encode(self._entries)
             self._memory.bytes(self._region(self._rank), len(payload))[:] = payload
-            self._control[self._rank][1] = len(payload)
+            self._lengths[self._rank][0] = len(payload)
 
     def _region(self, rank: int) -> int:
         return self._state + rank * (self._directory + self._room)
@@ -167,7 +169,7 @@ class SharedState:
         """The optimizer's state for all parameters of the model."""
         found: dict[torch.nn.Parameter, dict[str, Any]] = {}
         for rank in range(self._size):
-            length = self._control[rank][1]
+            length = self._lengths[rank][0]
             if not length:
                 continue
             text = bytes(self._memory.bytes(self._region(rank), length))
@@ -179,29 +181,6 @@ class SharedState:
             rest = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
             found.setdefault(parameter, {}).update(rest)
         return dict(sorted(found.items(), key=lambda item: self._number[id(item[0])]))
-
-    # -- progress ----------------------------------------------------------------------------------------------------
-
-    def publish(self, steps: int) -> None:
-        """Publishes how many updates this worker has done."""
-        self._control[self._rank][0] = steps
-
-    def wait(self, steps: int) -> None:
-        """Waits until all workers have done as many updates. None can be ahead: a step needs all workers."""
-        barrier = self._members.barrier
-        since = time.monotonic()
-        for rank in range(self._size):
-            while self._control[rank][0] < steps:
-                gone = barrier.gone(rank)
-                if gone is not None and self._control[rank][0] < steps:
-                    raise WorkerLost(f"rank {rank} {gone}; rank {self._rank} needs its stage of the model", [rank])
-                if time.monotonic() - since > barrier.timeouts.barrier:
-                    raise TeamTimeout(
-                        f"rank {rank} did not finish its update in {barrier.timeouts.barrier:g} s; rank {self._rank} "
-                        "needs its stage of the model",
-                        [rank],
-                    )
-                time.sleep(0.0005)
 
     def release(self) -> None:
         """Moves every tensor back into this process's own memory."""

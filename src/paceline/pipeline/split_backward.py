@@ -23,8 +23,9 @@ def backward_of_inputs(
     # Imported here, since it takes seconds.
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-    flat = [value.clone() if value._is_view() else value for value in outputs]
-    _, groups = stage_backward_input(flat, list(gradients), inputs, iter(weights))
+    # It detaches them in place, which views do not allow, nor values that the graph needs for the weights' gradients.
+    copies = [value.clone() for value in outputs]
+    _, groups = stage_backward_input(copies, list(gradients), inputs, iter(weights))
 
     def backward_of_weights() -> None:
         stage_backward_weight(iter(weights), groups)

@@ -13,7 +13,9 @@ import torch
 from paceline.events import Wait
 from paceline.events.recorder import Recorder
 from paceline.pipeline.stages import StageAssignment
-from paceline.transport.mailbox import Mailbox, ReceiveTransfer
+from paceline.transport.call_log import CallLog
+from paceline.transport.machines_mailbox import MachinesMailbox, MailboxPart
+from paceline.transport.mailbox import Mailbox, ReceiveTransfer, SendTransfer
 
 _HEADER_BYTES = 512
 _RESULT = -7
@@ -72,22 +74,49 @@ class TensorHeader(msgspec.Struct, array_like=True, frozen=True):
 class StageLinks:
     """One worker's mailbox in its pipeline; waits for other workers are recorded."""
 
-    def __init__(self, mailbox: Mailbox, recorder: Recorder, team_ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox | MachinesMailbox | MailboxPart,
+        recorder: Recorder,
+        team_ranks: Sequence[int],
+        calls: CallLog,
+    ) -> None:
         """team_ranks: ranks in the team, by pipeline rank."""
-        self.mailbox, self.recorder = mailbox, recorder
+        self.mailbox, self.recorder, self._calls = mailbox, recorder, calls
+        self.call = 0
+        """The number of the call of the model whose messages are sent and received."""
         self.rank, self.size = mailbox.rank, mailbox.size
         self._team_ranks = team_ranks
         self.team_rank = team_ranks[mailbox.rank]
 
+    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> SendTransfer:
+        return self.mailbox.send(peer, tensor, self._of_call(tag))
+
+    def expect(self, peer: int, tensor: torch.Tensor, tag: int) -> ReceiveTransfer:
+        """Begins to receive a message."""
+        return self.mailbox.receive(peer, tensor, self._of_call(tag))
+
+    def _of_call(self, tag: int) -> int:
+        """A tag by which no message of another call is taken for one of this."""
+        number = (self.call & 0xFF) << 54
+        return tag + number if tag >= 0 else tag - number
+
     def wait(self, transfer: ReceiveTransfer) -> None:
         start = time.perf_counter()
-        transfer.wait()
+        self.finish(transfer)
         waited = time.perf_counter() - start
         if waited > _NOTABLE:
-            self.recorder.add(Wait(self.team_rank, start, waited, self._team_ranks[transfer.peer]))
+            self.recorder.add(Wait(self.team_rank, start, waited, transfer.who))
+
+    def finish(self, transfer: ReceiveTransfer) -> None:
+        """Waits for a message, which must be of the same call of the model."""
+        try:
+            transfer.wait()
+        finally:
+            self._calls.check()
 
     def receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        self.wait(self.mailbox.receive(peer, tensor, tag))
+        self.wait(self.expect(peer, tensor, tag))
 
     def receive_header(self, peer: int, tag: int) -> TensorHeader:
         data = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
@@ -128,14 +157,14 @@ class ResultExchange:
         header = TensorHeader.of(value)
         packed = value.detach().permute(header.order).contiguous()
         parts = (header.encode(), packed)
-        for transfer in [self._links.mailbox.send(peer, part, _RESULT) for peer in peers for part in parts]:
+        for transfer in [self._links.send(peer, part, _RESULT) for peer in peers for part in parts]:
             transfer.wait()
         return from_memory_order(packed, header.order)
 
     def _receive(self, peer: int) -> torch.Tensor:
         data = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-        self._links.mailbox.receive(peer, data, _RESULT).wait()
+        self._links.finish(self._links.expect(peer, data, _RESULT))
         header = TensorHeader.decode(data)
         packed = header.empty()
-        self._links.mailbox.receive(peer, packed, _RESULT).wait()
+        self._links.finish(self._links.expect(peer, packed, _RESULT))
         return from_memory_order(packed, header.order)

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class _Activations:
 
     inputs: dict[int, Any]
     outputs: dict[int, Any]
+    """If the stage is computed again, tensors without values in place of those that it has sent."""
     backward_of_weights: Callable[[], None] | None = None
     """Computes the gradients of the weights, if the schedule does that apart."""
 
@@ -50,10 +51,16 @@ class StageRunner:
     """One worker's passes over its stages."""
 
     def __init__(
-        self, graph: StageGraph, assignment: StageAssignment, links: StageLinks, context: PipelineContext
+        self,
+        graph: StageGraph,
+        assignment: StageAssignment,
+        links: StageLinks,
+        context: PipelineContext,
+        recomputed: Container[int] = (),
     ) -> None:
+        """recomputed: the stages whose forward passes are computed again before their backward passes."""
         self._graph, self._links, self._mailbox = graph, links, links.mailbox
-        self._worker = assignment.worker
+        self._worker, self._recomputed = assignment.worker, recomputed
         self._slow_pass, self._in_step, self._counts = context.slow_pass, context.in_step, context.counts_samples
         self._headers: dict[Any, TensorHeader] = {}
         """By value, consumer, peer and kind of microbatch."""
@@ -109,31 +116,42 @@ class StageRunner:
     def _forward(self, stage: Stage, microbatch: int, microbatches: Microbatches) -> None:
         inputs = {number: self._input(stage, number, microbatch, microbatches) for number in stage.inputs}
         start = time.perf_counter()
-        seeded = _seeded(microbatches.seed(microbatch)) if stage.part.random else contextlib.nullcontext()
-        with microbatches.autocast.enter(), torch.set_grad_enabled(microbatches.training), seeded:
-            values = [full_tensor(value) for value in stage.part.run([inputs[number] for number in stage.part.inputs])]
-        outputs = dict(zip(stage.part.outputs, values, strict=True))
+        outputs = self._compute(stage, inputs, microbatch, microbatches)
         if stage.index == self._graph.last:
             microbatches.results[microbatch] = [result.detach() for result in self._results(inputs, outputs)]
         self._record("F", stage, microbatch, microbatches, start)
         if microbatches.training:
-            self._activations[stage.index, microbatch] = _Activations(inputs, outputs)
+            kept = outputs
+            if stage.index in self._recomputed:
+                kept = {number: _without_values(value) for number, value in outputs.items()}
+            self._activations[stage.index, microbatch] = _Activations(inputs, kept)
         for number, value in outputs.items():
             for consumer in self._graph.consumers.get(number, ()):
                 self._send_output(consumer, number, value, microbatch, microbatches)
 
+    def _compute(
+        self, stage: Stage, inputs: dict[int, Any], microbatch: int, microbatches: Microbatches
+    ) -> dict[int, Any]:
+        """A stage's outputs; its random numbers depend on the microbatch only."""
+        seeded = _seeded(microbatches.seed(microbatch)) if stage.part.random else contextlib.nullcontext()
+        with microbatches.autocast.enter(), torch.set_grad_enabled(microbatches.training), seeded:
+            values = [full_tensor(value) for value in stage.part.run([inputs[number] for number in stage.part.inputs])]
+        return dict(zip(stage.part.outputs, values, strict=True))
+
     def _backward(self, stage: Stage, microbatch: int, microbatches: Microbatches, split: bool) -> None:
         """split: True if the gradients of weights are computed by an operation of their own."""
         activations = self._activations[stage.index, microbatch]
-        outputs, gradients = [], []
+        received: dict[int, torch.Tensor] = {}
         for number, value in activations.outputs.items():
             if not (isinstance(value, torch.Tensor) and value.requires_grad):
                 continue
             gradient = self._output_gradient(stage, number, value, microbatch)
             if gradient is not None:
-                outputs.append(value)
-                gradients.append(gradient)
+                received[number] = gradient
         start = time.perf_counter()
+        if stage.index in self._recomputed:
+            activations.outputs = self._compute(stage, activations.inputs, microbatch, microbatches)
+        outputs, gradients = [activations.outputs[number] for number in received], list(received.values())
         if stage.index == self._graph.last:
             loss = microbatches.loss_of(self._results(activations.inputs, activations.outputs), microbatch)
             if loss.requires_grad:
@@ -223,7 +241,7 @@ class StageRunner:
         if key not in self._headers:
             self._headers[key] = header = TensorHeader.of(value)
             tag = _tag(number, consumer, microbatch, _HEADER)
-            self._sending.append(self._mailbox.send(peer, header.encode(), tag))
+            self._sending.append(self._links.send(peer, header.encode(), tag))
         if isinstance(value, torch.Tensor):
             packed = value.detach().permute(self._headers[key].order)
             self._send(consumer, consumer, number, microbatch, _DATA, packed)
@@ -246,7 +264,7 @@ class StageRunner:
         key = (stage.index, number, microbatch)
         if key not in self._expected:
             self._expected[key] = [
-                self._mailbox.receive(
+                self._links.expect(
                     peer,
                     torch.empty(value.shape, dtype=value.dtype),
                     _tag(number, consumer, microbatch, _GRADIENT),
@@ -263,7 +281,7 @@ class StageRunner:
             self._local[number, consumer, microbatch, _GRADIENT] = value
             return
         tag = _tag(number, consumer, microbatch, what)
-        self._sending.append(self._mailbox.send(peer, value.detach().contiguous(), tag))
+        self._sending.append(self._links.send(peer, value.detach().contiguous(), tag))
 
     def _check_sent(self) -> None:
         """Raises the error of a transfer that failed, which is done, too, and drops those that are done."""
@@ -271,6 +289,13 @@ class StageRunner:
             if transfer.error is not None:
                 raise transfer.error
         self._sending = [transfer for transfer in self._sending if not transfer.done]
+
+
+def _without_values(value: Any) -> Any:
+    """A tensor of the same kind without memory."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
 
 
 @contextlib.contextmanager

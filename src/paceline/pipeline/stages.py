@@ -50,11 +50,6 @@ class StageAssignment:
     def stages_of(self, worker: int) -> list[int]:
         return [stage for stage, workers in enumerate(self.workers) if worker in workers]
 
-    def peers_of(self, worker: int) -> list[int]:
-        """The other workers of a worker's stages."""
-        known = {peer for workers in self.workers if worker in workers for peer in workers}
-        return sorted(known - {worker})
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
 
-def record_calls(model: nn.Module, inputs: Sequence[Any]) -> CallGraph:
+def record_calls(model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any] | None = None) -> CallGraph:
     """Runs a model once, in training mode without gradients, and records its calls."""
     graph = CallGraph()
     path: list[str] = []
@@ -98,7 +98,7 @@ def record_calls(model: nn.Module, inputs: Sequence[Any]) -> CallGraph:
     model.train()
     try:
         with torch.no_grad(), _Recorder(graph, path):
-            result = model(*inputs)
+            result = model(*inputs, **(named or {}))
     finally:
         for hook in hooks:
             hook.remove()

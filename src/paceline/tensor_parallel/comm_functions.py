@@ -5,33 +5,37 @@ that shard's gradient. A partial value is one worker's term of a sum.
 
 | function | forward | backward |
 |---|---|---|
-| replicate | identity, for a computation on shards | all-reduce |
-| all_reduce | all-reduce | identity |
-| take_shard | this worker's shard | all-gather |
-| all_gather | all-gather | this worker's shard |
-| all_gather_for_shards | all-gather, for a computation on shards | reduce-scatter |
-| reduce_scatter | reduce-scatter | all-gather |
+| replicate | identity, for a computation on shards | all_reduce |
+| all_reduce | all-reduce | replicate |
+| take_shard | this worker's shard | all_gather |
+| all_gather | all-gather | take_shard |
+| all_gather_for_shards | all-gather, for a computation on shards | reduce_scatter |
+| reduce_scatter | reduce-scatter | all_gather_for_shards |
+
+Each backward pass is another of these functions, so that gradients of gradients can be had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.operation import Op
 from paceline.tensor_parallel.placement import Placement, shard_of, unshard
+from paceline.transport.call_log import COLLECTIVES, CallLog
 
 
 class ShardGroup:
     """The workers that a model is sharded over, seen from one of them."""
 
-    def __init__(self, member: Communicator, seed: int) -> None:
-        self.member = member
+    def __init__(self, member: Communicator, seed: int, calls: CallLog, ranks: Sequence[int]) -> None:
+        """calls: of the model, by the workers of its replica; ranks: of these workers in the team."""
+        self.member, self.calls, self._ranks = member, calls, ranks
         self.rank, self.size = member.rank, member.size
         self.topology = "shared"
         """Topology of its collectives."""
@@ -39,19 +43,31 @@ class ShardGroup:
         """This worker's own random state, for operations on shards; torch's default state is equal on all workers."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        self.member.all_reduce(tensor, Op.SUM, self.topology)
+        with self._in_one_call():
+            self.member.all_reduce(tensor, Op.SUM, self.topology)
 
     def all_gather(self, tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
         own = tensor.detach().contiguous()
         shards = [torch.empty_like(own) for _ in range(self.size)]
-        self.member.all_gather(shards, own, self.topology)
+        with self._in_one_call():
+            self.member.all_gather(shards, own, self.topology)
         return unshard(shards, placement)
 
     def reduce_scatter(self, tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
         shards = [shard_of(tensor, placement, rank, self.size).contiguous() for rank in range(self.size)]
         out = torch.empty_like(shards[self.rank])
-        self.member.reduce_scatter(out, shards, Op.SUM, self.topology)
+        with self._in_one_call():
+            self.member.reduce_scatter(out, shards, Op.SUM, self.topology)
         return out
+
+    @contextlib.contextmanager
+    def _in_one_call(self) -> Iterator[None]:
+        """Checks that the others take part in this collective in the same call of the model."""
+        self.calls.begin_turn(COLLECTIVES)
+        try:
+            yield
+        finally:
+            self.calls.check_turn(COLLECTIVES, self._ranks)
 
     def shard(self, tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
         """This worker's shard of a whole tensor."""
@@ -72,17 +88,15 @@ class _Replicate(Function):
         return tensor.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         # A copy, since another node may use the same gradient.
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        ctx.group.all_reduce(total)
-        return total, None
+        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 class _AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: ShardGroup) -> torch.Tensor:
+        ctx.group = group
         total = tensor.detach()
         total = total if total.is_contiguous() else total.contiguous()
         group.all_reduce(total)
@@ -92,9 +106,8 @@ class _AllReduce(Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return gradient, None
+        return replicate(gradient, ctx.group), None
 
 
 def _apply(function: type[Function], *arguments: Any) -> torch.Tensor:
@@ -102,31 +115,33 @@ def _apply(function: type[Function], *arguments: Any) -> torch.Tensor:
     return result
 
 
-def _collective(
-    forward: Callable[[ShardGroup, torch.Tensor, Placement], torch.Tensor],
-    backward: Callable[[ShardGroup, torch.Tensor, Placement], torch.Tensor],
-) -> Callable[[torch.Tensor, Placement, ShardGroup], torch.Tensor]:
-    """A differentiable function of a tensor, a placement and a group, from its two passes."""
+Collective = Callable[[torch.Tensor, Placement, ShardGroup], torch.Tensor]
+"""A differentiable function of a tensor, a placement and a group."""
 
-    class Collective(Function):
+
+def _collective(
+    run: Callable[[ShardGroup, torch.Tensor, Placement], torch.Tensor], adjoint: Callable[[], Collective]
+) -> Collective:
+    """The collective that `run` computes; `adjoint` returns that of its backward pass."""
+
+    class Node(Function):
         @staticmethod
         def forward(ctx: Any, tensor: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
             ctx.placement, ctx.group = placement, group
-            return forward(group, tensor, placement)
+            return run(group, tensor, placement)
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-            return backward(ctx.group, gradient, ctx.placement), None, None
+            return adjoint()(gradient, ctx.placement, ctx.group), None, None
 
     # `apply` is looked up in each call: `ShardedModel` replaces it.
-    return lambda tensor, placement, group: _apply(Collective, tensor, placement, group)
+    return lambda tensor, placement, group: _apply(Node, tensor, placement, group)
 
 
-take_shard = _collective(ShardGroup.shard, ShardGroup.all_gather)
-all_gather = _collective(ShardGroup.all_gather, ShardGroup.shard)
-all_gather_for_shards = _collective(ShardGroup.all_gather, ShardGroup.reduce_scatter)
-reduce_scatter = _collective(ShardGroup.reduce_scatter, ShardGroup.all_gather)
+take_shard: Collective = _collective(ShardGroup.shard, lambda: all_gather)
+all_gather: Collective = _collective(ShardGroup.all_gather, lambda: take_shard)
+all_gather_for_shards: Collective = _collective(ShardGroup.all_gather, lambda: reduce_scatter)
+reduce_scatter: Collective = _collective(ShardGroup.reduce_scatter, lambda: all_gather_for_shards)
 
 
 def replicate(tensor: torch.Tensor, group: ShardGroup) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 | role | layers | each worker has | input | output |
 |---|---|---|---|---|
-| column | Linear, Conv, Embedding | some of the outputs | replicated | sharded |
+| column | Linear, Conv, Embedding | some of the outputs | replicated | sharded, or gathered at once |
 | row | Linear, Conv | some of the inputs | sharded | replicated, by a sum |
 | vocabulary | Embedding | some of the entries | replicated | replicated, by a sum |
 | channels | BatchNorm, GroupNorm, depthwise Conv | some of the channels | sharded | sharded |
@@ -23,6 +23,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from paceline.tensor_parallel import comm_functions as comm
 from paceline.tensor_parallel.comm_functions import ShardGroup
+from paceline.tensor_parallel.linear_layers import is_linear, multiply, output_dim
 from paceline.tensor_parallel.partial_tensor import PartialTensor, full_tensor
 from paceline.tensor_parallel.placement import Placement
 
@@ -38,6 +39,8 @@ class Role(msgspec.Struct, frozen=True):
     """Blocks of the dimension that is cut."""
     sequence: bool = False
     """True if the layer's output is sharded along the sequence."""
+    gathered: bool = False
+    """True if the output of a column is gathered at once."""
 
 
 def layer_shards(layer: nn.Module, role: Role) -> dict[str, Placement]:
@@ -52,10 +55,10 @@ def layer_shards(layer: nn.Module, role: Role) -> dict[str, Placement]:
         case "column" if isinstance(layer, nn.Embedding):
             add("weight", 1)
         case "column":
-            add("weight", 0)
+            add("weight", output_dim(layer))
             add("bias", 0)
         case "row":
-            add("weight", 1)
+            add("weight", 1 - output_dim(layer))
         case "vocabulary":
             add("weight", 0)
         case "channels":
@@ -88,7 +91,7 @@ def install(layer: nn.Module, role: Role, group: ShardGroup) -> Callable[[], Non
 
 def _forward(layer: nn.Module, role: Role) -> Callable[..., Any]:
     """The function of a layer, its role, its group and its inputs that computes the layer's output."""
-    if isinstance(layer, nn.Linear):
+    if is_linear(layer):
         return _column_linear if role.name == "column" else _row_linear
     if isinstance(layer, nn.Embedding):
         return _column_embedding if role.name == "column" else _vocabulary
@@ -114,15 +117,22 @@ def _layer_output(term: torch.Tensor, role: Role, group: ShardGroup) -> torch.Te
     return comm.all_reduce(term, group)
 
 
-def _column_linear(layer: nn.Linear, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
-    out = functional.linear(_layer_input(value, group), layer.weight, layer.bias)
-    return PartialTensor.of(out, Placement(out.dim() - 1, role.blocks), group)
+def _column_linear(layer: nn.Module, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
+    bias: Any = layer._parameters.get("bias")
+    return _column_output(multiply(layer, _layer_input(value, group), bias), role, group)
 
 
-def _row_linear(layer: nn.Linear, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
+def _column_output(out: torch.Tensor, role: Role, group: ShardGroup) -> torch.Tensor:
+    """The output of a layer of which each worker computes some of the last dimension."""
+    placement = Placement(out.dim() - 1, role.blocks)
+    return comm.all_gather(out, placement, group) if role.gathered else PartialTensor.of(out, placement, group)
+
+
+def _row_linear(layer: nn.Module, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
     shard = _input_shard(value, Placement(value.dim() - 1, role.blocks), group)
-    out = _layer_output(functional.linear(shard, layer.weight), role, group)
-    return out if layer.bias is None else out + layer.bias.to(out.dtype)  # autocast changes the output's dtype
+    out = _layer_output(multiply(layer, shard), role, group)
+    bias = layer._parameters.get("bias")
+    return out if bias is None else out + bias.to(out.dtype)  # autocast changes the output's dtype
 
 
 def _input_shard(value: torch.Tensor, placement: Placement, group: ShardGroup) -> torch.Tensor:
@@ -135,8 +145,7 @@ def _input_shard(value: torch.Tensor, placement: Placement, group: ShardGroup) -
 
 
 def _column_embedding(layer: nn.Embedding, role: Role, group: ShardGroup, value: torch.Tensor) -> torch.Tensor:
-    out = _look_up(layer, full_tensor(value), layer.padding_idx)
-    return PartialTensor.of(out, Placement(out.dim() - 1, role.blocks), group)
+    return _column_output(_look_up(layer, full_tensor(value), layer.padding_idx), role, group)
 
 
 def _look_up(layer: nn.Embedding, value: torch.Tensor, padding: int | None) -> torch.Tensor:

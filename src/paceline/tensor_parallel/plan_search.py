@@ -10,7 +10,7 @@ one by one), or, if gathering the value costs more than sharding saves, not at a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,7 +19,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten, tree_map
 
 from paceline.tensor_parallel.call_graph import CallGraph, GraphCall, Ref
+from paceline.tensor_parallel.layer_kinds import inputs_of, layer_input, layers_of, outputs_of, weight_cut
 from paceline.tensor_parallel.layers import CONVOLUTIONS, Role
+from paceline.tensor_parallel.linear_layers import is_linear
 from paceline.tensor_parallel.partial_tensor import RULES
 from paceline.tensor_parallel.placement import Placement
 from paceline.tensor_parallel.rule_result import REFUSED, RuleRefusal, TensorSpec
@@ -34,22 +36,14 @@ _LARGE = 1 << 20
 """Elements from which on an embedding is sharded for its memory, though that saves no computation."""
 
 REPLICATED = Role("replicated")
+_OUTSIDE = "the model also uses its weights other than by calling it"
+_CHANGED = "the model changes its output in place, in a way that is impossible on shards"
+_COSTS_MORE = "to gather its output would cost more than its shards save"
 _VIEW_NAMES = """__getitem__ narrow select slice view view_as reshape reshape_as flatten unflatten squeeze unsqueeze
 transpose swapaxes swapdims movedim permute t T mT expand expand_as chunk split split_with_sizes tensor_split unbind
 diagonal"""
 _VIEWS = frozenset(_VIEW_NAMES.split())
 """Functions whose result may share memory with their argument."""
-_CALLS: dict[str, type[nn.Module]] = {
-    "linear": nn.Linear,
-    "embedding": nn.Embedding,
-    "conv1d": nn.Conv1d,
-    "conv2d": nn.Conv2d,
-    "conv3d": nn.Conv3d,
-    "batch_norm": _BatchNorm,
-    "group_norm": nn.GroupNorm,
-    "multi_head_attention_forward": nn.MultiheadAttention,
-}
-"""Functions that layers call in their `forward`."""
 
 
 class _ShardedValue(NamedTuple):
@@ -70,26 +64,6 @@ class _Failure(NamedTuple):
     """True if gathering the value does not help either."""
 
 
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers that can be sharded, by name: those of torch's own classes, with their own `forward`."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        for kind in _CALLS.values():
-            own = type(module).forward is kind.forward or getattr(type(module), "by_channel", False)
-            if isinstance(module, kind) and own and "forward" not in vars(module) and _plain(module):
-                found[name] = module
-    return found
-
-
-def _plain(module: nn.Module) -> bool:
-    """True if its weight is a parameter of its own, not computed from others."""
-    if isinstance(module, nn.MultiheadAttention):
-        return module.bias_k is None and not module.add_zero_attn
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
-        return False
-    return isinstance(module, (_BatchNorm, nn.GroupNorm)) or "weight" in module._parameters
-
-
 class PlanSearch:
     """Repeats the propagation with revised roles until no failure can be avoided."""
 
@@ -99,16 +73,22 @@ class PlanSearch:
         self._decided = dict(requested)
         """Roles that the user has requested or that a failure has decided."""
         self._blocks: dict[str, tuple[int, ...]] = {}
+        self._gathered: set[str] = set()
+        """Embeddings and linear layers whose outputs are gathered at once, since operations need the whole of them."""
+        self._reasons: dict[str, str] = {}
+        """Why layers are not sharded."""
         self._uneconomical: set[str] = set()
         """Layers that are replicated only since gathering their outputs would cost more than sharding saves."""
         self._requested = set(requested)
         self._outside = self._used_outside()
-        self._decided.update((name, REPLICATED) for name in self._outside if name not in self._requested)
+        self._replicate([name for name in self._outside if name not in self._requested], _OUTSIDE)
         self._values: dict[int, _ShardedValue] = {}
         self._views: dict[int, list[tuple[int, _ShardedValue]]] = {}
         """Views of gathered values: to change one would not change the shards."""
         self._roles: dict[str, Role] = {}
         self._saved: dict[str, float] = {}
+        self._elements: dict[str, int] = {}
+        """Of each layer's outputs."""
         self._failures: list[_Failure] = []
 
     def find(self) -> dict[str, Role]:
@@ -123,13 +103,22 @@ class PlanSearch:
             found[f"{name}.out_proj"] = Role("row", (self._layers[name].embed_dim,))  # type: ignore[arg-type]
         return found
 
+    def reasons(self) -> dict[str, str]:
+        """Layers that are not sharded, and why."""
+        left = [name for name in self._layers if name not in self._sharded()]
+        asked = dict.fromkeys(self._requested, "the plan says so")
+        return {name: asked.get(name) or self._reasons.get(name, "the first batch does not use it") for name in left}
+
+    def _replicate(self, names: Iterable[str], why: str) -> None:
+        for name in names:
+            self._decided[name] = REPLICATED
+            self._reasons[name] = why
+
     def impossible(self) -> dict[str, str]:
         """Layers whose requested role is impossible, and why."""
-        changed = "the model changes its output in place, in a way that is impossible on shards"
-        used = "the model also uses its weights other than by calling it"
         failed = {name for failure in self._failures if failure.final for name in failure.sources & self._requested}
         outside = {name for name in self._outside & self._requested if self._decided[name] is not REPLICATED}
-        return dict.fromkeys(failed, changed) | dict.fromkeys(outside, used)
+        return dict.fromkeys(failed, _CHANGED) | dict.fromkeys(outside, _OUTSIDE)
 
     def _sharded(self) -> dict[str, Role]:
         return {name: role for name, role in self._roles.items() if role is not REPLICATED}
@@ -143,11 +132,12 @@ class PlanSearch:
                 return
 
     def _propagate(self) -> None:
-        self._values, self._views, self._roles, self._saved, self._failures = {}, {}, {}, {}, []
+        self._values, self._views, self._roles, self._saved, self._elements, self._failures = {}, {}, {}, {}, {}, []
         for call in self._graph.calls:
             layer = self._layers.get(call.path[-1]) if call.path else None
-            if layer is not None and isinstance(layer, _CALLS.get(call.name, ())):
-                self._pass_layer(call, call.path[-1], layer)
+            number = layer_input(call, layer) if layer is not None else None
+            if layer is not None and number is not None:
+                self._pass_layer(call, call.path[-1], layer, number)
             else:
                 self._pass_operation(call)
         for number in self._graph.outputs:
@@ -221,8 +211,8 @@ class PlanSearch:
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
-    def _pass_layer(self, call: GraphCall, name: str, layer: nn.Module) -> None:
-        number = call.args[0].number
+    def _pass_layer(self, call: GraphCall, name: str, layer: nn.Module, number: int) -> None:
+        """number: of the layer's input."""
         value, shape = self._values.get(number), self._graph.shapes[number]
         features = len(shape) - 1
         if isinstance(layer, _ConvNd):
@@ -236,14 +226,15 @@ class PlanSearch:
         elif role.name == "vocabulary" and not role.blocks and isinstance(layer, nn.Embedding):
             role = Role("vocabulary", (layer.num_embeddings,))
         elif role.name == "row" and not role.blocks:
-            role = Role("row", value.placement.blocks if fits and value is not None else (_inputs(layer),))
+            role = Role("row", value.placement.blocks if fits and value is not None else (inputs_of(layer),))
         self._roles[name] = role
         takes_shards = role.name in ("row", "channels")
         if value is not None and not (takes_shards and fits):
             self._fail(value, number)
         out = call.outs[0]
         self._saved[name] = self._saved.get(name, 0.0) + self._saving(layer, number, out)
-        if role.name == "column":
+        self._elements[name] = self._elements.get(name, 0) + math.prod(self._graph.shapes[out])
+        if role.name == "column" and not role.gathered:
             dim = len(self._graph.shapes[out]) - 1 if not isinstance(layer, _ConvNd) else features
             self._values[out] = _ShardedValue(Placement(dim, role.blocks), frozenset({name}))
         elif role.name == "channels":
@@ -252,22 +243,35 @@ class PlanSearch:
 
     def _role(self, name: str, layer: nn.Module, placement: Placement | None, fixed: Role | None) -> Role:
         """The role of a layer, given its input's placement; `fixed` if it must be a column."""
-        workers = self._workers
         if isinstance(layer, nn.MultiheadAttention):
-            return Role("heads") if layer.num_heads % workers == 0 else REPLICATED
-        if isinstance(layer, _BatchNorm):
-            return Role("channels", placement.blocks) if placement is not None else REPLICATED
-        if isinstance(layer, nn.GroupNorm):
-            fine = placement is not None and len(placement.blocks) == 1 and layer.num_groups % workers == 0
-            return Role("channels", (layer.num_channels,)) if fine else REPLICATED
-        if isinstance(layer, CONVOLUTIONS) and layer.groups > 1:
-            fine = placement is not None and len(placement.blocks) == 1 and layer.groups % workers == 0
-            return Role("channels", (layer.out_channels,)) if fine else REPLICATED
+            divides = layer.num_heads % self._workers == 0
+            return Role("heads") if divides else self._not_divided(name, f"its {layer.num_heads} heads")
+        if isinstance(layer, (_BatchNorm, nn.GroupNorm)) or (isinstance(layer, CONVOLUTIONS) and layer.groups > 1):
+            return self._channel_role(name, layer, placement)
         if placement is not None and fixed is None and not isinstance(layer, nn.Embedding):
             return Role("row", placement.blocks)
-        blocks = self._blocks.get(name, (_outputs(layer),))
+        blocks = self._blocks.get(name, (outputs_of(layer),))
         # An impossible request is reported later, not ignored.
-        return Role("column", blocks) if fixed is not None or Placement(0, blocks).divides(workers) else REPLICATED
+        if fixed is None and not Placement(0, blocks).divides(self._workers):
+            return self._not_divided(name, f"its {sum(blocks)} outputs" if len(blocks) == 1 else "its heads")
+        return Role("column", blocks, gathered=name in self._gathered)
+
+    def _channel_role(self, name: str, layer: nn.Module, placement: Placement | None) -> Role:
+        """The role of a layer that computes each channel, or group of them, by itself."""
+        if placement is None:
+            self._reasons[name] = "its input is whole"
+            return REPLICATED
+        if isinstance(layer, _BatchNorm):
+            return Role("channels", placement.blocks)
+        norm = isinstance(layer, nn.GroupNorm)
+        groups, channels = (layer.num_groups, layer.num_channels) if norm else (layer.groups, layer.out_channels)
+        if len(placement.blocks) > 1 or groups % self._workers:  # type: ignore[operator]
+            return self._not_divided(name, f"its {groups} groups")
+        return Role("channels", (channels,))  # type: ignore[arg-type]
+
+    def _not_divided(self, name: str, what: str) -> Role:
+        self._reasons[name] = f"{what} do not divide by {self._workers}"
+        return REPLICATED
 
     def _saving(self, layer: nn.Module, source: int, out: int) -> float:
         """Seconds of a training step that a worker saves by computing only its shard, less those of communication."""
@@ -275,7 +279,7 @@ class PlanSearch:
         elements = math.prod(shapes[out])
         if isinstance(layer, nn.Embedding):
             return math.inf if layer.weight.numel() >= _LARGE else 0.0
-        each = layer.in_features if isinstance(layer, nn.Linear) else 1
+        each = inputs_of(layer) if is_linear(layer) else 1
         if isinstance(layer, _ConvNd):
             each = layer.in_channels // layer.groups * math.prod(layer.kernel_size)
         saved = 6 * elements * each * (1 - 1 / self._workers) / _FLOPS
@@ -291,12 +295,12 @@ class PlanSearch:
                 shared.setdefault(id(layer.weight), []).append(name)
         changed = False
         for names in shared.values():
-            cuts = {_weight_cut(self._layers[name], self._roles[name]) for name in names}
+            cuts = {weight_cut(self._layers[name], self._roles[name]) for name in names}
             if len(cuts) == 1:
                 continue
             changed = True
             embeddings = [name for name in names if isinstance(self._layers[name], nn.Embedding)]
-            others = {_weight_cut(self._layers[name], self._roles[name]) for name in names if name not in embeddings}
+            others = {weight_cut(self._layers[name], self._roles[name]) for name in names if name not in embeddings}
             together = others.pop() if len(others) == 1 else None
             fine = together is not None and together[0] == 0 and len(together[1]) == 1
             for name in names:
@@ -306,7 +310,7 @@ class PlanSearch:
                 elif not fine or known is REPLICATED:
                     fine = False
             if not fine:
-                self._decided.update(dict.fromkeys(names, REPLICATED))
+                self._replicate(names, f"{' and '.join(names[:2])} share a weight, which they would cut differently")
         return changed
 
     def _revise(self, economical: bool) -> bool:
@@ -316,45 +320,59 @@ class PlanSearch:
             for source in failure.sources:
                 if source not in self._requested:
                     failing.setdefault(source, []).append(failure)
+        if self._settle_embeddings(failing, economical):
+            return True
         changed = False
         for source, failures in failing.items():
             blocks = next((failure.blocks for failure in failures if failure.blocks is not None), None)
-            if blocks is not None and source not in self._blocks and sum(blocks) == _outputs(self._layers[source]):
+            if blocks is not None and source not in self._blocks and sum(blocks) == outputs_of(self._layers[source]):
                 self._blocks[source] = blocks
                 changed = True
         if changed:
             return True
         for source, failures in failing.items():
             if any(failure.final for failure in failures):
-                self._decided[source] = REPLICATED
+                self._replicate([source], _CHANGED)
                 changed = True
         if changed or not economical:
             return changed
-        for source, failures in failing.items():
-            cost = sum(2 * 4 * failure.elements / _BYTES + _LATENCY for failure in failures)
-            if self._saved.get(source, 0.0) < cost:
-                self._decided[source] = REPLICATED
-                self._uneconomical.add(source)
-                changed = True
-        return changed
+        return self._drop_uneconomical(failing) or self._gather_at_once(failing)
 
+    def _gather_at_once(self, failing: Mapping[str, list[_Failure]]) -> bool:
+        """Gathers the output of one layer whose shards would be gathered in several places; True if there is one."""
+        excess = {
+            source: sum(failure.elements for failure in failures) / self._elements[source]
+            for source, failures in failing.items()
+            if source not in self._gathered and is_linear(self._layers[source])
+        }
+        worst = max(excess, key=lambda source: excess[source], default=None)
+        if worst is None or excess[worst] <= 1:
+            return False
+        self._gathered.add(worst)
+        return True
 
-def _outputs(layer: nn.Module) -> int:
-    if isinstance(layer, nn.Linear):
-        return layer.out_features
-    if isinstance(layer, nn.Embedding):
-        return layer.embedding_dim
-    assert isinstance(layer, _ConvNd)
-    return layer.out_channels
+    def _settle_embeddings(self, failing: Mapping[str, list[_Failure]], economical: bool) -> bool:
+        """Replicates embeddings whose outputs are needed whole, or gathers them at once; True if that changes a role.
 
+        It comes before all else: shards of an embedding would spread along the residual connections of a transformer,
+        and each layer that takes its input from them would be cut by its inputs.
+        """
+        failed = {source for failure in self._failures for source in failure.sources} - self._gathered
+        embeddings = {source for source in failed if isinstance(self._layers[source], nn.Embedding)}
+        dropped = economical and self._drop_uneconomical({one: failing[one] for one in embeddings & set(failing)})
+        gathered = {one for one in embeddings if self._decided.get(one) is not REPLICATED}
+        self._gathered |= gathered
+        for name in gathered & self._requested:
+            self._decided[name] = Role("column", gathered=True)
+        return dropped or bool(gathered)
 
-def _inputs(layer: nn.Module) -> int:
-    return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels  # type: ignore[return-value]
-
-
-def _weight_cut(layer: nn.Module, role: Role) -> tuple[int, tuple[int, ...]]:
-    """The dimension and the blocks by which a weight is cut."""
-    if role is REPLICATED:
-        return -1, ()
-    column = 1 if isinstance(layer, nn.Embedding) else 0
-    return {"column": column, "row": 1, "vocabulary": 0}.get(role.name, 0), role.blocks
+    def _drop_uneconomical(self, failing: Mapping[str, list[_Failure]]) -> bool:
+        """Replicates layers whose outputs cost more to gather than their shards save; True if there are any."""
+        found = [
+            source
+            for source, failures in failing.items()
+            if self._saved.get(source, 0.0) < sum(2 * 4 * one.elements / _BYTES + _LATENCY for one in failures)
+        ]
+        self._replicate(found, _COSTS_MORE)
+        self._uneconomical.update(found)
+        return bool(found)

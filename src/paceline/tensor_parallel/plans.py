@@ -4,49 +4,63 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.cluster.membership import Members
+from paceline.config.example_inputs import ExampleInputs
 from paceline.errors import UsageError
 from paceline.parameters.step_snapshot import StepSnapshot
 from paceline.tensor_parallel.call_graph import record_calls
+from paceline.tensor_parallel.layer_kinds import layers_of
 from paceline.tensor_parallel.layers import CONVOLUTIONS, ROLES, Role
-from paceline.tensor_parallel.plan_search import REPLICATED, PlanSearch, layers_of
+from paceline.tensor_parallel.linear_layers import is_linear
+from paceline.tensor_parallel.plan_report import described, left_whole
+from paceline.tensor_parallel.plan_search import REPLICATED, PlanSearch
 from paceline.transport import BarrierKind
 
 _STYLES = {"ColwiseParallel": "column", "RowwiseParallel": "row"}
 """Classes of torch.distributed.tensor.parallel that a plan may use as well."""
+
+_SAMPLES = 8
+"""Of a batch to run the model on, where the loader does not say how many it has."""
 
 
 def agree_on_plan(
     model: nn.Module,
     members: Members,
     loaders: Sequence[DataLoader[Any]],
+    given: ExampleInputs | None,
     workers: int,
     requested: Mapping[str, Any] | None,
     sequence: bool,
     say: Callable[[str], None],
 ) -> dict[str, Role]:
-    """The lead's plan on every worker. The lead runs the model on one batch of its loader to find it."""
-    payload = b""
+    """The lead's plan on every worker. The lead runs the model on these inputs, or on one batch of its loader."""
+    payload, origin = b"", "its loader's first batch" if given is None else given.origin
     if members.rank == 0:
         snapshot = StepSnapshot(model)
         snapshot.take()
         try:
-            roles = find_plan(model, _example_inputs(loaders, model), workers, requested, sequence)
+            inputs = given or ExampleInputs(_first_batch(loaders, model))
+            roles, reasons = _find_plan(model, inputs, workers, requested, sequence)
             payload = msgspec.msgpack.encode(roles)
             say(described(model, roles, workers))
+            left = left_whole(model, roles, reasons)
+            if left:
+                say(left)
         except UsageError as refusal:
             payload = b"!" + str(refusal).encode()
         except Exception as failure:
+            way = "; show how it is called with team.setup(..., example_inputs=(x,))" if given is None else ""
             payload = (
-                "!the model could not be run on its loader's first batch, which shows how its layers can be split: "
-                f"{type(failure).__name__}: {failure}"
+                f"!the model could not be run on {origin}, which shows how its layers can be split: "
+                f"{type(failure).__name__}: {failure}{way}"
             ).encode()
         finally:
             snapshot.restore()
@@ -56,23 +70,21 @@ def agree_on_plan(
     return msgspec.msgpack.decode(plan, type=dict[str, Role])
 
 
-def _example_inputs(loaders: Sequence[DataLoader[Any]], model: nn.Module) -> list[Any]:
+def _first_batch(loaders: Sequence[DataLoader[Any]], model: nn.Module) -> list[Any]:
     """The model's arguments for the first batch of the first loader.
 
     The last part of a batch is its targets, which are left out unless the model needs them. Of a batch of named tensors
     it is given those that its `forward` names.
     """
-    if not loaders:
-        raise UsageError(
-            "to split a model, team.setup runs it once: give setup the loader that it is trained with, whose batches "
-            "are (inputs, targets)"
-        )
     loader: Any = loaders[0]
     size = loader.batch_size
     if size is None and loader.batch_sampler is not None:
-        size = getattr(loader.batch_sampler, "batch_size", None) or len(next(iter(loader.batch_sampler)))
-    count = min(size or 1, len(loader.dataset))
-    samples = [loader.dataset[number] for number in range(count)]
+        # Its batches are not drawn here: it may count its epochs, or have random numbers of its own.
+        size = getattr(loader.batch_sampler, "batch_size", None) or _SAMPLES
+    if isinstance(loader.dataset, IterableDataset):
+        samples = list(itertools.islice(iter(loader.dataset), size or 1))
+    else:
+        samples = [loader.dataset[number] for number in range(min(size or 1, len(loader.dataset)))]
     batch = loader.collate_fn(samples if loader.batch_sampler is not None else samples[0])
     signature = inspect.signature(model.forward)
     if isinstance(batch, (list, tuple)):
@@ -97,8 +109,15 @@ def find_plan(
     model: nn.Module, inputs: Sequence[Any], workers: int, requested: Mapping[str, Any] | None, sequence: bool
 ) -> dict[str, Role]:
     """The role of every layer that is sharded; refuses a model that has none."""
+    return _find_plan(model, ExampleInputs(inputs), workers, requested, sequence)[0]
+
+
+def _find_plan(
+    model: nn.Module, inputs: ExampleInputs, workers: int, requested: Mapping[str, Any] | None, sequence: bool
+) -> tuple[dict[str, Role], dict[str, str]]:
+    """The roles, and for other layers the reasons for which they are not sharded."""
     roles = _requested_roles(model, requested or {})
-    graph = record_calls(model, inputs)
+    graph = record_calls(model, inputs.args, inputs.kwargs)
     search = PlanSearch(model, graph, workers, roles)
     found = search.find()
     for name, why in search.impossible().items():
@@ -116,7 +135,7 @@ def find_plan(
             name: msgspec.structs.replace(role, sequence=role.name in ("row", "vocabulary", "heads"))
             for name, role in found.items()
         }
-    return found
+    return found, search.reasons()
 
 
 def _requested_roles(model: nn.Module, requested: Mapping[str, Any]) -> dict[str, Role]:
@@ -147,7 +166,7 @@ def _possible(layer: nn.Module) -> tuple[str, ...]:
         return ("column", "vocabulary", "replicated")
     if isinstance(layer, nn.MultiheadAttention):
         return ("heads", "replicated")
-    if isinstance(layer, nn.Linear) or (isinstance(layer, CONVOLUTIONS) and layer.groups == 1):
+    if is_linear(layer) or (isinstance(layer, CONVOLUTIONS) and layer.groups == 1):
         return ("column", "row", "replicated")
     return ("channels", "replicated")
 
@@ -179,12 +198,3 @@ def _check(model: nn.Module, found: Mapping[str, Role], workers: int) -> None:
         layer = model.get_submodule(name)
         if role.name == "heads" and isinstance(layer, nn.MultiheadAttention) and layer.num_heads % workers:
             raise UsageError(f"layer '{name}' has {layer.num_heads} heads, which do not divide by {workers}")
-
-
-def described(model: nn.Module, found: Mapping[str, Role], workers: int) -> str:
-    """One sentence for the user."""
-    counts = {role: sum(one.name == role for one in found.values()) for role in ROLES}
-    cut = ", ".join(f"{count} {role}" for role, count in counts.items() if count)
-    kept = [name for name in layers_of(model) if name not in found]
-    rest = f"; replicated: {', '.join(kept[:4])}{', …' if len(kept) > 4 else ''}" if kept else ""
-    return f"{len(found)} layers are split over {workers} workers ({cut}){rest}"

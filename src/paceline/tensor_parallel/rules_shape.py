@@ -238,19 +238,17 @@ def getitem(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleRe
 
 
 def cat(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:
-    tensors = argument(args, kwargs, 0, "tensors")
+    # An empty tensor adds nothing: a key-value cache begins with one.
+    tensors = [one for one in argument(args, kwargs, 0, "tensors") if tuple(one.shape) != (0,)]
     placements = [placement_of(tensor) for tensor in tensors]
     first = placements[0]
-    dims = len(tensors[0].shape)
-    dim = dimension(argument(args, kwargs, 1, "dim", 0), dims)
+    dim = dimension(argument(args, kwargs, 1, "dim", 0), len(tensors[0].shape))
     if first is None or any(placement is None or placement.dim != first.dim for placement in placements):
         return REFUSED
     known = [placement for placement in placements if placement is not None]
     if dim == first.dim:
-        return LocalRule(
-            args, kwargs, Placement(dim, tuple(block for placement in known for block in placement.blocks))
-        )
-    return LocalRule(args, kwargs, first) if all(placement == first for placement in known) else REFUSED
+        return LocalRule((tensors, dim), {}, Placement(dim, tuple(block for one in known for block in one.blocks)))
+    return LocalRule((tensors, dim), {}, first) if all(placement == first for placement in known) else REFUSED
 
 
 def stack(args: Sequence[Any], kwargs: dict[str, Any], workers: int) -> RuleResult:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from paceline.cluster.compiler import IgnoredCompiler, keep_out_of_graphs
 from paceline.cluster.membership import Members
 from paceline.graph.opaque_layers import OpaqueLayers
 from paceline.tensor_parallel.comm_functions import ShardGroup
@@ -24,14 +26,20 @@ Shards = Callable[[str], list[torch.Tensor]]
 class ShardedModel:
     """Shards some layers of a model; `undo` makes them whole again."""
 
-    def __init__(self, model: nn.Module, roles: Mapping[str, Role], group: ShardGroup) -> None:
-        self._model, self._group = model, group
+    def __init__(
+        self, model: nn.Module, roles: Mapping[str, Role], group: ShardGroup, compiler: IgnoredCompiler
+    ) -> None:
+        self._model, self.group = model, group
         self.placements: dict[int, Placement] = {}
         """Placements of sharded parameters and buffers, by id."""
         self.names: dict[int, str] = {}
         """Names of these, by id."""
         self.shards: Shards = lambda _name: []
         """Finds all workers' shards; assigned once they are in shared memory."""
+        self.before_call: Callable[[tuple[Any, ...], dict[str, Any]], object] = lambda _args, _kwargs: None
+        """Called with the arguments of each call of the model."""
+        self._compiler = compiler
+        self._plain_forward: Any = vars(model).get("forward")
         self._layers = {name: model.get_submodule(name) for name in roles}
         self._opaque = OpaqueLayers(self._layers)
         self._undo: list[Callable[[], None]] = []
@@ -62,7 +70,7 @@ class ShardedModel:
 
         A replica has each shard once for all of its stages, since only one of them changes it.
         """
-        group = self._group
+        group = self.group
         tensors = [tensor for key, tensor in self._by_id().items() if key not in trained]
         sizes = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
         memory = members.share(max(1, replicas * group.size * sum(sizes)))
@@ -91,7 +99,7 @@ class ShardedModel:
                 if prefix + name in state:
                     state[prefix + name] = self.full_tensor(value)
 
-        self._gather = self._model.register_forward_hook(_gather_outputs)
+        self._gather_outputs()
         self._undo.append(_gather_for_custom_gradients())
         for module in self.modules():
             self._undo.append(module.register_state_dict_post_hook(export).remove)
@@ -107,15 +115,37 @@ class ShardedModel:
         """All modules with a sharded tensor: sharded layers, and others that have it under another name."""
         return [module for module in self._model.modules() if self._own(module)]
 
+    def _gather_outputs(self) -> None:
+        """Makes the model's `forward` return whole tensors, and run uncompiled."""
+        plain = self._model.forward
+
+        @keep_out_of_graphs
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._compiler.renew()
+            training = torch.is_grad_enabled() and self._model.training
+            self.group.calls.begin(tree_leaves((args, kwargs)), evaluates=not training)
+            self.before_call(args, kwargs)
+            return tree_map(full_tensor, plain(*args, **kwargs))
+
+        # Frameworks look there for the names of its arguments.
+        forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
+        self._model.forward = forward
+
+    def restore_forward(self) -> None:
+        vars(self._model).pop("forward", None)
+        if self._plain_forward is not None:
+            self._model.forward = self._plain_forward
+
     @contextlib.contextmanager
     def traceable(self) -> Iterator[None]:
-        """Makes the sharded layers opaque to a trace, and removes the hook that gathers outputs, until it exits."""
-        self._gather.remove()
+        """Makes the sharded layers opaque to a trace, and gathers no outputs, until it exits."""
+        forward = self._model.forward
+        self.restore_forward()
         try:
             with self._opaque.hidden():
                 yield
         finally:
-            self._gather = self._model.register_forward_hook(_gather_outputs)
+            self._model.forward = forward
 
     def _own(self, layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
         named = [*layer._parameters.items(), *layer._buffers.items()]
@@ -128,21 +158,18 @@ class ShardedModel:
             if not isinstance(loaded, torch.Tensor) or loaded.dim() <= placement.dim:
                 continue  # torch reports the error
             if loaded.shape[placement.dim] == placement.size:
-                state[prefix + name] = shard_of(loaded, placement, self._group.rank, self._group.size)
+                state[prefix + name] = shard_of(loaded, placement, self.group.rank, self.group.size)
 
     def undo(self) -> None:
         """Makes the layers whole, with their newest values."""
         for tensor in self._by_id().values():
             tensor.data = self.full_tensor(tensor)
-        self._gather.remove()
+        self.restore_forward()
+        self._compiler.undo()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
         self.placements.clear()
-
-
-def _gather_outputs(_module: nn.Module, _arguments: Any, result: Any) -> Any:
-    return tree_map(full_tensor, result)
 
 
 def _gather_for_custom_gradients() -> Callable[[], None]:

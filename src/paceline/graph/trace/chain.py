@@ -21,7 +21,11 @@ class ChainTrace(ModelTrace):
         self._layers = list(_flattened(model, ""))
         self.operations = [
             ModelOperation(
-                name, (number - 1,), tuple(f"{name}.{own}" for own, _ in layer.named_parameters()), type(layer).__name__
+                name,
+                (number - 1,),
+                tuple(f"{name}.{own}" for own, _ in layer.named_parameters()),
+                type(layer).__name__,
+                tuple(f"{name}.{own}" for own, _ in layer.named_buffers()),
             )
             for number, (name, layer) in enumerate(self._layers)
         ]
@@ -38,9 +42,6 @@ class ChainTrace(ModelTrace):
 
     def returned(self, values: Sequence[Value], inputs: Sequence[Any]) -> Any:
         return values[0]
-
-    def computed(self, returned: Any) -> list[Value]:
-        return [returned]
 
     def part(self, first: int, last: int) -> ModelPart:
         layers = [layer for _, layer in self._layers[first:last]]
@@ -106,6 +107,7 @@ def is_custom(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """True if hooks of the user may change what a module computes."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 

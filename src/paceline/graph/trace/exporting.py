@@ -13,10 +13,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.graph.batch_dim import batch_size, batched_inputs
+from paceline.graph.key_value_caches import without_caches
 from paceline.graph.trace.nodes import GRADIENTS
+
+_VALUES = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice)
+"""Classes of what is no tensor, and a constant of a trace."""
+_OF_OPERATOR = "GeneratedBackwardFor_"
+"""The gradient of a registered operator, which a trace keeps by keeping the operator."""
 
 
 def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
@@ -24,20 +31,17 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     before = _other_random_state()
     try:
         # torch.export prints far more than the one sentence of the error below.
-        with torch.enable_grad(), _refuse_custom_gradients(), contextlib.redirect_stderr(io.StringIO()):
+        quiet = contextlib.redirect_stderr(io.StringIO())
+        with torch.enable_grad(), _refuse_custom_gradients(), without_caches(model), quiet:
             program = _program(model, args, kwargs)
-    except UsageError:
+    except PacelineError:
         raise
     except Exception as error:  # including any error of the model's own code
-        if "register a pytree" in str(error):
-            raise UsageError(
-                "the model takes or returns an object of a class that torch.export does not know; use a tensor, a "
-                "tuple, a list or a dict, or register the class with torch.export.register_dataclass"
-            ) from None
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
             f"the model cannot be traced by torch.export ({why}), nor is it an nn.Sequential with a layer for every "
-            "stage; write its forward without decisions that depend on values, or as an nn.Sequential"
+            "stage; write its forward without decisions that depend on values, or as an nn.Sequential, or split it by "
+            "'tensor', which does not trace it"
         ) from None
     if _other_random_state() != before:
         raise UsageError(
@@ -51,6 +55,7 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    _check_leaves(leaves, "is given")
     # torch specialises on a batch of one sample, even if told otherwise.
     dynamic = {0: torch.export.Dim.AUTO} if batch_size(leaves) > 1 else None
     shapes = tuple(dynamic if one else None for one in batched_inputs(leaves))
@@ -58,7 +63,9 @@ def _program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     def forward(*inputs: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(inputs, spec)
-        return plain(*args, **kwargs)
+        result = plain(*args, **kwargs)
+        _check_leaves(result, "returns")
+        return result
 
     # Flat, since torch.export takes no dynamic shapes for `**kwargs`.
     model.forward = forward
@@ -68,6 +75,24 @@ def _program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         del model.forward
         if own is not None:
             model.forward = own
+
+
+def _check_leaves(values: Any, verb: str) -> None:
+    """Refuses objects that a trace cannot take or return."""
+    known = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, *_VALUES)
+    unknown = next((leaf for leaf in pytree.tree_leaves(values) if not isinstance(leaf, known)), None)
+    if unknown is None:
+        return
+    name = type(unknown).__name__
+    if name.endswith("Cache"):
+        raise UsageError(
+            f"the model {verb} a {name}, a key-value cache, which a split model does not have; call it, or generate, "
+            "with use_cache=False, or load its state_dict into a plain model for that"
+        )
+    raise UsageError(
+        f"the model {verb} a {name}, an object of a class that torch.export does not know; use a tensor, a tuple, a "
+        "list or a dict, or register the class with torch.export.register_dataclass"
+    )
 
 
 def _other_random_state() -> tuple[Any, ...]:
@@ -105,8 +130,17 @@ def _refuse_custom_gradients() -> Iterator[None]:
     """Refuses custom autograd functions: a trace would keep their forward pass, but not their backward pass."""
     own = torch.autograd.Function.__dict__["apply"]
 
-    def refuse(cls: type, *_: Any, **__: Any) -> Any:
-        raise TypeError(f"it has a custom gradient in {cls.__name__}, which a trace does not keep")
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__name__.startswith(_OF_OPERATOR):
+            return own.__get__(None, cls)(*args, **kwargs)
+        if cls is CheckpointFunction:  # its gradient is that of the function that it is given
+            function, _, *inputs = args
+            return function(*inputs)
+        raise UsageError(
+            f"the model has a custom gradient in {cls.__name__}, which a trace does not keep; compute it with torch's "
+            "own functions, register it by torch.library.register_autograd, or split the model by 'tensor', which does "
+            "not trace it"
+        )
 
     torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment,method-assign]
     try:

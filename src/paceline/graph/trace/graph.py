@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
@@ -18,6 +19,7 @@ from paceline.graph.trace import nodes
 from paceline.graph.trace.chain import deterministic
 from paceline.graph.trace.exporting import exported
 from paceline.graph.trace.operations import CHANGES_INPUT, ModelOperation, ModelPart, ModelTrace, Value, seed_operation
+from paceline.graph.trace.tail import Tail, find_tail, left_to_stages
 
 _IGNORED = ("_assert", "sym_constrain_range", "_guards_fn")
 
@@ -42,34 +44,51 @@ class GraphTrace(ModelTrace):
         info: Any = module.graph._codegen
         self._output_spec: pytree.TreeSpec = info.pytree_info.out_spec
         self._inputs: dict[fx.Node, int] = {}
-        self._nodes: list[fx.Node] = []
-        self._number: dict[fx.Node, int] = {}
-        flat: list[fx.Node] = []
+        self._all_nodes: list[fx.Node] = []
+        self._returned: list[Any] = []
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 self._inputs[node] = -1 - len(self._inputs)
             elif node.op == "call_function" and not any(word in str(node.target) for word in _IGNORED):
                 nodes.restore_layer(node)
-                self._number[node] = len(self._nodes)
-                self._nodes.append(node)
+                self._all_nodes.append(node)
             elif node.op == "output":
-                flat = list(pytree.tree_leaves(node.args[0]))
-        self.operations = [self._operation(node) for node in self._nodes]
-        if any(isinstance(node, fx.Node) and node.op == "get_attr" for node in flat):
+                self._returned = list(pytree.tree_leaves(node.args[0]))
+        if any(isinstance(node, fx.Node) and node.op == "get_attr" for node in self._returned):
             raise UsageError(
                 "the model returns one of its parameters or buffers itself; in a pipeline it must return what it "
                 "computes"
             )
-        self._returned: list[Any] = flat
-        computed = [node for node in flat if node in self._number]
-        self.results = tuple(self._number[node] for node in computed)
         samples = zip(self._inputs, batched_inputs(leaves), strict=True)
         self.fixed_batch = any(rows and not nodes.has_dynamic_rows(node) for node, rows in samples)
-        self.reduces_batch = not self.fixed_batch and not all(map(nodes.has_dynamic_rows, computed))
+        self._number_operations(None)
+        if self.reduces_batch:
+            self._number_operations(find_tail(module, self._returned))
         for node in self._nodes:
             if any(nodes.origin(changed) in self._inputs for changed in nodes.mutated_by(node)):
                 raise UsageError(CHANGES_INPUT.format(self.operations[self._number[node]].kind))
         self.mutates_buffers = any(map(self._mutates_buffer, self._nodes))
+
+    def _number_operations(self, tail: Tail | None) -> None:
+        """Numbers the operations that are left to the stages, and their results."""
+        computed = [node for node in self._returned if isinstance(node, fx.Node) and node.op == "call_function"]
+        with_rows = [node for node in computed if nodes.has_dynamic_rows(node)]
+        self._tail, self._nodes, self._results = tail, self._all_nodes, computed
+        self.reduces_batch = not self.fixed_batch and len(with_rows) < len(computed) and tail is None
+        if tail is not None:
+            self._nodes = left_to_stages(self._all_nodes, tail, with_rows)
+            self._results = list(dict.fromkeys([*with_rows, *tail.taken]))
+        self._number = {node: number for number, node in enumerate(self._nodes)}
+        self.operations = [self._operation(node) for node in self._nodes]
+        self.results = tuple(self._number[node] for node in self._results)
+
+    @property
+    def has_tail(self) -> bool:
+        return self._tail is not None
+
+    def drop_tail(self) -> None:
+        if self._tail is not None:
+            self._number_operations(None)
 
     def _mutates_buffer(self, node: fx.Node) -> bool:
         """True if a node changes a buffer or a view of one."""
@@ -81,11 +100,15 @@ class GraphTrace(ModelTrace):
 
     def _operation(self, node: fx.Node) -> ModelOperation:
         inputs = [self._number.get(needed, self._inputs.get(needed)) for needed in node.all_input_nodes]
-        parameters = [str(needed.target) for needed in node.all_input_nodes if self._parameter(needed) is not None]
+        attributes = [needed for needed in node.all_input_nodes if needed.op == "get_attr"]
+        parameters = [str(one.target) for one in attributes if self._parameter(one) is not None]
+        buffers = [str(one.target) for one in attributes if self._parameter(one) is None]
         if isinstance(node.target, LayerCall):
             parameters += node.target.parameters()
+            buffers += node.target.buffers()
         kind = str(getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target))
-        return ModelOperation(node.name, tuple(one for one in inputs if one is not None), tuple(parameters), kind)
+        known = tuple(one for one in inputs if one is not None)
+        return ModelOperation(node.name, known, tuple(parameters), kind, tuple(buffers))
 
     def _parameter(self, node: fx.Node) -> nn.Parameter | None:
         if node.op != "get_attr":
@@ -100,16 +123,38 @@ class GraphTrace(ModelTrace):
         return leaves
 
     def returned(self, values: Sequence[Value], inputs: Sequence[Any]) -> Any:
-        left = iter(values)
-        flat = [
-            next(left) if node in self._number else inputs[-1 - self._inputs[node]] if node in self._inputs else node
-            for node in self._returned
-        ]
+        known: dict[Any, Any] = {node: inputs[-1 - number] for node, number in self._inputs.items()}
+        known.update(zip(self._results, values, strict=True))
+        if self._tail is not None:
+            self._tail.run(known)
+        flat = [known[node] if isinstance(node, fx.Node) else node for node in self._returned]
         return pytree.tree_unflatten(flat, self._output_spec)
 
-    def computed(self, returned: Any) -> list[Value]:
-        flat = pytree.tree_leaves(returned)
-        return [value for value, node in zip(flat, self._returned, strict=True) if node in self._number]
+    def infer(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+            def fake(value: Any) -> Any:
+                # Also of parameters and buffers: an operation on real tensors alone would be computed.
+                return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+            values: dict[int, Any] = {-1 - number: fake(value) for number, value in enumerate(inputs)}
+            for number, node in enumerate(self._nodes):
+                target = node.target.infer if isinstance(node.target, LayerCall) else node.target
+                args, kwargs = self._arguments((node.args, node.kwargs), values, fake)
+                values[number] = target(*args, **kwargs)  # type: ignore[operator]
+            return [values[number] for number in self.results]
+
+    def _arguments(
+        self, arguments: Any, values: dict[int, Value], constant: Callable[[Any], Any] = lambda value: value
+    ) -> Any:
+        """The values of an operation's arguments; `constant` is applied to those of parameters and buffers."""
+
+        def value(needed: fx.Node) -> Any:
+            if needed.op == "get_attr":
+                return constant(attrgetter(str(needed.target))(self._module))
+            return values[self._number.get(needed, self._inputs.get(needed, 0))]
+
+        return fx.map_arg(arguments, value)
 
     def _inseparable(self, source: int, target: int) -> bool:
         value = self._nodes[source].meta.get("val")
@@ -177,19 +222,13 @@ class GraphTrace(ModelTrace):
         evaluation = {name: value for name, value in (("train", False), ("dropout_p", 0.0)) if name in arguments}
         if not evaluation:
             return pytree.tree_map_only(torch.Tensor, _constant, self.execute(number, values))
-        return self.execute(number, values, {**arguments, **evaluation})
+        return self._execute(node, (), self._arguments({**arguments, **evaluation}, values))
 
-    def execute(self, number: int, values: dict[int, Value], arguments: dict[str, Any] | None = None) -> Value:
-        """arguments: by name, instead of those in the trace."""
+    def execute(self, number: int, values: dict[int, Value]) -> Value:
         node = self._nodes[number]
+        return self._execute(node, *self._arguments((node.args, node.kwargs), values))
 
-        def value(needed: fx.Node) -> Any:
-            if needed.op == "get_attr":
-                return attrgetter(str(needed.target))(self._module)
-            return values[self._number.get(needed, self._inputs.get(needed, 0))]
-
-        args = fx.map_arg(node.args if arguments is None else (), value)
-        kwargs = fx.map_arg(node.kwargs if arguments is None else arguments, value)
+    def _execute(self, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Value:
         target: Any = node.target
         if nodes.is_without_gradients(node):
             return nodes.without_gradients(target, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ class ModelOperation:
     """Names of the parameters that it uses."""
     kind: str = ""
     """Name of its function or layer class, for people."""
+    buffers: tuple[str, ...] = ()
+    """Names of the buffers that it uses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +63,19 @@ class ModelTrace(ABC):
 
     operations: list[ModelOperation]
     results: tuple[int, ...]
-    """Numbers of the values that the model computes and returns."""
+    """Numbers of the values from which the model's return value follows."""
     reduces_batch: bool = False
-    """True if a result has no row for every sample, such as a loss."""
+    """True if a result has no row for every sample, nor is it, as a loss, a sum over samples of what has."""
     mutates_buffers: bool = False
     """True if a call changes the model's buffers."""
     fixed_batch: bool = False
     """True if the trace is valid for one batch size only, since the model computes with the number of samples."""
     mixes_samples: bool = False
     """True if the results for a sample depend on the others of its batch."""
+    with_values: Callable[[int], contextlib.AbstractContextManager[None]] = staticmethod(
+        lambda _number: contextlib.nullcontext()
+    )
+    """While entered, an operation can be run; replaced for a model whose parameters have no values."""
     changed_attributes: Sequence[tuple[nn.Module, str, Any]] = ()
     """Scalars and strings that a call stores in attributes of modules: module, name, value."""
 
@@ -80,9 +87,17 @@ class ModelTrace(ABC):
     def returned(self, values: Sequence[Value], inputs: Sequence[Any]) -> Any:
         """The model's return value, from its results and inputs."""
 
-    @abstractmethod
-    def computed(self, returned: Any) -> list[Value]:
-        """The results in the model's return value."""
+    def drop_tail(self) -> None:
+        """Leaves the computation of values of the batch, such as a loss, to the last stage: no batch is divided."""
+
+    @property
+    def has_tail(self) -> bool:
+        """True if values of the batch are computed from the results of the last stage."""
+        return False
+
+    def infer(self, inputs: Sequence[Any]) -> list[torch.Tensor] | None:
+        """The results as tensors without values; None if only a call of the model gives them."""
+        return None
 
     @abstractmethod
     def part(self, first: int, last: int) -> ModelPart:

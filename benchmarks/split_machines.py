@@ -1,0 +1,267 @@
+"""Models split over machines with shaped links, which are namespaces. `python benchmarks/split_machines.py` (as root).
+
+| row | what is compared, in turns |
+|---|---|
+| `against torch` | the step of a pipeline over two hosts at 1 Gbit/s, and of torch's on gloo over the same links |
+| `hidden` | the share of the links' time that does not lengthen the step, against the same hosts without a limit |
+| `bubble` | the measured bubble, and that of the schedule with the measured passes and the links |
+| `slow replica` | updates per second of `mesh:data=2,pipeline=2` with k-sync:k=1 and all-reduce, one replica slow |
+| `slow link` | the step over a link of 50 Mbit/s, with the cut that avoids it and with the cut by work alone |
+
+`--short` makes fewer and smaller steps, to try it.
+"""
+
+import argparse
+import copy
+import importlib
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import transformer
+from helpers.hosts import Host, hosts
+from helpers.machines import Spread
+from helpers.meshes import parts_amiss
+from torch import distributed, nn
+
+from paceline import Team
+from paceline.collectives.machines_group import MachinesGroup
+from paceline.events import Event, Leave, Pass, Stages, Update
+from paceline.events.bubbles import Bubbles
+from paceline.schedules.timing import evaluate
+
+MICROBATCHES, GIGABIT = 8, 125e6
+PORT = 29671
+
+
+class Size:
+    """How much is measured."""
+
+    def __init__(self, short: bool) -> None:
+        self.rounds, self.steps = (2, 2) if short else (8, 6)
+        self.model = {"width": 96, "layers": 4, "length": 32} if short else {"width": 192, "layers": 6, "length": 64}
+        self.batch = 16
+        self.updates = 8 if short else 40
+
+
+def batch_of(size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+    source = transformer.Source(size.model["length"])
+    pairs = [source[number] for number in range(size.batch)]
+    return torch.stack([pair[0] for pair in pairs]), torch.stack([pair[1] for pair in pairs])
+
+
+def made(size: Size) -> Any:
+    torch.manual_seed(0)
+    return transformer.Transformer(size.model["width"], size.model["layers"], length=size.model["length"])
+
+
+def step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> float:
+    loss = transformer.loss_of(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
+def timed(team: Team, run: Callable[[], object], steps: int) -> float:
+    """Seconds of a step."""
+    team.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        run()
+    team.barrier()
+    return (time.perf_counter() - start) / steps
+
+
+class Torchs:
+    """torch.distributed.pipelining on gloo, cut in the middle."""
+
+    def __init__(self, model: nn.Module, rank: int, x: torch.Tensor) -> None:
+        from torch.distributed import pipelining
+
+        middle = len(model.blocks) // 2  # type: ignore[arg-type]
+        few = x[: len(x) // MICROBATCHES]
+        cut = {f"blocks.{middle}": pipelining.SplitPoint.BEGINNING}
+        stage = pipelining.pipeline(model, (few,), split_spec=cut).build_stage(rank, torch.device("cpu"))
+        self._schedule = pipelining.Schedule1F1B(stage, MICROBATCHES, loss_fn=transformer.loss_of)
+        self._rank, self._optimizer = rank, torch.optim.AdamW(stage.submod.parameters(), lr=3e-4)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        losses: list[torch.Tensor] = []
+        if self._rank == 0:
+            self._schedule.step(x)
+        else:
+            self._schedule.step(target=y, losses=losses)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(torch.stack(losses).mean()) if losses else 0.0
+
+
+def against_torch(team: Team, size: Size, address: str) -> dict[str, list[float]]:
+    """Seconds per step of both, by round."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    x, y = batch_of(size)
+    model = made(size)
+    distributed.init_process_group("gloo", init_method=f"tcp://{address}:{PORT}", rank=team.rank, world_size=2)
+    peer = Torchs(copy.deepcopy(model), team.rank, x)
+    model, optimizer = team.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-4))
+    first, second = step(model, optimizer, x, y), peer.step(x, y)
+    if team.rank == 1 and abs(first - second) > 1e-4:
+        raise SystemExit(f"the two do not train alike: {first} and {second}")
+    found: dict[str, list[float]] = {"paceline": [], "torch": []}
+    for _ in range(size.rounds):
+        found["paceline"].append(timed(team, lambda: step(model, optimizer, x, y), size.steps))
+        found["torch"].append(timed(team, lambda: peer.step(x, y), size.steps))
+    distributed.destroy_process_group()
+    return found
+
+
+def alone(team: Team, size: Size) -> float:
+    """The best seconds per step of a pipeline."""
+    x, y = batch_of(size)
+    model = made(size)
+    model, optimizer = team.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-4))
+    step(model, optimizer, x, y)
+    return min(timed(team, lambda: step(model, optimizer, x, y), size.steps) for _ in range(size.rounds))
+
+
+def over(made_hosts: Sequence[Host], size: Size) -> tuple[float, list[Event]]:
+    with tempfile.TemporaryDirectory() as folder:
+        spec = f"pipeline:stages={len(made_hosts)},microbatches={MICROBATCHES}"
+        with Spread(alone, made_hosts, 1, size, strategy=spec, folder=Path(folder) / "run") as team:
+            seconds = max(team.values(300.0))
+            return seconds, team.events()
+
+
+def bubbles(events: Sequence[Event]) -> dict[str, float]:
+    """The measured bubble, and the schedule's with the mean passes of each stage and the link."""
+    measured = Bubbles()
+    passes = [event for event in events if isinstance(event, Pass)]
+    (cut,) = (event for event in events if isinstance(event, Stages))
+    for event in passes:
+        measured.add(event)
+    first = min(event.version for event in passes)
+
+    def mean(stage: int, kind: str) -> float:
+        return statistics.mean(
+            one.seconds for one in passes if (one.stage, one.kind) == (stage, kind) and one.version > first
+        )
+
+    forward, backward = (np.array([[mean(0, kind), mean(1, kind)]]) for kind in "FB")
+    link = cut.bytes[1] / MICROBATCHES / GIGABIT
+    expected = evaluate("1f1b", MICROBATCHES, forward, backward, links=[(0.0, 0.0), (link, 1e-4)]).bubble
+    return {"measured": measured.measured() or 0.0, "schedule with links": expected}
+
+
+def replicas(team: Team, size: Size) -> None:
+    """The second replica takes three times as long for each step as the first."""
+    x, y = batch_of(size)
+    model = made(size)
+    model, optimizer = team.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-4))
+    step(model, optimizer, x, y)
+    for _ in range(size.updates):
+        start = time.perf_counter()
+        with team.step():
+            transformer.loss_of(model(x), y).backward()
+            if team.rank >= 2:
+                time.sleep(3 * (time.perf_counter() - start) + 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def updates_per_second(made_hosts: Sequence[Host], size: Size, between: str) -> tuple[float, list[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        spec = f"mesh:data=2,pipeline=2,microbatches=2,sync={between}"
+        with Spread(replicas, made_hosts, 2, size, strategy=spec, folder=Path(folder) / "run") as team:
+            team.values(300.0)
+            events = team.events()
+    done = min(event.start for event in events if isinstance(event, Leave))
+    ends = {event.version: event.start for event in events if isinstance(event, Update) and event.start < done}
+    amiss = parts_amiss(events, [[0, 1], [2, 3]], apart=[2, 3]) if between != "all-reduce" else []
+    return (len(ends) - 1) / (max(ends.values()) - min(ends.values())), amiss
+
+
+def narrow(team: Team, size: Size, blind: bool) -> float:
+    """Seconds per step of a model in which little crosses late; blind: the cut does not know the link."""
+    if blind:
+        plain = MachinesGroup.measure_links
+
+        def endless(self: MachinesGroup) -> Any:
+            links = plain(self)
+            links.bandwidth = [[float("inf")] * links.size for _ in range(links.size)]
+            return links
+
+        MachinesGroup.measure_links = endless  # type: ignore[method-assign]
+    inner = [nn.Linear(1024, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 16)]
+    model: Any = nn.Sequential(*inner, nn.Tanh(), nn.Linear(16, 16))
+    model, optimizer = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
+
+    def one() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    one()
+    return min(timed(team, one, size.steps) for _ in range(size.rounds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="Fewer and smaller steps, to try it.")
+    size = Size(parser.parse_args().short)
+    torch.set_num_threads(1)
+    importlib.import_module("torch.distributed.pipelining")
+    told: dict[str, Any] = {}
+    spec = f"pipeline:stages=2,microbatches={MICROBATCHES}"
+    with hosts(2, "1gbit") as two:
+        with Spread(against_torch, two, 1, size, two[0].address, strategy=spec) as team:
+            found = team.values(500.0)[0]
+        told["against torch"] = {
+            "milliseconds": {name: round(1e3 * min(values), 2) for name, values in found.items()},
+            "ratio of best": min(found["torch"]) / min(found["paceline"]),
+            "ratio, median of rounds": statistics.median(
+                a / b for a, b in zip(found["torch"], found["paceline"], strict=True)
+            ),
+        }
+        shaped, events = over(two, size)
+    with hosts(2) as two:
+        free, _ = over(two, size)
+        rates = {name: updates_per_second(two, size, name) for name in ("all-reduce", "k-sync:k=1")}
+    (cut,) = (event for event in events if isinstance(event, Stages))
+    busy = 2 * cut.bytes[1] / GIGABIT
+    told["hidden"] = {
+        "milliseconds of a step": [round(1e3 * shaped, 2), round(1e3 * free, 2)],
+        "milliseconds of the link": round(1e3 * busy, 2),
+        "share": 1 - max(0.0, shaped - free) / busy,
+    }
+    told["bubble"] = bubbles(events)
+    told["slow replica"] = {
+        "updates per second": {name: rate for name, (rate, _) in rates.items()},
+        "ratio": rates["k-sync:k=1"][0] / rates["all-reduce"][0],
+        "not of one replica's whole gradient": rates["k-sync:k=1"][1],
+    }
+    with hosts(2, "50mbit") as two:
+        ways: dict[str, float] = {}
+        for name, blind in 2 * (("cut that avoids it", False), ("cut by work alone", True)):
+            with Spread(narrow, two, 1, size, blind, strategy="pipeline:stages=2,microbatches=4") as team:
+                ways[name] = min(ways.get(name, math.inf), round(1e3 * max(team.values(200.0)), 2))
+    told["slow link"] = {"milliseconds of a step": ways}
+    print(json.dumps(told, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The predicted step of a cut model: its schedule on a virtual clock, with the links between its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from paceline.graph.costs import Cost
+from paceline.graph.partition import Device, Partition
+from paceline.schedules import SCHEDULES
+from paceline.schedules.timing import ScheduleTiming, evaluate
+
+
+class LinkTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What crosses the link between two neighbouring stages in a step, in each direction."""
+
+    stage: int
+    """The later one."""
+    bytes: int
+    seconds: float
+    """Seconds for which it occupies the link."""
+
+
+def traffic(cut: Partition, devices: Sequence[Device], microbatches: int) -> list[LinkTraffic]:
+    """The traffic of every link."""
+    return [
+        LinkTraffic(stage=number, bytes=over, seconds=over / device.bandwidth + microbatches * device.latency)
+        for number, (stage, device) in enumerate(zip(cut.stages, devices, strict=True))
+        if number and (over := microbatches * stage.bytes) >= 0
+    ]
+
+
+def predicted_step(
+    costs: Sequence[Cost], cut: Partition, devices: Sequence[Device], schedule: str, microbatches: int
+) -> ScheduleTiming:
+    """The timing of one step, without the optimizer's."""
+    forward, backward = [], []
+    for stage, device in zip(cut.stages, devices, strict=True):
+        own = costs[stage.first : stage.last]
+        forward += [sum(cost.forward for cost in own) / device.pace] * device.count
+        backward += [sum(cost.backward for cost in own) / device.pace] * device.count
+    weights = np.array([backward]) / 2 if SCHEDULES[schedule].splits_backward else None
+    rest = np.array([backward]) / 2 if weights is not None else np.array([backward])
+    return evaluate(
+        "1f1b" if SCHEDULES[schedule].has_chunks else schedule,
+        microbatches,
+        np.array([forward]),
+        rest,
+        weights,
+        workers=[device.count for device in devices],
+        links=[
+            (stage.bytes / device.bandwidth, device.latency) for stage, device in zip(cut.stages, devices, strict=True)
+        ],
+    )
