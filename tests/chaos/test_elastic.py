@@ -256,6 +256,38 @@ def test_a_killed_worker_is_started_again_and_joins(strategy: str, victim: int, 
     assert "went on without it" not in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("strategy", "words", "victim"),
+    [
+        ("sync", ["--elastic"], 1),
+        ("sync", ["--restarts", "1"], 0),
+        ("async", [], 1),
+        ("k-sync:k=2", ["--restarts", "1", "--servers", "2"], 1),
+        ("groups:size=2,between=sync", ["--elastic"], 1),
+    ],
+)
+def test_a_stopped_worker_is_evicted_and_replaced_where_restarts_are_left(
+    strategy: str, words: list[str], victim: int, tmp_path: Path
+) -> None:
+    with playing(command(tmp_path, strategy, *words, "--timeout", "4"), tmp_path) as run:
+        pid = run.note(f"training-{victim}")["pid"]
+        (run.notes / f"training-{victim}.json").unlink()
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: state_of(pid) == "T", 20, "it to be stopped")
+        if "--restarts" not in words:
+            may_end(run)  # else the others wait for it no sooner than at the end of the epoch
+        wait_until(lambda: not alive(pid), 60, "it to be evicted")
+        if "--restarts" in words:
+            assert run.note(f"training-{victim}")["pid"] != pid
+        may_end(run)
+        outcome = run.finish(90)
+    events = well(outcome)
+    assert [event.rank for event in events if isinstance(event, Lost)] == [victim]
+    said = f"rank {victim} did nothing for 4 s while others waited and had to be evicted"
+    assert outcome.err.count(said) == 1, outcome.err
+    assert outcome.run.noted(f"end-{1 - victim}")
+
+
 def test_all_are_killed_and_all_come_back(tmp_path: Path) -> None:
     with playing(command(tmp_path, "async", "--restarts", "2"), tmp_path) as run:
         pids = [run.note(f"training-{rank}")["pid"] for rank in (0, 1)]

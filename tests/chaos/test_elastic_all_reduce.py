@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.transport import BarrierKind
 
-options = {"victim": 1, "when": None, "at": 5, "samples": 97, "epochs": 2, "clip": False, "adam": True}
+options = {"victim": 1, "when": None, "at": 5, "samples": 97, "epochs": 2, "clip": False, "adam": True,
+           "how": "kill"}
 options |= json.loads(sys.argv[1])
 team = paceline.join()
 torch.manual_seed(3)
@@ -45,7 +46,10 @@ is_victim = team.rank == options["victim"]
 
 def die():
     note("struck")
-    os.kill(os.getpid(), signal.SIGKILL)
+    if options["how"] == "hang":
+        time.sleep(1e6)
+    os.kill(os.getpid(), signal.SIGSTOP if options["how"] == "stop" else signal.SIGKILL)
+    note("woke")
 
 if is_victim and options["when"] == "inside":
     real, calls = ShardedOptimizer.update, 0
@@ -88,6 +92,9 @@ for epoch in range(options["epochs"]):
             if options["when"] == "leaves":
                 note("struck")
                 sys.exit(0)
+            if options["when"] == "preempted":
+                note("struck")
+                os.kill(os.getpid(), signal.SIGTERM)
         optimizer.step()
         epoch_seen += keys.tolist()
         optimizer.zero_grad()
@@ -102,10 +109,12 @@ note(f"end-{team.rank}", values=values, seen=seen, size=team.world_size, version
 )
 
 
-def play(folder: Path, workers: int = WORKERS, words: Iterable[str] = (), **options: Any) -> Outcome:
+def play(
+    folder: Path, workers: int = WORKERS, words: Iterable[str] = (), timeout: float = 20, **options: Any
+) -> Outcome:
     script = write_script(folder, SCRIPT)
-    fixed = [str(script), "--workers", str(workers), "--strategy", "all-reduce", "--name", "run", "--timeout", "20"]
-    return played([*fixed, "--elastic", *words, "--", json.dumps(options)], folder)
+    fixed = [str(script), "--workers", str(workers), "--strategy", "all-reduce", "--name", "run"]
+    return played([*fixed, "--timeout", str(timeout), "--elastic", *words, "--", json.dumps(options)], folder)
 
 
 def plain(rounds: list[list[int]], samples: int = 97, clip: bool = False) -> list[torch.Tensor]:
@@ -164,14 +173,15 @@ def same(ours: list[list[float]], theirs: list[torch.Tensor]) -> bool:
     [
         *[("before", 0), ("before", 1), ("inside", 0), ("inside", 2)],
         *[("after", 0), ("after", 1), ("leaves", 0), ("leaves", 2)],
+        *[("preempted", 0), ("preempted", 2)],
     ],
 )
 def test_the_others_go_on_as_a_smaller_team_would(when: str, victim: int, tmp_path: Path) -> None:
     outcome = play(tmp_path, victim=victim, when=when)
     survivors = [rank for rank in range(WORKERS) if rank != victim]
     events, ends = well(outcome, survivors)
-    counted = when in ("inside", "after")
-    expected = rounds_of(victim, 5, counted)
+    finishes, counted = when == "preempted", when in ("inside", "after", "preempted")
+    expected = rounds_of(victim, 6, False) if finishes else rounds_of(victim, 5, counted)
     assert ends[0]["version"] == len(expected)
     assert same(ends[0]["values"], plain(expected))
     # Every sample once an epoch; what the lost one had trained on before is what the others have not.
@@ -182,11 +192,34 @@ def test_the_others_go_on_as_a_smaller_team_would(when: str, victim: int, tmp_pa
             key for keys in rounds_of(victim, None, True)[: 5 + counted] for key in keys[4 * victim : 4 * victim + 4]
         ]
         assert trained == [key for key in range(97) if epoch == 1 or key not in before]
-    lost = [event.rank for event in events if isinstance(event, Lost)]
-    assert lost == ([] if when == "leaves" else [victim])
+    orderly = when in ("leaves", "preempted")
+    assert [event.rank for event in events if isinstance(event, Lost)] == ([] if orderly else [victim])
     assert next(event.workers for event in events if isinstance(event, Roster)) == survivors
-    word = "left" if when == "leaves" else "died"
-    assert f"paceline: rank {victim} {word}; the other 2 go on from version 5" in outcome.err.splitlines()
+    lines, version = outcome.err.splitlines(), 5 + finishes
+    assert f"paceline: rank {victim} {'left' if orderly else 'died'}; the other 2 go on from version {version}" in lines
+    assert (f"paceline: rank {victim} was preempted (SIGTERM) and has left" in lines) == finishes
+
+
+@pytest.mark.parametrize(
+    ("how", "when", "victim", "place"),
+    [
+        ("stop", "before", 1, "an update (optimizer.step)"),
+        ("hang", "before", 0, "an update (optimizer.step)"),
+        ("stop", "inside", 2, "the end of an update"),
+    ],
+)
+def test_a_silent_worker_is_evicted_and_never_wakes(
+    how: str, when: str, victim: int, place: str, tmp_path: Path
+) -> None:
+    outcome = play(tmp_path, timeout=4, victim=victim, when=when, how=how)
+    events, ends = well(outcome, [rank for rank in range(WORKERS) if rank != victim])
+    assert not outcome.run.noted("woke")
+    expected = rounds_of(victim, 5, counted=when == "inside")
+    assert ends[0]["version"] == len(expected)
+    assert same(ends[0]["values"], plain(expected))
+    assert [event.rank for event in events if isinstance(event, Lost)] == [victim]
+    said = f"paceline: rank {victim} did not come to {place} within 4 s and had to be evicted; the other 2 go on from"
+    assert outcome.err.count(said) == 1, outcome.err
 
 
 @pytest.mark.parametrize("when", ["before", "inside"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.collectives.inter_machine import InterMachineReduce
 from paceline.config import Launch, Timeouts
-from paceline.events import Compute, Join, Leave, Lost, Roster
+from paceline.events import Compute, Join, Leave, Lost, Roster, Wait
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.transport import BarrierKind
 
@@ -40,8 +41,12 @@ def _data() -> TensorDataset:
     return TensorDataset(torch.arange(SAMPLES), inputs, inputs.sum(1, keepdim=True))
 
 
+_how = signal.SIGKILL
+"""What happens to a worker that is lost."""
+
+
 def _die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), _how)
 
 
 def _prepare(trainer: Any, when: str) -> None:
@@ -162,6 +167,36 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
 
 
+def _silenced(team: Any, victim: int, when: str, notes: str) -> dict[str, Any]:
+    """A worker is stopped; where its machine has no other worker, rank 0 wakes it when all is done."""
+    global _how
+    _how = signal.SIGSTOP
+    pid = Path(notes, "pid")
+    if team.rank == victim:
+        pid.write_text(str(os.getpid()))
+    found = work(team, {victim: when})
+    if team.rank == 0:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid.read_text()), signal.SIGCONT)
+    return found
+
+
+@pytest.mark.parametrize(("places", "victim", "when"), [("ABB", 1, "inside"), ("ABC", 2, "before")])
+def test_a_silent_worker_is_evicted_and_its_waking_changes_nothing(
+    places: str, victim: int, when: str, tmp_path: Path
+) -> None:
+    launch = Launch(strategy="all-reduce", elastic=True, timeouts=Timeouts(barrier=4.0, join=20.0))
+    results = run_spread(_silenced, places, victim, when, str(tmp_path), launch=launch, may_die=[victim])
+    lost = results.pop(victim)
+    well(results)
+    expected = rounds_of(3, {victim}, places == "ABB")
+    assert results[0]["version"] == len(expected)
+    assert same(results[0]["values"], plain(expected))
+    # Where another worker shares its memory, that one has ended it.
+    assert ("ended without a word" in lost) == (places == "ABB"), lost
+    assert ("WorkerLost" in lost) == (places == "ABC"), lost
+
+
 CASES = [(places, victim, when) for places, victim in (("ABB", 1), ("ABC", 2)) for when in MOMENTS]
 CASES += [("AAB", 1, "exchange"), ("AAB", 1, "after"), ("ABB", 2, "inside"), ("AAB", 2, "exchange")]
 
@@ -270,12 +305,16 @@ def test_workers_of_real_hosts_are_killed_at_any_moment(victims: list[int], tmp_
 def test_a_host_that_is_cut_off_is_given_up_and_does_not_go_on_by_itself(tmp_path: Path) -> None:
     launch = Launch(strategy="all-reduce", elastic=True, timeouts=Timeouts(barrier=3.0, join=20.0))
     mark = tmp_path / "begun"
-    with hosts(3) as made, Spread(paced, made, 1, 60, str(mark), launch=launch) as team:
+    with hosts(3) as made, Spread(paced, made, 1, 60, str(mark), launch=launch, folder=tmp_path / "run") as team:
         for rank in range(3):
             wait_until(Path(f"{mark}-{rank}").exists, 40, f"the first steps of rank {rank}")
         made[2].cable(False)
         results = team.results(60)
+        recorded = team.events()
     assert results[0][1] == results[1][1]
     assert isinstance(results[2], Failure)
     assert results[2].kind in ("TeamTimeout", "WorkerLost")
     assert f"rank 0 on {made[0].address}" in results[2].message
+    long = [event for event in recorded if isinstance(event, Wait) and event.seconds > 2.5]
+    assert {event.rank for event in long} == {0, 1}
+    assert {event.on for event in long} == {2}, "nobody but the lost one was waited for"

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -103,6 +104,22 @@ def test_a_killed_worker_joins_again(strategy: str, servers: str, each: int, whe
     assert any(
         isinstance(event, Push) and event.rank == victim and event.start > joined[-1].start for event in recorded
     )
+
+
+def test_the_relay_of_its_machine_ends_a_worker_that_is_silent(tmp_path: Path) -> None:
+    launch = Launch(strategy="sync", elastic=True, timeouts=Timeouts(barrier=4.0, join=30.0))
+    with hosts(2) as made, Spread(work, made, 1, str(tmp_path), launch=launch, folder=tmp_path / "run") as team:
+        wait_until((tmp_path / "epoch-0-1").exists, 60, "the first epoch")
+        stopped = team.processes[1]
+        assert stopped.pid is not None
+        os.kill(stopped.pid, signal.SIGSTOP)
+        stopped.join(60)
+        assert stopped.exitcode == -signal.SIGKILL
+        results = team.results(90)
+        recorded = team.events()
+    assert results[0][0] == 1
+    assert violations(recorded, "sync") == []
+    assert [event.rank for event in recorded if isinstance(event, Lost)] == [1]
 
 
 @pytest.mark.parametrize("servers", ["lead", "1"])

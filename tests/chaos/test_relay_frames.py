@@ -36,7 +36,9 @@ from paceline.relay.messages import (
     TransferLayout,
 )
 from paceline.server.flags import SharedFlags
-from paceline.server.messages import Hello, Ready, send_parts
+from paceline.server.memory import RunMemory
+from paceline.server.messages import Hello, Ready
+from paceline.server.parts import send_parts
 from paceline.transport import Memory
 from paceline.transport.handshake import begin_call
 from paceline.transport.keys import Secret, new_key
@@ -98,22 +100,23 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         self.run, self.key, self.folder = new_address(), new_key(), folder
         self.secret = Secret.of(self.key, self.run)
-        sizes = [
-            WORKERS * SIZE,
-            (WORKERS + 2) * SIZE,
-            WorkerTable.memory_size(WORKERS, PARAMETERS),
-            SharedFlags.memory_size(WORKERS),
-            64,
-            SIZE,
-        ]
-        self.memories = [Memory.create(size) for size in sizes]
+        self.memories = RunMemory(
+            gradients=Memory.create(WORKERS * SIZE),
+            versions=Memory.create((WORKERS + 2) * SIZE),
+            table=Memory.create(WorkerTable.memory_size(WORKERS, PARAMETERS)),
+            flags=Memory.create(SharedFlags.memory_size(WORKERS)),
+            buffers=Memory.create(64),
+            state=Memory.create(SIZE),
+            kept=Memory.create(SIZE),
+            record=Memory.create(SIZE),
+        )
         source = random.Random(7)
         for memory in self.memories:
             memory.map[:] = source.randbytes(memory.size)
         address = new_address()
         self.process: subprocess.Popen[bytes] = start_relay(address, 20.0)
         connection: UnixConnection[Any] = connect(address, RelayBound | Ready, 20.0)
-        connection.send(RelayBind(self.run, 0, "127.0.0.1", self.key), [memory.descriptor for memory in self.memories])
+        connection.send(RelayBind(self.run, 0, "127.0.0.1", self.key), self.memories.descriptors)
         self.bound = connection.receive_within(20.0)
         assert isinstance(self.bound, RelayBound)
         self.ports = {"control": self.bound.control, "bulk": self.bound.bulk}
@@ -124,13 +127,13 @@ class Rig:
             strategy="async",
             timeouts=Timeouts(barrier=120.0, join=120.0),
             folder=str(folder),
-            optimizer=OptimizerSpec("torch.optim.sgd", "SGD", [{}], {}),
+            optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", [{}], {}),),
             parameters=(ParameterSpec("weight", (1,), (1,), "float32", 0),) * PARAMETERS,
         )
         config = RelayConfig(
             spec=spec,
             machine=0,
-            peers=[RelayAddress("127.0.0.1", self.bound.control, self.bound.bulk), RelayAddress("127.0.0.1", 1, 1)],
+            peers=[RelayAddress("127.0.0.1", self.bound.control, self.bound.bulk), RelayAddress("127.0.0.9", 1, 1)],
             coordinator=self.run,
             layout=TransferLayout(
                 version=SIZE,
@@ -253,7 +256,7 @@ def test_tens_of_thousands_of_mutated_frames_change_nothing(rig: Rig) -> None:
     message = _encode(Chunk("gradient", 1, 0, 1))
     client.send([_encode(rig.head("bulk", message, payload)), message, payload])
     until = time.monotonic() + 30.0
-    gradients = rig.memories[0]
+    gradients = rig.memories.gradients
     while time.monotonic() < until and any(gradients.map[SIZE : 2 * SIZE]):
         time.sleep(0.02)
     assert not any(gradients.map[SIZE : 2 * SIZE])
@@ -355,7 +358,7 @@ def test_those_who_drip_are_shown_the_door_while_others_are_served(rig: Rig) -> 
     message, payload = _encode(Chunk("gradient", 1, 0, 1)), bytes(SIZE)
     client.send([_encode(rig.head("bulk", message, payload)), message, payload])
     assert client.receive()  # acknowledged
-    assert not any(rig.memories[0].map[SIZE : 2 * SIZE])
+    assert not any(rig.memories.gradients.map[SIZE : 2 * SIZE])
     for one in drips:  # all are closed after a few seconds; none is waited for longer than this
         one.settimeout(30.0)
         with contextlib.suppress(ConnectionError):

@@ -18,7 +18,7 @@ from helpers.load import allowed
 from helpers.machines import Failure, Spread
 
 from paceline.config import Timeouts
-from paceline.events import Update
+from paceline.events import Refused, Update
 
 
 def paced(team: Any, steps: int, seconds: float) -> list[Any]:
@@ -57,12 +57,13 @@ def test_a_cable_pulled_for_three_seconds_heals_by_itself(tmp_path: Path) -> Non
     assert violations(recorded, "sync") == []
     updates = [event for event in recorded if isinstance(event, Update)]
     assert len(updates) == 30
+    assert [event for event in recorded if isinstance(event, Refused)] == [], "its own hosts call again"
     # The fault has happened: nothing went on while the cable was out.
     assert max(after.start - before.start for before, after in itertools.pairwise(updates)) > 2.5
 
 
 def test_a_cable_pulled_for_longer_is_an_error_that_names_the_host(tmp_path: Path) -> None:
-    timeouts = Timeouts(join=20.0, barrier=2.0)
+    timeouts = Timeouts(join=20.0, barrier=3.0)
     with (
         hosts(2) as (a, b),
         Spread(paced, [a, b], 1, 600, 0.1, folder=tmp_path / "run", servers="lead", timeouts=timeouts) as team,
@@ -85,7 +86,7 @@ def _relays(host: Host) -> list[int]:
 
 
 def test_a_relay_that_is_stopped_is_an_error_and_is_not_left_behind(tmp_path: Path) -> None:
-    timeouts = Timeouts(join=20.0, barrier=2.0)
+    timeouts = Timeouts(join=20.0, barrier=3.0)
     with (
         hosts(2) as (a, b),
         Spread(paced, [a, b], 1, 600, 0.1, folder=tmp_path / "run", servers="lead", timeouts=timeouts) as team,
@@ -120,4 +121,29 @@ def test_a_relay_that_is_killed_is_noticed_long_before_the_timeout(tmp_path: Pat
     assert here.kind in ("WorkerLost", "ServerLost"), here
     assert "its relay, through which its workers are reached, has died" in here.message, here
     assert (b if away else a).address in here.message
-    assert there.kind in ("ServerLost", "WorkerLost"), there
+    assert there.kind == "ServerLost", there
+    lost = f"the relay of its machine, through which rank {1 if away else 0} reaches the server, died"
+    assert there.message == lost
+
+
+@pytest.mark.parametrize(("strategy", "how"), [("async", "cable"), ("k-sync:k=1", "relay")])
+def test_the_loss_of_a_machine_with_a_shard_is_the_loss_of_a_server(tmp_path: Path, strategy: str, how: str) -> None:
+    # A worker alone could be spared.
+    timeouts = Timeouts(join=20.0, barrier=4.0 if how == "cable" else 240.0)
+    folder = tmp_path / "run"
+    with (
+        hosts(2) as (a, b),
+        Spread(paced, [a, b], 1, 600, 0.1, folder=folder, servers="each", strategy=strategy, timeouts=timeouts) as team,
+    ):
+        _after_first_updates(team)
+        hurt = time.monotonic()
+        if how == "cable":
+            b.cable(False)
+        else:
+            os.kill(_relays(b)[0], signal.SIGKILL)
+        here, _ = team.results(40)
+        assert time.monotonic() - hurt < allowed(20.0)
+    assert isinstance(here, Failure)
+    assert here.kind == "ServerLost", here
+    assert f"machine 1 ({b.address})" in here.message, here
+    assert here.message.endswith("; it holds a shard of the parameters")

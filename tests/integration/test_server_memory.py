@@ -61,7 +61,7 @@ def buffers(team: Team) -> tuple[set[int], int]:
     def watch(answer: Any) -> None:
         told.add(answer.buffer)
         adopt(answer)
-        held = {view.data_ptr() for _, view, _ in trainer._memory.versions._places(answer.buffer)}
+        held = {view.data_ptr() for _, view in trainer._memory.versions._places(answer.buffer)}
         assert {parameter.data_ptr() for parameter in model.parameters()} == held
 
     trainer._adopt = watch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,8 @@ def test_half_precision_parameters_can_not_be_compressed() -> None:
     [
         ("k-sync:k=3", "strategy 'k-sync:k=3': k is 3, with 2 workers; it must be a whole number from 1 to 2"),
         ("k-async:k=0", "strategy 'k-async:k=0': k is 0, with 2 workers; it must be a whole number from 1 to 2"),
-        ("k-batch-sync:k=9", "k is 9, with 2 workers"),
-        ("k-batch-async:k=9", "k is 9, with 2 workers"),
+        ("k-batch-sync:k=0", "k is 0; it must be a whole number of at least 1"),
+        ("k-batch-async:k=-2", "k is -2; it must be a whole number of at least 1"),
         ("adaptive:of=k-sync,start=5", "start is 5, with 2 workers"),
         ("ssp:s=-1", "s is -1; it must be a whole number of steps, 0 or more"),
         ("groups:size=3", "3"),
@@ -247,7 +248,8 @@ def test_corrected_stale_gradients_train_and_the_summary_knows_how_stale_they_we
     assert sum(worker.samples for worker in summary.workers.values()) == 16 * pushes
     assert summary.cancelled == 0
     if specs != ["drop:above=2"]:
-        assert summary.staleness.mean == pytest.approx(2.0, abs=1.0)
+        used = [push.staleness for push in pushed if push.outcome == "used"]
+        assert summary.staleness.mean == pytest.approx(statistics.mean(used))
     else:
         assert summary.dropped == sum(push.staleness > 2 for push in pushed)
         assert summary.staleness.max <= 2

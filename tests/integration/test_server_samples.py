@@ -46,7 +46,7 @@ def test_an_evaluation_in_the_middle_of_an_epoch_loses_no_sample(strategy: str) 
                         evaluated += [int(value) for value in z]
         return seen, evaluated
 
-    results = run_team(work, 2, launch=under(strategy, barrier=4.0), timeout=20.0)
+    results = run_team(work, 2, launch=under(strategy, barrier=30.0), timeout=40.0)
     assert sorted(itertools.chain(*(seen for seen, _ in results))) == list(range(40))
     # Under async a worker may have had fewer batches of two samples than it takes to come to the evaluation.
     assert [evaluated for _, evaluated in results] == [list(range(40)) if len(seen) >= 8 else [] for seen, _ in results]
@@ -86,7 +86,7 @@ def test_a_worker_that_comes_late_to_the_end_of_an_epoch_is_waited_for_in_the_ne
         cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for result, version in run_team(unhurried, 2, when, launch=under("sync", barrier=4.0), timeout=20.0):
+    for result, version in run_team(unhurried, 2, when, launch=under("sync", barrier=30.0), timeout=40.0):
         assert version == 12
         assert apart(result, values(model)) < 1e-12
 
@@ -108,7 +108,7 @@ def test_two_loaders_at_once_keep_their_samples_apart(strategy: str) -> None:
             optimizer.zero_grad()
         return seen
 
-    results = run_team(work, 2, launch=under(strategy, barrier=4.0), timeout=20.0)
+    results = run_team(work, 2, launch=under(strategy, barrier=30.0), timeout=40.0)
     assert sorted(itertools.chain(*(first for first, _ in results))) == list(range(24))
     other = sorted(itertools.chain(*(second for _, second in results)))
     assert set(other) <= set(range(100, 172)) and len(set(other)) == len(other)
@@ -135,7 +135,7 @@ def test_an_epoch_may_be_left_in_its_middle(strategy: str) -> None:
                     break
         return seen
 
-    results = run_team(work, 3, launch=under(strategy, barrier=4.0), timeout=20.0)
+    results = run_team(work, 3, launch=under(strategy, barrier=30.0), timeout=40.0)
     seen = sorted(itertools.chain(*results))
     assert set(seen) == set(range(40))
 
@@ -155,7 +155,7 @@ def test_a_script_may_make_several_updates_from_one_batch(strategy: str) -> None
                 optimizer.zero_grad()
         return seen
 
-    results = run_team(work, 2, launch=under(strategy, barrier=4.0), timeout=20.0)
+    results = run_team(work, 2, launch=under(strategy, barrier=30.0), timeout=40.0)
     assert sorted(itertools.chain(*results)) == list(range(24))
 
 
@@ -179,7 +179,7 @@ def test_a_worker_that_comes_when_the_others_have_left_the_epoch_finds_it_over()
                     break
         return seen
 
-    first, second = run_team(work, 2, launch=under("async", barrier=4.0), timeout=20.0)
+    first, second = run_team(work, 2, launch=under("async", barrier=30.0), timeout=40.0)
     assert (first[0], second[0]) == ([0], [])
     assert sorted([*first[1], *second[1]]) == list(range(8))
 
@@ -201,7 +201,7 @@ def test_nobody_waits_for_those_who_find_no_more_samples(strategy: str) -> None:
                 optimizer.zero_grad()
         return count
 
-    assert sum(run_team(work, 3, launch=under(strategy, barrier=4.0), timeout=20.0)) == 6
+    assert sum(run_team(work, 3, launch=under(strategy, barrier=30.0), timeout=40.0)) == 6
 
 
 def test_a_gradient_that_is_held_counts_also_when_its_worker_leaves_the_epoch() -> None:
@@ -226,7 +226,7 @@ def test_a_gradient_that_is_held_counts_also_when_its_worker_leaves_the_epoch() 
         team.close()
         return seen, float(model.weight)
 
-    (first, weight), (second, _) = run_team(work, 2, launch=under("k-batch-async:k=2", barrier=4.0), timeout=20.0)
+    (first, weight), (second, _) = run_team(work, 2, launch=under("k-batch-async:k=2", barrier=30.0), timeout=40.0)
     assert sorted([*first, *second]) == list(range(8))
     assert weight == pytest.approx(-sum(range(8)) / 2)
 
@@ -252,8 +252,8 @@ def picky(team: Team, how: str) -> Values:
 
 @pytest.mark.parametrize("how", ["skips", "breaks", "evaluates"])
 def test_what_a_script_passes_over_has_no_weight_in_a_later_gradient(how: str, tmp_path: Path) -> None:
-    launch = under("async", barrier=4.0, folder=str(tmp_path))
-    run_team(picky, 2, how, launch=launch, timeout=20.0)
+    launch = under("async", barrier=30.0, folder=str(tmp_path))
+    run_team(picky, 2, how, launch=launch, timeout=40.0)
     merge(tmp_path, 2)
     events = list(read(tmp_path / "events.jsonl"))
     sizes = {event.number: event.samples for event in events if isinstance(event, LeaseGiven)}

@@ -191,3 +191,48 @@ def test_the_rest_of_a_model_travels_whole() -> None:
     rest.write(memory)
     ModelBuffers(theirs).read(memory)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_worker_that_joins_gets_parts_of_later_rounds_and_cuts_the_earlier_ones_alike() -> None:
+    orphans = OrphanedSamples(3)
+    orphans.begin(0)
+    orphans.note(0, [[0], [1], [2]])
+    orphans.lose({1}, since=0, until=1, takers=[0, 2])
+    orphans.gain(1, 4)
+    newcomer = OrphanedSamples(3)
+    newcomer.restore(orphans.state())
+    assert newcomer.note(0, [[0], [1], [2]]) == [[0], [1], [2]]
+    for one in (orphans, newcomer):
+        assert [one.sharers(number) for number in (0, 1, 3, 4)] == [[0, 1, 2], [0, 2], [0, 2], [0, 1, 2]]
+        assert [one.takers_of(number) for number in (3, 4)] == [[0, 2], [0, 1, 2]]
+        assert one.note(5, [[7], [8], [9]]) == [[7], [8], [9]]
+        assert one.take() == [[1]], "what it has since is its own"
+    orphans.lose({1}, since=6, until=7, takers=[0, 1, 2])
+    orphans.note(6, [[10], [11], [12]])
+    assert (orphans.sharers(7), orphans.takers_of(7), orphans.take()) == ([0, 2], [0, 2], [[11]])
+    orphans.gain(1, None)
+    assert orphans.sharers(8) == [0, 2], "all rounds of this epoch are cut"
+    orphans.begin(9)
+    assert orphans.sharers(9) == orphans.takers == [0, 1, 2]
+
+
+def test_parts_that_were_fetched_far_ahead_are_not_forgotten() -> None:
+    orphans = OrphanedSamples(2, ahead=100)
+    orphans.begin(0)
+    for number in range(100):
+        orphans.note(number, [[2 * number], [2 * number + 1]])
+    orphans.lose({1}, since=1, until=100, takers=[0])
+    assert len(orphans.take()) == 99
+
+
+def test_parts_of_a_worker_that_is_lost_again_are_left_once() -> None:
+    orphans = OrphanedSamples(2)
+    orphans.begin(0)
+    for number in range(3):  # fetched ahead
+        orphans.note(number, [[2 * number], [2 * number + 1]])
+    orphans.lose({1}, since=0, until=3, takers=[0])
+    orphans.gain(1, 3)
+    orphans.note(3, [[6], [7]])
+    assert orphans.take() == [[1], [3], [5]]
+    orphans.lose({1}, since=1, until=4, takers=[0])
+    assert (orphans.take(), orphans.sharers(4)) == ([[7]], [0])

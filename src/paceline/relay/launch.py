@@ -13,7 +13,8 @@ from paceline.config import RunSpec
 from paceline.errors import JoinError
 from paceline.relay.messages import RelayAddress, RelayBind, RelayBound, RelayConfig, TransferLayout
 from paceline.server.memory import RunMemory
-from paceline.server.messages import Ready, send_parts
+from paceline.server.messages import Ready
+from paceline.server.parts import send_parts
 from paceline.transport import BarrierKind
 from paceline.transport.keys import demand_key, key_of_run
 from paceline.transport.unix_connection import connect, new_address

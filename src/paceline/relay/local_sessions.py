@@ -21,6 +21,7 @@ from paceline.relay.context import RelayContext
 from paceline.relay.coordinator_sessions import CoordinatorSessions
 from paceline.relay.messages import MemberGone
 from paceline.server import messages
+from paceline.server.eviction import end_connected
 from paceline.server.memory import MEMORIES
 from paceline.transport.unix_connection import Closed, Listener, UnixConnection
 
@@ -38,6 +39,7 @@ class LocalSession:
 
     who: int
     connection: UnixConnection[Any]
+    pid: int
     buffer: int = 0
     """The number of the buffer with the worker's version."""
     answers: deque[Any] = dataclasses.field(default_factory=deque)
@@ -91,7 +93,7 @@ class LocalSessions:
         if joins:
             context.adopt(who, context.machine)
             self._transfers.adopt(who)
-        self._sessions[who] = session = LocalSession(who, connection)
+        self._sessions[who] = session = LocalSession(who, connection, hello.pid)
         context.came = True
         context.poller.watch(connection.descriptor, lambda _: self._receive(session))
         self._coordinator.send(who, hello, descriptors)
@@ -151,7 +153,7 @@ class LocalSessions:
     def _ended(self, session: LocalSession) -> None:
         """The process of a session has closed its connection, or died."""
         if not session.left:
-            self._context.streams.worker_lost(session.who)
+            self._context.streams.worker_lost(session.who * self._context.config.spec.replica)
         self.close(session.who)
         if self._context.at_coordinator:
             self._coordinator.close(session.who)
@@ -175,6 +177,9 @@ class LocalSessions:
             self._context.flags.cancel(who, message.version, time.perf_counter())
         elif isinstance(message, messages.RunFailed):
             self._send(session, message)
+        elif isinstance(message, messages.EndWorker):
+            end_connected(session.pid, session.connection)
+            self._ended(session)
         else:
             session.answers.append(message)
             self._answer(session)

@@ -9,12 +9,14 @@ import time
 
 import msgspec
 
+from paceline import failpoints
 from paceline.cluster.process import keep_freed_memory
 from paceline.errors import JoinError
 from paceline.relay.messages import RelayBind, RelayConfig
 from paceline.relay.relay import Relay
 from paceline.server.memory import MEMORIES, RunMemory
-from paceline.server.messages import MessagePart, Ready, receive_parts
+from paceline.server.messages import MessagePart, Ready
+from paceline.server.parts import receive_parts
 from paceline.transport.unix_connection import Closed, Listener
 
 
@@ -26,6 +28,7 @@ def run_relay(address: str, patience: float) -> None:
     if lead is None:
         raise JoinError(f"no worker has connected to the relay within {patience:g} s")
     bind, descriptors = lead.receive_with_descriptors(MEMORIES)
+    failpoints.enter(f"relay{bind.machine}")
     relay = Relay(bind, lambda text: print(f"paceline: machine {bind.machine}: {text}", file=sys.stderr, flush=True))
     lead.send(relay.bound)
     text = receive_parts(lead, max(0.0, until - time.monotonic()))

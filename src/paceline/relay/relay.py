@@ -37,6 +37,8 @@ from paceline.transport.unix_connection import Listener
 
 _PING_INTERVAL = 0.5
 """Seconds between signs of life."""
+_FIRST_PINGS, _FIRST_INTERVAL = 10, 0.02
+"""How many signs of life follow each other quickly, to compare clocks, and the seconds between them."""
 _SILENT = 3 * _PING_INTERVAL
 """Seconds of silence after which a machine is lost if its relay's port is closed."""
 _RETRY = 0.02
@@ -116,13 +118,13 @@ class Relay:
         spec = config.spec
         others = {machine: peer for machine, peer in enumerate(config.peers) if machine != self._machine}
         for receiver in self._receivers.values():
-            receiver.open(self._run, list(others))
+            receiver.open(self._run, {machine: peer.address for machine, peer in others.items()})
         self._senders: dict[str, dict[int, LinkSender]] = {
             link: {machine: self._connect(link, peer) for machine, peer in others.items()} for link in LINKS
         }
         self._control = self._senders["control"]
         self._transfers = TransferManager(config, memory, self._control, self._senders["bulk"])
-        self._streams = StreamForwarder(spec.folder, self._machine, spec.machines)
+        self._streams = StreamForwarder(spec.folder, self._machine, spec.processes)
         flags = SharedFlags(memory.flags, spec.capacity)
         # Until the coordinator has counted, and a ping has brought its number here.
         flags.present = sum(map(len, spec.machines))
@@ -144,6 +146,7 @@ class Relay:
         self._local = LocalSessions(context, listener, self._coordinator)
         self._liveness = PeerLiveness(context, self._receivers)
         self._next_ping = 0.0
+        self._pings = 0
 
     def _connect(self, link: str, peer: messages.RelayAddress) -> LinkSender:
         sender = LinkSender(self._poller, link, self._machine, self._run, self._secret, _WINDOWS[link])
@@ -191,17 +194,19 @@ class Relay:
 
     def _all_sent(self) -> bool:
         others = set(self._control) - self._lost
-        acknowledged = all(self._control[machine].idle for machine in others)
-        return acknowledged and (not self._context.at_coordinator or others <= self._finished)
+        if self._context.at_coordinator:
+            return others <= self._finished  # a relay that has finished may have ended, and acknowledges nothing
+        return all(self._control[machine].idle for machine in others)
 
     def _step(self, seconds: float) -> None:
         self._transfers.pump()
         if self._coordinator.waiting:
             self._coordinator.retry()
             seconds = min(seconds, _RETRY)
-        self._poller.wait(seconds)
+        self._poller.wait(min(seconds, _FIRST_INTERVAL) if self._pings < _FIRST_PINGS else seconds)
         if time.monotonic() >= self._next_ping:
-            self._next_ping = time.monotonic() + _PING_INTERVAL
+            self._pings += 1
+            self._next_ping = time.monotonic() + (_FIRST_INTERVAL if self._pings < _FIRST_PINGS else _PING_INTERVAL)
             self._tick()
 
     def _tick(self) -> None:
@@ -230,8 +235,8 @@ class Relay:
     def _forward_events(self) -> None:
         """Sends new events of this machine to the run's folder, with times by the clock of rank 0's machine."""
         ahead = self._liveness.clock_ahead(FIRST_MACHINE)
-        if ahead is None or FIRST_MACHINE in self._lost:
-            return  # this is rank 0's machine, or its clock is not known yet
+        if ahead is None or FIRST_MACHINE in self._lost or self._pings < _FIRST_PINGS:
+            return  # this is rank 0's machine, or its clock is not known well yet
         for name, text in self._streams.new_lines(ahead):
             self._control[FIRST_MACHINE].send(_encode(messages.EventLines(name, text)))
 
@@ -248,12 +253,13 @@ class Relay:
         self._lost.add(machine)
         why = f"machine {machine} ({self._config.peers[machine].address}) {how}"
         self._say(why)
+        first, holds = machine == FIRST_MACHINE, machine in self._spec.servers
+        if first or holds:
+            why = f"{why}; it {'decides' if first else 'holds a shard of the parameters'}"
         for who in self._coordinator.of_machine(machine):
-            self._coordinator.fail(who, MachineLost(why) if who >= 0 else RunFailed("ServerLost", why, []))
-        first = machine == FIRST_MACHINE
-        if first or (machine in self._spec.servers and not self._context.at_coordinator):
-            holds = "decides" if first else "holds a shard of the parameters"
-            self._local.fail(RunFailed("ServerLost", f"{why}; it {holds}", list(self._spec.machines[machine])))
+            self._coordinator.fail(who, MachineLost(why, holds) if who >= 0 else RunFailed("ServerLost", why, []))
+        if first or holds:
+            self._local.fail(RunFailed("ServerLost", why, self._spec.processes[machine]))
 
     # -- messages ----------------------------------------------------------------------------------------------------
 

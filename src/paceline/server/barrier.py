@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from paceline.errors import Mismatch
-from paceline.server.messages import BarrierDone, EnterBarrier, receive_parts, send_parts
+from paceline.server.messages import BarrierDone, EnterBarrier
+from paceline.server.parts import receive_parts, send_parts
 from paceline.server.sessions import Session, Sessions, SessionState
 from paceline.transport import BarrierKind
 from paceline.transport.unix_connection import Closed

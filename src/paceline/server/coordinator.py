@@ -6,65 +6,64 @@ just gets its answer later.
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from paceline import events
+import msgspec
+
+from paceline import events, failpoints
 from paceline.config import RunSpec
 from paceline.errors import (
     Mismatch,
     ServerLost,
     TeamError,
-    TeamTimeout,
     WorkerLost,
-    still_waits,
-    unlike_rates,
-    waited_too_long,
 )
-from paceline.events.recorder import Recorder, ReplicaRecorder
+from paceline.events.recorder import Recorder
 from paceline.parameters.hyperparameters import Hyperparameters
 from paceline.parameters.worker_table import WorkerTable
 from paceline.policies import Arrival, Decision, Order, Policy, parse_policy
 from paceline.server.admission import Admission
 from paceline.server.barrier import ServerBarrier
+from paceline.server.comparison import PushComparison
 from paceline.server.flags import SharedFlags
+from paceline.server.freezing import Freezing
+from paceline.server.journal import Entry, EntryKind, Journal
 from paceline.server.leases import LeaseService
+from paceline.server.marking import VersionMarking
 from paceline.server.memory import RunMemory
 from paceline.server.messages import (
     BeginEpoch,
+    BeginLease,
     CancelStep,
     EnterBarrier,
     EpochOrder,
     Freeze,
-    Frozen,
+    Hello,
     LeaseDone,
     LeaveEpoch,
     LeaveTeam,
     MachineLost,
+    MarkVersion,
     Proceed,
     PushGradient,
-    ReloadState,
     RequestLease,
+    RequestLeft,
     RunFailed,
     StepCancelled,
-    Thaw,
+    StreamRead,
 )
+from paceline.server.recovery import keep_state, replay
 from paceline.server.sessions import Session, Sessions, SessionState
-from paceline.server.shard import ShardSet
+from paceline.server.shard_set import ShardSet
 from paceline.server.tuner import Tuner
 from paceline.server.updates import PendingPush, Updates
+from paceline.server.waits import TICK, WaitMonitor
 from paceline.transport.unix_connection import Closed, Listener
 
-_TICK = 0.5
-"""Seconds between checks for workers that have waited too long."""
 _SMOOTHING = 0.9
 """Weight of the previous value in the moving average of the loss, which a policy adapts to."""
-
-_BUSY = (SessionState.COMPUTING, SessionState.DRAWING)
-"""States in which a worker waits for no other."""
 
 
 class Coordinator:
@@ -79,68 +78,122 @@ class Coordinator:
         listener: Listener,
         text: bytes,
         say: Callable[[str], None],
+        journal: Journal,
+        recorder: Recorder,
     ) -> None:
-        """listener: to which workers connect that join later. text: the spec, encoded."""
-        self._spec, self._shards, self._say = spec, shards, say
+        """listener: to which workers connect that join later. text: the spec, encoded.
+
+        journal: of a coordinator that was killed, if this one goes on with it; then `restore` follows.
+        """
+        self._spec, self._shards, self._journal, self._recorder = spec, shards, journal, recorder
+        self._say = lambda text: None if journal.replaying else say(text)
         table = WorkerTable(memory.table.bytes(0, memory.table.size), spec.capacity, len(spec.parameters))
         self._hyperparameters, self._used = Hyperparameters(None, table.slots), table.used
         self._flags = SharedFlags(memory.flags, spec.capacity)
         self._policy: Policy = parse_policy(spec.strategy).for_workers(range(spec.workers))
-        folder = None if spec.folder is None else Path(spec.folder)
-        self._recorder = Recorder(folder, -1) if spec.replica == 1 else ReplicaRecorder(folder, -1, spec.replica)
         self._sessions = Sessions(sessions, spec.versions, spec.replica)
-        self._updates = Updates(spec, self._sessions, shards, self._recorder, self._policy.k)
-        self._leases = LeaseService(
-            self._sessions, self._policy, self._updates, self._recorder, spec.timeouts.barrier, self._execute
-        )
+        self._sessions.say = self._say
+        self._updates = Updates(spec, self._sessions, shards, recorder, self._policy.k, journal)
+        known = (self._sessions, self._policy, self._updates, recorder)
+        self._leases = LeaseService(*known, spec.timeouts.barrier, self._execute, self._sessions.tell_lead)
+        self._marking = VersionMarking(self._flags, self._updates, self._leases, shards.kept)
+        self._freezing = Freezing(self._sessions, shards, spec.timeouts.barrier, self._lose)
         self._barrier = ServerBarrier(self._sessions, spec.timeouts.barrier)
         self._first_groups: list[dict[str, Any]] | None = None
         """The newest hyperparameters of a worker that was there from the start."""
         self._rejoin_deadline: float | None = None
         """If all workers were lost: until when another may join."""
-        self._tuner = Tuner(self._policy)
-        self._said_rates = False
-        """True if it was said that workers have different learning rates."""
+        self._tuner = Tuner(*known, journal, self._say)
+        self._comparison = PushComparison(self._sessions.tell_lead)
         self._pushes = 0
         self._loss: float | None = None
-        self._by_descriptor = {session.connection.descriptor: session for session in sessions.values()}
-        self._epoll = select.epoll()
-        for descriptor in self._by_descriptor:
-            self._epoll.register(descriptor, select.EPOLLIN)
         self._admission = Admission(
-            listener, spec, text, memory, self._sessions, self._epoll, self._admit, self._flags.dismiss
+            listener, spec, text, memory, self._sessions, shards, journal, self._admit, self._flags.dismiss
         )
-        self._next_check = time.monotonic() + _TICK
-        self._record_present()
-        self._all_waited = False
-        """True if all workers waited at the last check."""
-        self._notices: dict[int, float] = {}
-        """By rank, seconds of waiting after which it is reported again."""
+        shards.meet = self._admission.meet
+        self._sessions.spare = lambda: self._policy.spare or spec.elastic
+        self._waits = WaitMonitor(self._sessions, spec.timeouts, self._resolve, self._lose_evicted, self._say)
+        if not journal.replaying:
+            self._record_present()
         self._handlers: dict[type, Callable[[Session, Any], object]] = {
             PushGradient: self._push,
             StepCancelled: self._leave_step,
             BeginEpoch: self._leases.begin_epoch,
             EpochOrder: self._leases.open_epoch,
             RequestLease: self._request_lease,
+            BeginLease: self._leases.begin,
             LeaseDone: self._leases.finish,
+            StreamRead: self._leases.read_stream,
             LeaveEpoch: self._leases.leave_epoch,
             EnterBarrier: self._barrier.enter,
-            Freeze: self._freeze,
+            Freeze: self._freezing.freeze,
+            MarkVersion: self._marking.request,
+            RequestLeft: self._marking.answer,
             LeaveTeam: lambda session, _: self._remove(session, "abandoned"),
-            MachineLost: lambda session, message: self._lose(session, f"is lost: {message.why}"),
+            MachineLost: self._lose_machine,
         }
+
+    @property
+    def parts(self) -> list[tuple[object, tuple[str, ...]]]:
+        """The objects that make its state, and their attributes that change."""
+        return [
+            (self, ("_first_groups", "_rejoin_deadline", "_pushes", "_loss")),
+            (self._policy, tuple(sorted(vars(self._policy)))),
+            *((part, part.STATE) for part in (self._updates, self._leases, self._marking, self._comparison)),
+            (self._hyperparameters, Hyperparameters.STATE),
+            (self._sessions, ("pool",)),
+            (self._shards, ("operations",)),
+            (self._recorder, ("count",)),
+        ]
+
+    @property
+    def known(self) -> tuple[Sessions, list[Session]]:
+        """The workers that are present, and those that wait to join."""
+        return self._sessions, self._admission.pending
+
+    def do_again(self, entry: Entry) -> None:
+        """Does what an entry of the journal is about, but for messages."""
+        if entry.kind is EntryKind.JOIN:
+            self._admission.join(msgspec.msgpack.decode(entry.data, type=Hello), None)
+        elif entry.kind is EntryKind.DISMISS:
+            self._flags.dismiss(entry.rank)
+        elif entry.kind is EntryKind.EVICT:
+            self._sessions[entry.rank].evicted = entry.data.decode()
+            self._lose(self._sessions[entry.rank])
+        elif entry.kind is EntryKind.RESOLVE:
+            self._leases.resolve_deadlock()
+        elif entry.kind is EntryKind.BACK:
+            self._record_back(entry.rank)
+
+    def _record_back(self, server: int) -> None:
+        """A server that was killed is back."""
+        version = self._policy.version
+        self._recorder.add(events.Recovery(-1, time.perf_counter(), server, version))
+        self._say(f"server {server} is back, at version {version}")
 
     def run(self) -> None:
         """Serves until all workers have left."""
         try:
+            if self._journal.replaying:
+                replay(self, self._journal, self.receive)
+                self._admission.came_back.append(0)
             while self._sessions or self._expects_others():
-                for descriptor, _ in self._epoll.poll(_TICK):
-                    if descriptor in self._by_descriptor:
-                        self._receive(self._by_descriptor[descriptor])
+                for server in self._admission.take_back():
+                    self._journal.add(EntryKind.BACK, server)
+                    self._record_back(server)
+                if self._journal.due and (why := keep_state(self, self._journal, self._recorder)):
+                    self._shards.run.state.give_up()
+                    self._say(f"the server's state is not kept any more, so if it is killed the run ends: {why}")
+                for descriptor, session in self._sessions.ready(TICK):
+                    if session is not None:
+                        self.receive(session)
                     else:
                         self._admission.receive(descriptor)
-                if time.monotonic() >= self._next_check:
-                    self._check_waits()
+                self._admission.receive_postponed()
+                if self._waits.due:
+                    self._recorder.flush()
+                    self._waits.check()
+                    self._remove_left()
         except TeamError as error:
             self._fail(error)
         except Exception as error:
@@ -149,9 +202,7 @@ class Coordinator:
         finally:
             self._recorder.close()
             self._admission.close()
-            self._epoll.close()
-            for session in self._sessions.values():
-                session.connection.close()
+            self._sessions.close()
 
     def _expects_others(self) -> bool:
         """True if all workers were lost and others may still join."""
@@ -159,11 +210,14 @@ class Coordinator:
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
-    def _receive(self, session: Session) -> None:
+    def receive(self, session: Session) -> None:
         try:
             message = session.connection.receive()
         except Closed:
-            self._lose(session)
+            if self._journal.value(lambda: self._flags.has_left(session.rank, session.pid)):
+                self._remove(session, "abandoned")
+            else:
+                self._lose(session)
             return
         handle = self._handlers.get(type(message))
         if handle is None:
@@ -173,52 +227,13 @@ class Coordinator:
         self._admission.before(session, message)
         handle(session, message)
 
-    def _check_waits(self) -> None:
-        """Reports workers that have waited long; raises TeamTimeout if it was too long."""
-        now = time.monotonic()
-        self._next_check = now + _TICK
-        self._recorder.flush()
-        limits = self._spec.timeouts
-        late = [other.rank for other in self._sessions.values() if other.state in _BUSY]
-        for session in self._sessions.values():
-            if session.state is SessionState.COMPUTING:
-                continue
-            waited = now - session.since
-            notice = max(limits.notice, self._notices.get(session.rank, 0.0))
-            if not late:
-                continue
-            who, others = self._sessions.names([session.rank]), self._sessions.names_and_hosts(late)
-            wait = (who, waited, others, session.state.value, limits.barrier)
-            if waited >= limits.barrier:
-                raise TeamTimeout(waited_too_long(*wait), self._sessions.processes(late))
-            if waited < limits.notice:
-                self._notices.pop(session.rank, None)
-            elif waited >= notice:
-                self._notices[session.rank] = 2 * waited
-                self._say(still_waits(*wait))
-        self._check_deadlock()
-
-    def _check_deadlock(self) -> None:
-        """Raises Mismatch if all workers wait for each other: their scripts differ."""
-        stuck = bool(self._sessions) and all(session.state not in _BUSY for session in self._sessions.values())
-        before, self._all_waited = self._all_waited, stuck
-        # At the first check a closed connection may not have been read yet.
-        if not (stuck and before) or self._leases.resolve_deadlock():
-            return
-        where: dict[str, list[int]] = {}
-        for rank in sorted(self._sessions):
-            where.setdefault(self._sessions[rank].state.value, []).append(rank)
-        parts = [f"{self._sessions.names_and_hosts(ranks)} for {state}" for state, ranks in where.items()]
-        raise Mismatch(
-            f"nobody can go on: all wait, {', '.join(parts)}; all workers must do the same", list(self._sessions)
-        )
-
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def _push(self, session: Session, message: PushGradient) -> None:
+        failpoints.hit("push.received")
         now = time.perf_counter()
         if self._tuner.watching:
-            self._tune(session, now)
+            self._tuner.tune(session, now)
         session.enter(SessionState.PUSHED)
         session.request, session.outcome, session.fresh = message, "used", False
         self._policy.wake(session.rank)
@@ -246,17 +261,6 @@ class Coordinator:
             )
         )
 
-    def _tune(self, session: Session, now: float) -> None:
-        """Passes the length of a worker's step to the tuner, and follows its choice of a policy."""
-        choice = self._tuner.step(session.rank, time.monotonic() - session.since, self._updates.seconds)
-        if choice is None:
-            return
-        k = parse_policy(choice.strategy).for_workers(range(len(self._sessions))).k
-        self._updates.set_k(k)
-        version = self._policy.version
-        self._recorder.add(events.Switch(-1, now, version, choice.strategy, choice.reason))
-        self._say(f"after {version} updates, auto goes on as {choice.strategy}: {choice.reason}")
-
     def _decide(self, session: Session, message: PushGradient, ticket: int, staleness: int) -> tuple[str, str]:
         """The outcome of a push, and its reason."""
         rank, bound = session.rank, self._updates.bound
@@ -271,12 +275,12 @@ class Coordinator:
             self._proceed(session, pull=True)
             self._leases.answer_waiting()
             return "dropped", f"older than the {bound} updates that are allowed"
-        groups = self._hyperparameters.read(rank, message.hyperparameters)
+        groups = self._hyperparameters.read(rank, message.hyperparameters, self._journal.value)
         if not session.joined:
             self._first_groups = groups
         elif self._first_groups is not None and any(not other.joined for other in self._sessions.values()):
             groups = self._first_groups  # the schedulers of a worker that joined began later
-        used = None if message.complete else bytes(self._used[rank])
+        used = None if message.complete else self._journal.value(lambda: bytes(self._used[rank]))
         self._updates.hold(PendingPush(ticket, rank, message, groups, used, session.buffer, rank), staleness)
         decision = self._policy.arrive(Arrival(ticket, rank, message.version))
         self._execute(decision, rank)
@@ -301,13 +305,15 @@ class Coordinator:
             group = next(group for group, members in self._policy.members.items() if first in members)
             self._updates.reduce_group(group, [one.ticket for one in decision.together])
         if decision.use:
-            if self._leases.in_step and not self._spec.elastic and len(self._sessions) == self._spec.workers:
-                self._updates.check_batches([one.ticket for one in decision.use])
-            used = self._updates.apply([one.ticket for one in decision.use], self._policy.version)
+            tickets = [one.ticket for one in decision.use]
+            if self._policy.lockstep and not self._spec.elastic:
+                self._leases.check_update(tickets, complete=len(self._sessions) == self._spec.workers)
+            used = self._updates.apply(tickets, self._policy.version)
             for pushed in used:
                 self._leases.done(pushed.message.leases)
-            if self._policy.lockstep and not self._said_rates:
-                self._compare_rates(used)
+            self._marking.updated(self._policy.version)
+            if self._policy.lockstep:
+                self._comparison.compare(used)
         for rank, order in decision.orders.items():
             session = self._sessions.get(rank)
             if session is None or order is Order.WAIT:
@@ -319,15 +325,6 @@ class Coordinator:
                 self._cancel(session)
         if decision.use or decision.drop:
             self._leases.answer_waiting()
-
-    def _compare_rates(self, used: list[PendingPush]) -> None:
-        """Says once if workers that make every update together have different learning rates."""
-        first = used[0]
-        for pushed in used[1:]:
-            if pushed.groups is not first.groups and pushed.groups != first.groups:
-                self._said_rates = True
-                self._say(unlike_rates(pushed.rank, first.rank))
-                return
 
     def _cancel(self, session: Session) -> None:
         if session.host:
@@ -343,7 +340,9 @@ class Coordinator:
         if pull:
             self._sessions.pull(session)
         on = -1 if by == session.rank else by
-        self._sessions.reply(session, Proceed(session.version, session.buffer, session.outcome, on, lease))
+        recalled = session.take_recalled()
+        answer = Proceed(session.version, session.buffer, session.outcome, on, lease, recalled=recalled)
+        self._sessions.reply(session, answer)
 
     def _request_lease(self, session: Session, message: RequestLease) -> None:
         self._leases.request(session, message)
@@ -356,26 +355,6 @@ class Coordinator:
         self._proceed(session, pull=True)
         self._leases.answer_waiting()
 
-    # -- freezing ----------------------------------------------------------------------------------------------------
-
-    def _freeze(self, session: Session, message: Freeze) -> None:
-        """Handles no other message until this worker thaws: it reads or writes memory that the servers own."""
-        if message.pull:
-            self._sessions.pull(session)
-        pool = self._sessions.pool
-        self._sessions.send(session, Frozen(pool.version, pool.newest))
-        try:
-            answer = session.connection.receive_within(self._spec.timeouts.barrier)
-        except Closed:
-            self._lose(session)
-            return
-        if not isinstance(answer, Thaw):
-            raise TeamTimeout(
-                f"rank {session.rank} kept the server waiting while it read the parameters", [session.rank]
-            )
-        if answer.reload:
-            self._shards.handle(ReloadState())
-
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
     def _admit(self, session: Session) -> None:
@@ -384,8 +363,6 @@ class Coordinator:
         self._updates.collect(rank)  # of the rank's previous worker, whose buffer it takes
         self._hyperparameters.forget(rank)
         self._sessions.add(session)
-        self._by_descriptor[session.connection.descriptor] = session
-        self._epoll.register(session.connection.descriptor, select.EPOLLIN)
         self._rejoin_deadline = None
         self._record_present()
         self._execute(self._policy.join(rank), rank)
@@ -400,11 +377,12 @@ class Coordinator:
 
     def _lose(self, session: Session, how: str = "died") -> None:
         """Removes a worker that has died; raises WorkerLost if the policy needs it."""
+        how = session.evicted or how
         who, how = self._sessions.names([session.rank]), f"on {session.host} {how}" if session.host else how
         state = session.state
         self._recorder.add(events.Lost(session.rank, time.perf_counter()))
         leases = self._remove(session, "lost")
-        if not (self._policy.spare or self._spec.elastic):
+        if not self._sessions.spare():
             if self._sessions:
                 raise WorkerLost(
                     f"{who} {how}; under {self._spec.strategy} every update needs all workers",
@@ -419,13 +397,29 @@ class Coordinator:
         doing = "" if state is SessionState.COMPUTING else f" while it waited for {state.value}"
         self._say(f"{who} {how}{doing}; the other {len(self._sessions)} go on without it{again}")
 
+    def _remove_left(self) -> None:
+        """Removes workers that have left on purpose while this server was away."""
+        for session in list(self._sessions.values()):
+            if not self._sessions.is_attached(session) and self._flags.has_left(session.rank, session.pid):
+                self.receive(session)
+
+    def _lose_evicted(self, session: Session) -> None:
+        self._journal.add(EntryKind.EVICT, session.rank, session.evicted.encode())
+        self._lose(session)
+
+    def _resolve(self) -> bool:
+        self._journal.add(EntryKind.RESOLVE)
+        return self._leases.resolve_deadlock()
+
+    def _lose_machine(self, session: Session, message: MachineLost) -> None:
+        if message.servers:
+            raise ServerLost(message.why, self._sessions.processes([session.rank]))
+        self._lose(session, f"is lost: {message.why}")
+
     def _remove(self, session: Session, why: str) -> int:
         """Removes a worker: its version and leases are released, its pushes still count. Returns its open leases."""
         rank = session.rank
-        self._epoll.unregister(session.connection.descriptor)
-        del self._by_descriptor[session.connection.descriptor]
-        session.connection.close()
-        del self._sessions[rank]
+        self._sessions.remove(session)
         self._flags.clear_dismissal(rank)
         self._record_present()
         leases = self._leases.leave(rank, why)
@@ -442,18 +436,10 @@ class Coordinator:
     def _fail(self, error: TeamError) -> None:
         """Sends the error to all workers, and waits until they have left."""
         self._recorder.flush()
+        self._journal.end()
+        until = time.monotonic() + self._spec.timeouts.stop
+        while time.monotonic() < until and not self._sessions.attached:
+            self._admission.meet(TICK)
         self._admission.close()
         failed = RunFailed(type(error).__name__, str(error), list(error.ranks))
-        for session in self._sessions.values():
-            self._sessions.send(session, failed)
-        # They raise it and leave; one that computes finds it at its next request.
-        until = time.monotonic() + self._spec.timeouts.stop + 2.0
-        while self._sessions and time.monotonic() < until:
-            for descriptor, _ in self._epoll.poll(0.1):
-                session = self._by_descriptor[descriptor]
-                try:
-                    session.connection.receive()
-                    self._sessions.send(session, failed)
-                except Closed:
-                    self._epoll.unregister(descriptor)
-                    del self._by_descriptor[descriptor], self._sessions[session.rank]
+        self._sessions.fail(failed, self._spec.timeouts.stop + 2.0)

@@ -21,6 +21,10 @@ class RunMemory(NamedTuple):
     """The model's buffers and frozen parameters."""
     state: Memory
     """The optimizer's."""
+    kept: Memory
+    """See `KeptVersion`."""
+    record: Memory
+    """See `ServerRecord`."""
 
     @classmethod
     def inherited(cls, descriptors: Iterable[int]) -> RunMemory:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import msgspec
 
 from paceline.cluster.servers import Dismiss
+from paceline.data.epochs import EpochLeft
 from paceline.data.ledger import Lease
+from paceline.data.stream_epoch import StreamPlan
 
-if TYPE_CHECKING:
-    from paceline.transport.unix_connection import UnixConnection
+Left = dict[int, EpochLeft]
+"""By loader, the samples of its epoch that are part of no version."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -47,6 +49,24 @@ class ShardHello(_Message, frozen=True, gc=False):
 
     index: int
     pid: int
+    again: bool = False
+    """True if the server was killed before, and has been started again."""
+
+
+class Resume(_Message, frozen=True, gc=False):
+    """Goes on with a worker's session on a new connection, since the server was killed."""
+
+    rank: int
+    pid: int
+    received: int
+    """Messages of the server that the worker has received; the server sends the others again."""
+
+
+class Resumed(_Message, frozen=True, gc=False):
+    """The answer to `Resume`."""
+
+    received: int
+    """Messages of the worker that the server has received; the worker sends the others again."""
 
 
 class MessagePart(_Message, frozen=True, gc=False):
@@ -54,29 +74,6 @@ class MessagePart(_Message, frozen=True, gc=False):
 
     data: bytes
     more: bool
-
-
-_PIECE = 1 << 16
-
-
-class _Sender(Protocol):
-    def send(self, message: msgspec.Struct) -> None: ...
-
-
-def send_parts(connection: _Sender, data: bytes) -> None:
-    """Sends a text that may be longer than a message."""
-    for start in range(0, max(1, len(data)), _PIECE):
-        connection.send(MessagePart(data[start : start + _PIECE], start + _PIECE < len(data)))
-
-
-def receive_parts(connection: UnixConnection[Any], seconds: float) -> bytes | None:
-    """Receives such a text; None if another message came, or none in time."""
-    data = bytearray()
-    while isinstance(part := connection.receive_within(seconds), MessagePart):
-        data += part.data
-        if not part.more:
-            return bytes(data)
-    return None
 
 
 class Ready(_Message, frozen=True, gc=False):
@@ -119,6 +116,18 @@ class PushGradient(_Message, frozen=True, gc=False):
     """The items that the loss is a mean over."""
     batch: int = -1
     """The loader's batch that its samples are a part of, counted over all epochs; -1 if that is not known."""
+    loader: int = -1
+    """The number of that loader."""
+    part: float = 1.0
+    """Its samples' share of that batch; 1 if that is not known."""
+    optimizer: int = 0
+    """The number of the optimizer whose step it is, if there are several."""
+    way: int = 0
+    """The digest of how its losses are computed."""
+    averaged: bool = False
+    """True if gradients were averaged by samples which the loss does not count alike."""
+    undecided: bool = False
+    """True if its losses were weighted as means, though they may be sums."""
 
 
 class StepCancelled(_Message, frozen=True, gc=False):
@@ -135,6 +144,8 @@ class BeginEpoch(_Message, frozen=True, gc=False):
     epoch: int
     pull: bool
     """True if the worker can pull a new version: it is not in the middle of a gradient."""
+    shards: int = 0
+    """Of a stream, the digest of its list of shards."""
 
 
 class EpochOrder(_Message, frozen=True, gc=False):
@@ -145,6 +156,8 @@ class EpochOrder(_Message, frozen=True, gc=False):
     sizes: list[int]
     """Of the minibatches, in turns; none if the order is one of whole batches."""
     drop_last: bool
+    stream: StreamPlan | None = None
+    """How a stream is given out, which has no order."""
 
 
 class RequestLease(_Message, frozen=True, gc=False):
@@ -156,6 +169,30 @@ class RequestLease(_Message, frozen=True, gc=False):
     """True to prefetch."""
     pull: bool
     """True if the worker begins a new gradient, and so can pull a new version."""
+    lane: int = 0
+    """Of a stream, the process of the worker's loader that would read the samples."""
+    most: int = 0
+    """Of a stream, the samples that are needed at most; 0 for a whole minibatch."""
+
+
+class BeginLease(_Message, frozen=True, gc=False):
+    """A worker begins a minibatch that it has fetched ahead, if that is still its own, which the reply says."""
+
+    number: int
+
+
+class StreamRead(_Message, frozen=True, gc=False):
+    """What a worker has found while it read a stream. No reply."""
+
+    loader: int
+    turn: int
+    """How often the stream was begun before."""
+    marks: list[tuple[int, int, int]]
+    """Source, samples read and their digest, to be compared with other workers'."""
+    ends: list[tuple[int, int]]
+    """Sources that have ended, with their samples."""
+    lost: int = 0
+    """Samples that the worker has leased and cannot read any more, as they have gone by."""
 
 
 class LeaseDone(_Message, frozen=True, gc=False):
@@ -196,6 +233,14 @@ class Thaw(_Message, frozen=True, gc=False):
     """True if the worker has changed the parameters and the optimizer's state."""
 
 
+class MarkVersion(_Message, frozen=True, gc=False):
+    """The next version shall be marked for a snapshot, and copied by the update after it. No reply."""
+
+
+class RequestLeft(_Message, frozen=True, gc=False):
+    """Asks which samples were left of all epochs at the version that was marked last."""
+
+
 class ShareReduced(_Message, frozen=True, gc=False):
     """A worker has summed its part of its group's gradient."""
 
@@ -208,6 +253,8 @@ class MachineLost(_Message, frozen=True, gc=False):
     """From a relay: the machine of this worker is lost."""
 
     why: str
+    servers: bool = False
+    """True if servers are lost with it."""
 
 
 # -- to workers ------------------------------------------------------------------------------------------------------
@@ -223,6 +270,10 @@ class Proceed(_Message, frozen=True, gc=False):
     waited_for: int = -1
     """The rank whose push ended the wait of this worker; -1 if it did not wait for another."""
     lease: Lease | None = None
+    note: bytes = b""
+    """At the start of an epoch of a stream, what the worker that began it lets the others know."""
+    recalled: list[int] = []
+    """Leases that the worker had fetched ahead, and that others have got."""
 
 
 class CancelStep(_Message, frozen=True, gc=False):
@@ -241,6 +292,8 @@ class LeaseGranted(_Message, frozen=True, gc=False):
     lease: Lease | None
     version: int
     buffer: int
+    recalled: list[int] = []
+    """As in `Proceed`."""
 
 
 class EpochOver(_Message, frozen=True, gc=False):
@@ -248,6 +301,10 @@ class EpochOver(_Message, frozen=True, gc=False):
 
     version: int
     buffer: int
+    turn: int = 0
+    """Of a stream: how often it was begun before."""
+    lengths: list[tuple[int, int]] = []
+    """Of a stream, the sources that every worker reads and that have ended, with their samples."""
 
 
 class CopyBuffers(_Message, frozen=True, gc=False):
@@ -256,6 +313,10 @@ class CopyBuffers(_Message, frozen=True, gc=False):
 
 class BarrierDone(_Message, frozen=True, gc=False):
     """All have entered the barrier; their payloads follow in parts, by rank."""
+
+
+class EpochsLeft(_Message, frozen=True, gc=False):
+    """What was left of each loader's epoch follows in parts."""
 
 
 class ReduceShare(_Message, frozen=True, gc=False):
@@ -271,6 +332,20 @@ class Frozen(_Message, frozen=True, gc=False):
 
     version: int
     buffer: int
+
+
+class KeepWaiting(_Message, frozen=True, gc=False):
+    """The worker shall go on waiting for its reply: those that it waits for have more time."""
+
+
+class EndWorker(_Message, frozen=True, gc=False):
+    """The relay of a worker's machine shall end it: it was silent for too long."""
+
+
+class Notice(_Message, frozen=True, gc=False):
+    """The lead shall print this line about the training script."""
+
+    text: str
 
 
 class RunFailed(_Message, frozen=True, gc=False):
@@ -309,6 +384,10 @@ class ApplyUpdate(_Message, frozen=True, gc=False):
     """Hyperparameters, if they have changed."""
     scale: float = 1.0
     norm: float | None = None
+    optimizer: int = -1
+    """Of several optimizers, the number of the one whose parameters are updated."""
+    keep: bool = False
+    """True if the old version and the optimizer's state are copied for a snapshot, before they are overwritten."""
 
 
 class AddGradient(_Message, frozen=True, gc=False):
@@ -335,13 +414,16 @@ class ShardAnswer(_Message, frozen=True, gc=False):
     value: float = 0.0
 
 
-_Membership = Hello | ShardHello | EnterBarrier | BuffersCopied | LeaveTeam | Dismiss | RunFailed | MachineLost
-_Samples = BeginEpoch | EpochOrder | RequestLease | LeaseDone | LeaveEpoch
-_Gradients = GradientReady | PushGradient | StepCancelled | ShareReduced | Freeze | Thaw
+_Membership = Hello | Resume | ShardHello | EnterBarrier | BuffersCopied | LeaveTeam | Dismiss | RunFailed | MachineLost
+_Samples = BeginLease | BeginEpoch | EpochOrder | RequestLease | StreamRead | LeaseDone | LeaveEpoch
+_Gradients = GradientReady | PushGradient | StepCancelled | ShareReduced | Freeze | Thaw | MarkVersion | RequestLeft
 FromWorker = MessagePart | _Membership | _Samples | _Gradients | ShardAnswer
 WithVersion = SessionOpened | Proceed | LeaseGranted | EpochOver | Frozen
 """Messages that name the version that a worker goes on with."""
 _Requests = CancelStep | DrawOrder | CopyBuffers | ReduceShare
-ToWorker = MessagePart | WithVersion | _Requests | Ready | BarrierDone | RunFailed
+_Notes = EpochsLeft | Notice | RunFailed | KeepWaiting | EndWorker
+UNCOUNTED = (Ready, Resumed, RunFailed, KeepWaiting, EndWorker)
+"""Messages to a worker that do not count as received: they are not sent again."""
+ToWorker = MessagePart | WithVersion | _Requests | Ready | Resumed | BarrierDone | _Notes
 ShardRequest = ApplyUpdate | AddGradient | MeasureDistance | ReloadState
 ToShard = MessagePart | Ready | ShardRequest

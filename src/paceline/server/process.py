@@ -7,40 +7,49 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from paceline import failpoints
 from paceline.config import RunSpec
-from paceline.errors import JoinError, TeamError
+from paceline.errors import JoinError
+from paceline.events.recorder import Recorder, ReplicaRecorder
 from paceline.server.coordinator import Coordinator
+from paceline.server.journal import Journal
+from paceline.server.journaled_recorder import JournaledRecorder, events_written
 from paceline.server.memory import MEMORIES, RunMemory
-from paceline.server.messages import (
-    FromWorker,
-    Hello,
-    Ready,
-    RunFailed,
-    ShardAnswer,
-    ShardHello,
-    ToShard,
-    receive_parts,
-    send_parts,
-)
+from paceline.server.messages import FromWorker, Hello, Ready, RunFailed, ShardAnswer, ShardHello, ToShard
+from paceline.server.parts import receive_parts, send_parts
+from paceline.server.record import read_spec
+from paceline.server.recovery import keep_state, read_state, rebuilt, restore
+from paceline.server.session_link import SessionLink
 from paceline.server.sessions import Session
-from paceline.server.shard import Shard, ShardSet
+from paceline.server.shard import Shard
+from paceline.server.shard_set import ShardSet
 from paceline.transport.unix_connection import Closed, Listener, UnixConnection, connect, deserted
 
 _LOOK = 0.5
 """Seconds between checks whether the processes that have not connected are alive."""
 
 
-def serve(address: str, index: int, patience: float, say: Callable[[str], None]) -> None:
-    """Runs a server until the run is over."""
-    if index == 0:
+def serve(
+    address: str, index: int, patience: float, say: Callable[[str], None], descriptors: Sequence[int] = ()
+) -> None:
+    """Runs a server until the run is over; descriptors: of the run's memory, if the server was killed before."""
+    failpoints.enter(f"server{index}")
+    if descriptors:
+        memory = RunMemory.inherited(descriptors)
+        if index == 0:
+            _serve_again(Listener(address), memory, say)
+        else:
+            _serve_shard_again(memory, index, patience, address)
+    elif index == 0:
         _serve_first(Listener(address), patience, say)
     else:
-        _serve_further(connect(address, ToShard, patience), index, patience)
+        _serve_further(connect(address, ToShard, patience), index, patience, address)
 
 
 class _PendingJoins:
@@ -118,7 +127,7 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
         send_parts(connection, pending.text)
     memory = RunMemory.inherited(pending.descriptors)
     try:
-        shards = ShardSet(Shard(spec, 0, memory), others, spec.timeouts.barrier)
+        shard = Shard(spec, 0, memory)
         for index, connection in others.items():
             answer = connection.receive_within(patience)
             if not isinstance(answer, ShardAnswer):
@@ -130,10 +139,51 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
                     RunFailed("JoinError", f"the server could not start: {type(error).__name__}: {error}", [])
                 )
         raise
-    coordinator = Coordinator(spec, sessions, shards, memory, listener, pending.text, say)
+    run = shard.run
+    kept = run.state.kept and not any(session.host for session in sessions.values()) and run.write_spec(pending.text)
+    journal = Journal(run.head, run.halves, run.state.give_up) if kept else Journal()
+    for session in sessions.values() if kept else ():
+        assert isinstance(session.connection, UnixConnection)
+        session.connection = SessionLink(session.rank, session.pid, journal, session.connection)
+    recorder = _recorder(spec)
+    if kept:
+        recorder = JournaledRecorder(recorder, journal, run.events)
+    shards = ShardSet(shard, others, spec.timeouts.barrier, journal, spec.timeouts.join)
+    coordinator = Coordinator(spec, sessions, shards, memory, listener, pending.text, say, journal, recorder)
+    kept = kept and not keep_state(coordinator, journal, recorder)
     for session in sessions.values():
         with contextlib.suppress(Closed):  # the coordinator notices that
             session.connection.send(Ready())
+    run.state.live = kept
+    _coordinate(coordinator, shards, memory)
+
+
+def _serve_again(listener: Listener, memory: RunMemory, say: Callable[[str], None]) -> None:
+    """Goes on with the run of a first server that was killed."""
+    text = read_spec(memory.record)
+    spec = msgspec.msgpack.decode(text, type=RunSpec)
+    shard = Shard(spec, 0, memory)
+    run = shard.run
+    journal = Journal(run.head, run.halves, run.state.give_up)
+    state = read_state(journal)
+    sessions = [rebuilt(one, journal, memory.descriptors) for one in state.sessions]
+    folder = None if spec.folder is None else Path(spec.folder)
+    written = events_written(folder, -1, run.events)
+    recorder = JournaledRecorder(_recorder(spec), journal, run.events, written)
+    shards = ShardSet(shard, {}, spec.timeouts.barrier, journal, spec.timeouts.join)
+    present = {session.rank: session for session in sessions}
+    coordinator = Coordinator(spec, present, shards, memory, listener, text, say, journal, recorder)
+    restore(coordinator, state)
+    coordinator.known[1].extend(rebuilt(one, journal, memory.descriptors) for one in state.pending)
+    _coordinate(coordinator, shards, memory)
+
+
+def _recorder(spec: RunSpec) -> Recorder:
+    folder = None if spec.folder is None else Path(spec.folder)
+    return Recorder(folder, -1) if spec.replica == 1 else ReplicaRecorder(folder, -1, spec.replica)
+
+
+def _coordinate(coordinator: Coordinator, shards: ShardSet, memory: RunMemory) -> None:
     try:
         coordinator.run()
     finally:
@@ -141,27 +191,56 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
         memory.close_descriptors()
 
 
-def _serve_further(connection: UnixConnection[Any], index: int, patience: float) -> None:
+def _serve_further(connection: UnixConnection[Any], index: int, patience: float, address: str) -> None:
     try:
         connection.send(ShardHello(index, os.getpid()))
         _, descriptors = connection.receive_with_descriptors(MEMORIES)
         spec = msgspec.msgpack.decode(receive_parts(connection, patience) or b"", type=RunSpec)
-        memory = RunMemory.inherited(descriptors)
+    except Closed:
+        connection.close()
+        return  # the first server has ended, and so does this one
+    memory = RunMemory.inherited(descriptors)
+    try:
+        shard = Shard(spec, index, memory)
+        connection.send(ShardAnswer())
+    except Exception as error:
+        with contextlib.suppress(Closed):
+            connection.send(RunFailed("ServerLost", f"{type(error).__name__}: {error}", []))
+        raise
+    finally:
+        memory.close_descriptors()
+    _serve_shard(connection, shard, index, patience, address)
+
+
+def _serve_shard(connection: UnixConnection[Any], shard: Shard, index: int, patience: float, address: str) -> None:
+    """Handles the requests of the first server until the run is over, also of one that was started again."""
+    while True:
         try:
-            shard = Shard(spec, index, memory)
-            memory.close_descriptors()
-            connection.send(ShardAnswer())
             while True:
                 connection.send(ShardAnswer(shard.handle(connection.receive())))
-        except (Closed, TeamError):
-            raise
+        except Closed:
+            connection.close()
+            if not shard.run.state.live:
+                return  # the first server has ended, and so does this one
         except Exception as error:
-            connection.send(RunFailed("ServerLost", f"{type(error).__name__}: {error}", []))
+            with contextlib.suppress(Closed):
+                connection.send(RunFailed("ServerLost", f"{type(error).__name__}: {error}", []))
+            connection.close()
             raise
-    except Closed:
-        pass  # the first server has ended, and so does this one
-    finally:
-        connection.close()
+        connection = connect(address, ToShard, patience, lambda: shard.run.state.live)
+        with contextlib.suppress(Closed):
+            connection.send(ShardHello(index, os.getpid()))
+
+
+def _serve_shard_again(memory: RunMemory, index: int, patience: float, address: str) -> None:
+    """Goes on with the shard of a server that was killed."""
+    spec = msgspec.msgpack.decode(read_spec(memory.record), type=RunSpec)
+    shard = Shard(spec, index, memory)
+    memory.close_descriptors()
+    connection: UnixConnection[Any] = connect(address, ToShard, patience, lambda: shard.run.state.live)
+    with contextlib.suppress(Closed):
+        connection.send(ShardHello(index, os.getpid(), again=True))
+    _serve_shard(connection, shard, index, patience, address)
 
 
 def serve_in_thread(address: str, index: int, patience: float, say: Callable[[str], None]) -> threading.Thread:

@@ -1,16 +1,21 @@
-"""Workers' sessions with the coordinator, and the version that each of them holds."""
+"""Workers' sessions with the coordinator: their connections, and the version that each of them holds."""
 
 from __future__ import annotations
 
 import dataclasses
+import select
 import time
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
 import msgspec
 
+from paceline import failpoints
 from paceline.errors import names
-from paceline.server.messages import BeginEpoch, PushGradient, RequestLease, StepCancelled
+from paceline.server.eviction import end_connected
+from paceline.server.messages import BeginEpoch, EndWorker, Notice, PushGradient, RequestLease, StepCancelled
+from paceline.server.session_link import SessionLink
 from paceline.transport.unix_connection import Closed, UnixConnection
 
 
@@ -31,7 +36,7 @@ class Session:
 
     rank: int
     pid: int
-    connection: UnixConnection[Any]
+    connection: UnixConnection[Any] | SessionLink
     host: str = ""
     """The address of its machine, if that is not the coordinator's."""
     version: int = 0
@@ -48,8 +53,17 @@ class Session:
     """True if it joined after the run began."""
     fresh: bool = False
     """True if it joined and has not trained yet: no other worker waits for it."""
+    recalled: list[int] = dataclasses.field(default_factory=list)
+    """Leases that it had fetched ahead and that others have got, until it is told."""
+    evicted: str = ""
+    """Why it was ended, as a verb of a message."""
     payload: tuple[int, bytes] | None = None
     """At a barrier: the barrier's kind and this worker's payload."""
+
+    def take_recalled(self) -> list[int]:
+        """The leases to tell it of."""
+        recalled, self.recalled = self.recalled, []
+        return recalled
 
     def enter(self, state: SessionState) -> None:
         self.state, self.since = state, time.monotonic()
@@ -100,16 +114,103 @@ class Sessions(dict[int, Session]):
         super().__init__(sessions)
         self._replica = replica
         self.pool = VersionPool(buffers)
+        self.epoll = select.epoll()
+        """Of the sessions' connections, and those of workers that have no session yet."""
+        self._by_descriptor: dict[int, Session] = {}
+        self.spare: Callable[[], bool] = lambda: False
+        """True if the run survives the loss of a worker."""
+        self.say: Callable[[str], None] = lambda _text: None
+        """Prints a line of the server's own."""
+        self._changed = False
+        """True if a worker has connected again since it was looked which connections can be read."""
         for session in sessions.values():
             self.pool.hold(session.buffer)
-            session.enter(SessionState.COMPUTING)
+            session.since = time.monotonic()
+            self._watch(session)
 
     def add(self, session: Session) -> None:
         """Adds a worker, which starts with the newest version."""
         session.buffer, session.version = self.pool.newest, self.pool.version
         self.pool.hold(session.buffer)
         session.enter(SessionState.COMPUTING)
+        self._watch(session)
         self[session.rank] = session
+
+    @property
+    def attached(self) -> bool:
+        """True if all workers are connected."""
+        return all(map(self.is_attached, self.values()))
+
+    @staticmethod
+    def is_attached(session: Session) -> bool:
+        """False if a worker has not connected again since the server was killed."""
+        return not isinstance(session.connection, SessionLink) or session.connection.attached
+
+    def resume(self, session: Session, connection: UnixConnection[Any], received: int | None) -> None:
+        """Goes on with a worker that has connected again."""
+        assert isinstance(session.connection, SessionLink)
+        self._forget(session)
+        session.connection.attach(connection, received)
+        self._watch(session)
+        self._changed = True
+
+    def _forget(self, session: Session) -> None:
+        self.epoll.unregister(session.connection.descriptor)
+        del self._by_descriptor[session.connection.descriptor]
+
+    def _watch(self, session: Session) -> None:
+        self._by_descriptor[session.connection.descriptor] = session
+        self.epoll.register(session.connection.descriptor, select.EPOLLIN)
+
+    def end(self, session: Session, how: str) -> bool:
+        """Ends a silent worker's process; False if the others need it, or if it cannot be ended.
+
+        Its connection closes by that, unless the kernel cannot end it yet. On another machine its relay ends it.
+        """
+        if not self.spare():
+            return False
+        if session.host:
+            self.send(session, EndWorker())
+        elif not end_connected(session.pid, session.connection):
+            return False
+        session.evicted = how
+        return True
+
+    def remove(self, session: Session) -> None:
+        """Ends a worker's session; its version is still held."""
+        self._forget(session)
+        session.connection.close()
+        del self[session.rank]
+
+    def ready(self, seconds: float) -> Iterator[tuple[int, Session | None]]:
+        """Descriptors that can be read, waited for so long, each with its session if it has one."""
+        self._changed = False
+        for descriptor, _ in self.epoll.poll(seconds):
+            if self._changed:
+                return  # a descriptor may be another's by now
+            yield descriptor, self._by_descriptor.get(descriptor)
+
+    def fail(self, message: msgspec.Struct, seconds: float) -> None:
+        """Sends all workers a message that ends the run, and waits so long until they have left."""
+        for session in self.values():
+            self.send(session, message)
+        # They raise it and leave; one that computes finds it at its next request.
+        until = time.monotonic() + seconds
+        while self and time.monotonic() < until:
+            for descriptor, asking in self.ready(0.1):
+                if asking is None:
+                    self.epoll.unregister(descriptor)
+                    continue
+                try:
+                    asking.connection.receive()
+                    self.send(asking, message)
+                except Closed:
+                    self.remove(asking)
+
+    def close(self) -> None:
+        self.epoll.close()
+        for session in self.values():
+            session.connection.close()
 
     @property
     def trained(self) -> list[int]:
@@ -137,6 +238,14 @@ class Sessions(dict[int, Session]):
         except Closed:
             return  # the coordinator notices that when it next receives
 
+    def tell_lead(self, text: str) -> None:
+        """Lets the lead say something about the training script, since it is the lead whose output a user reads."""
+        lead = self.get(0)
+        if lead is None:
+            self.say(text)
+        else:
+            self.send(lead, Notice(text))
+
     def pull(self, session: Session) -> None:
         """Moves a worker from the version that it holds to the newest."""
         self.pool.release(session.buffer)
@@ -147,4 +256,6 @@ class Sessions(dict[int, Session]):
         """Answers the request that a worker waits for."""
         session.enter(SessionState.COMPUTING)
         session.request = None
+        failpoints.hit("answer.begin")
         self.send(session, message)
+        failpoints.hit("answer.sent")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from paceline import events
 from paceline.errors import UsageError
+from paceline.events.recorder import Recorder
 from paceline.policies import Auto, Policy, parse_policy
+from paceline.server.journal import Journal
+from paceline.server.sessions import Session, Sessions
+from paceline.server.updates import Updates
 
 if TYPE_CHECKING:
     from paceline.planner.choose import Choice
@@ -19,8 +26,18 @@ _LONG = 4
 class Tuner:
     """Chooses the policy of an `auto` run; does nothing under other policies."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy if isinstance(policy, Auto) and len(policy.workers) > 1 else None
+    def __init__(
+        self,
+        sessions: Sessions,
+        policy: Policy,
+        updates: Updates,
+        recorder: Recorder,
+        journal: Journal,
+        say: Callable[[str], None],
+    ) -> None:
+        self._of, self._sessions, self._made, self._recorder = policy, sessions, updates, recorder
+        self._journal, self._say = journal, say
+        self._policy = policy if isinstance(policy, Auto) else None
         self._wanted = policy.steps if isinstance(policy, Auto) else 0
         self._lengths: defaultdict[int, list[float]] = defaultdict(list)
         self._updates: list[float] = []
@@ -29,10 +46,23 @@ class Tuner:
 
     @property
     def watching(self) -> bool:
-        return self._policy is not None
+        return self._policy is not None and not self._policy.decided and len(self._policy.workers) > 1
 
-    def step(self, rank: int, seconds: float, update_seconds: float) -> Choice | None:
-        """Takes the length of a worker's step; returns the choice once there is one."""
+    def tune(self, session: Session, now: float) -> None:
+        """Takes note of a worker that has pushed; follows the choice of a policy once there is one."""
+        seconds = time.monotonic() - session.since
+        choice = self._journal.value(lambda: self.step(session.rank, seconds, self._made.seconds))
+        if choice is None or self._policy is None:
+            return
+        strategy, reason = choice
+        self._policy.become(parse_policy(strategy))
+        self._made.set_k(parse_policy(strategy).for_workers(range(len(self._sessions))).k)
+        version = self._of.version
+        self._recorder.add(events.Switch(-1, now, version, strategy, reason))
+        self._say(f"after {version} updates, auto goes on as {strategy}: {reason}")
+
+    def step(self, rank: int, seconds: float, update_seconds: float) -> tuple[str, str] | None:
+        """Takes the length of a worker's step; returns the chosen policy and the reason once there is one."""
         policy = self._policy
         assert policy is not None
         if self._choosing is not None:
@@ -56,7 +86,7 @@ class Tuner:
         pool.shutdown(wait=False)
         return None
 
-    def _take_choice(self, policy: Auto, choosing: Future[Choice]) -> Choice | None:
+    def _take_choice(self, policy: Auto, choosing: Future[Choice]) -> tuple[str, str] | None:
         if not choosing.done():
             return None
         choice, self._choosing = choosing.result(), None
@@ -66,6 +96,4 @@ class Tuner:
         except UsageError:  # a worker has left meanwhile; choose again
             self._lengths = defaultdict(list, {rank: self._lengths[rank][:-1] for rank in policy.workers})
             return None
-        policy.become(chosen)
-        self._policy = None
-        return choice
+        return choice.strategy, choice.reason

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from typing import Any
 
 import msgspec
 
-from paceline import events
+from paceline import events, failpoints
 from paceline.config import RunSpec, parse_correction
 from paceline.errors import Mismatch, TeamTimeout, left_out_step
 from paceline.events.recorder import Recorder
@@ -18,8 +19,9 @@ from paceline.parameters.hyperparameters import RateScaling, multiplied
 from paceline.parameters.loss_weight import Kind
 from paceline.parameters.reduction import combine_norms
 from paceline.server import messages
+from paceline.server.journal import Journal
 from paceline.server.sessions import Sessions
-from paceline.server.shard import ShardSet
+from paceline.server.shard_set import ShardSet
 from paceline.transport.unix_connection import Closed
 
 
@@ -40,6 +42,8 @@ class PendingPush:
     """Number of the buffer that it is in: its worker's, its group's, or the collected sum."""
     rate: float = 1.0
     """Factor of the learning rate for it, because it is stale."""
+    sums: bool = False
+    """True if its loss is a sum over samples."""
 
     @property
     def weight(self) -> float:
@@ -53,17 +57,21 @@ class PendingPush:
             return 1.0
         return self.message.items if self.message.kind == Kind.MEAN else float(max(1, self.message.samples))
 
-    @property
-    def sums(self) -> bool:
-        """True if its loss is a sum over samples."""
-        return self.message.kind == Kind.SUM
+    def __post_init__(self) -> None:
+        self.sums = self.message.kind == Kind.SUM
 
 
 class Updates:
     """Makes versions from gradients, as the policy decides."""
 
-    def __init__(self, spec: RunSpec, sessions: Sessions, shards: ShardSet, recorder: Recorder, k: int) -> None:
+    STATE = ("held", "seconds", "keep", "_last", "_scaling")
+    """Attributes that change."""
+
+    def __init__(
+        self, spec: RunSpec, sessions: Sessions, shards: ShardSet, recorder: Recorder, k: int, journal: Journal
+    ) -> None:
         self._spec, self._sessions, self._shards, self._recorder = spec, sessions, shards, recorder
+        self._journal = journal
         self._corrections = Corrections(map(parse_correction, spec.corrections))
         self._scaling = RateScaling(spec.scale_lr, k, spec.warmup, k * spec.minibatch)
         self.bound = self._corrections.bound()
@@ -74,6 +82,8 @@ class Updates:
         """Gradients that are not used yet, by ticket."""
         self._last: tuple[list[dict[str, Any]], float] | None = None
         """Hyperparameters of the last update, and the factor of their learning rates."""
+        self.keep = False
+        """True if the next update copies what it overwrites, for a snapshot."""
 
     def set_k(self, k: int) -> None:
         """Sets the number of gradients of an update, for learning rates that scale with it."""
@@ -88,6 +98,7 @@ class Updates:
             rate = float(pushed.groups[0].get("lr", 1.0)) if pushed.groups else 1.0
             pushed.rate = self._corrections.rate(staleness, distance, rate)
         self.held[pushed.ticket] = pushed
+        failpoints.hit("push.held")
 
     def leases_of(self, rank: int) -> list[int]:
         """The leases of a worker's gradients that are held."""
@@ -111,11 +122,17 @@ class Updates:
 
     def check_batches(self, tickets: list[int]) -> None:
         """Raises Mismatch if gradients that all workers make together are of different batches."""
-        batches = {self.held[ticket].rank: self.held[ticket].message.batch for ticket in tickets}
+        held = [self.held[ticket] for ticket in tickets]
+        batches = {one.rank: (one.message.loader, one.message.batch) for one in held}
         first = min(batches)
-        others = [rank for rank, batch in batches.items() if batch != batches[first]]
+        others = sorted(rank for rank, batch in batches.items() if batch != batches[first])
         if others:
             raise left_out_step(others, first)
+
+    def parts(self, tickets: list[int]) -> tuple[int, dict[int, float]]:
+        """The loader that gradients are of, -1 if that is not known; by rank, a gradient's share of its batch."""
+        loader = self.held[tickets[0]].message.loader
+        return loader, {self.held[ticket].rank: self.held[ticket].message.part for ticket in tickets}
 
     def apply(self, tickets: list[int], version: int) -> list[PendingPush]:
         """Makes this version from these gradients, which are not held any longer."""
@@ -123,23 +140,41 @@ class Updates:
         pushes = [self.held.pop(ticket) for ticket in tickets]
         if len(pushes) > 1:
             pushes.sort(key=lambda pushed: pushed.rank)
-        total = sum([pushed.weight for pushed in pushes]) or 1.0
-        rate = total / sum(pushed.mass for pushed in pushes) if self._spec.corrections else 1.0
-        total = _divisor(pushes, total)
-        groups = self._hyperparameters(pushes[0].groups, rate, version)
         pool = self._sessions.pool
         old, new = pool.newest, pool.take()
-        message = messages.ApplyUpdate(self._sources(pushes, total), old, new, groups)
-        clips = [pushed.message.clip for pushed in pushes if pushed.message.clip is not None]
-        if clips:
-            message = self._clip(message, *clips[0])
-        self._shards.handle(message)
+        failpoints.hit("update.begin")
+        rate = 1.0
+        # Gradients of several optimizers are independent of each other: each of them makes its part of the version.
+        for number in sorted({pushed.message.optimizer for pushed in pushes}):
+            part = [pushed for pushed in pushes if pushed.message.optimizer == number]
+            rate = self._apply(part, old, new, version)
+            old = new
+        failpoints.hit("update.written")
         pool.publish(new, version)
+        failpoints.hit("update.published")
         seconds = self.seconds = time.perf_counter() - start
         read = sum([pushed.message.bytes for pushed in pushes])
         used = [pushed.ticket for pushed in pushes]
         self._recorder.add(events.Update(-1, start, seconds, version, read, len(pushes), pushes=used, rate=rate))
         return pushes
+
+    def _apply(self, pushes: list[PendingPush], old: int, new: int, version: int) -> float:
+        """Updates the parameters of one optimizer; returns the factor of its learning rates."""
+        if all(pushed.source < self._spec.capacity for pushed in pushes):  # else they are weighted already
+            _agree_on_sums(pushes)
+        total = sum([pushed.weight for pushed in pushes]) or 1.0
+        rate = total / sum(pushed.mass for pushed in pushes) if self._spec.corrections else 1.0
+        total = _divisor(pushes, total)
+        groups = self._hyperparameters(pushes[0].groups, rate, version)
+        optimizer = pushes[0].message.optimizer if len(self._spec.optimizers) > 1 else -1
+        message = messages.ApplyUpdate(self._sources(pushes, total), old, new, groups, optimizer=optimizer)
+        clips = [pushed.message.clip for pushed in pushes if pushed.message.clip is not None]
+        if clips:
+            message = self._clip(message, *clips[0])
+        if self.keep:
+            message, self.keep = msgspec.structs.replace(message, keep=True), False
+        self._shards.handle(message)
+        return rate
 
     def _sources(self, pushes: list[PendingPush], total: float) -> list[messages.GradientRef]:
         sources: dict[int, messages.GradientRef] = {}
@@ -157,7 +192,7 @@ class Updates:
 
     def _hyperparameters(self, groups: list[dict[str, Any]], rate: float, version: int) -> list[dict[str, Any]] | None:
         """Hyperparameters for an update; None if they are those of the last one."""
-        factor = self._scaling.factor(version - 1) * rate
+        factor = self._scaling.factor(self._spec.version + version - 1) * rate
         if self._last is not None and self._last[0] is groups and self._last[1] == factor:
             return None
         self._last = (groups, factor)
@@ -173,7 +208,7 @@ class Updates:
         if math.isnan(length):  # it must stay one, as in plain torch
             scale = length
         collected = messages.GradientRef(self._shards.collected, 1.0)
-        return messages.ApplyUpdate([collected], message.old, message.new, None, scale)
+        return messages.ApplyUpdate([collected], message.old, message.new, None, scale, optimizer=message.optimizer)
 
     def reduce_group(self, group: int, tickets: list[int]) -> None:
         """Has the members of a group sum their gradients, each a part of them."""
@@ -183,6 +218,7 @@ class Updates:
         plain = plain and not any(session.host for session in self._sessions.values())  # they share no memory
         if not plain or len(sessions) < len(pushes) or any(pushed.used is not None for pushed in pushes):
             return  # the update takes them one by one
+        _agree_on_sums(pushes)
         total = _divisor(pushes, sum(pushed.weight for pushed in pushes) or 1.0)
         weights = [pushed.weight * pushed.message.factor / total for pushed in pushes]
         for session in sessions:
@@ -195,11 +231,23 @@ class Updates:
                 whole = False  # the coordinator notices that; the others' sums are not used
                 continue
             if answer is None:
-                raise TeamTimeout(f"rank {session.rank} did not sum its part of its group's gradient", [session.rank])
+                late = "did not sum its part of its group's gradient"
+                end = functools.partial(self._sessions.end, session, f"{late} and had to be evicted")
+                if not self._journal.value(end):
+                    raise TeamTimeout(f"rank {session.rank} {late}", [session.rank])
+                whole = False
+                continue
             if not isinstance(answer, messages.ShareReduced):
                 raise Mismatch(f"rank {session.rank} sent a {type(answer).__name__} instead of a sum", [session.rank])
         for pushed in pushes if whole else ():
             pushed.source = self._spec.capacity + group
+
+
+def _agree_on_sums(pushes: list[PendingPush]) -> None:
+    """Takes all losses for sums if one is: a divisor that is a number of samples by chance is one on few workers."""
+    if any(pushed.sums for pushed in pushes):
+        for pushed in pushes:
+            pushed.sums = pushed.sums or pushed.message.kind == Kind.MEAN
 
 
 def _divisor(pushes: list[PendingPush], total: float) -> float:

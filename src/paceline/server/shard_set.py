@@ -1,0 +1,132 @@
+"""The shards of all servers, as the first server calls them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline.errors import ServerLost, TeamTimeout
+from paceline.parameters.kept_version import KeptVersion
+from paceline.server import messages
+from paceline.server.journal import Journal
+from paceline.server.record import ServerRecord
+from paceline.server.shard import Shard
+from paceline.transport.unix_connection import Closed, UnixConnection
+
+_LOOK = 0.1
+"""Seconds between looks whether a server that was killed is back."""
+
+
+class ShardSet:
+    """Runs one operation on all shards at once, and each operation once, whichever of the servers is killed.
+
+    Operations are numbered. A shard's record says how many it has done, so one that is requested again, by a
+    coordinator that was started again or from a shard that was, is done by those that have not.
+    """
+
+    def __init__(
+        self, own: Shard, others: dict[int, UnixConnection[Any]], patience: float, journal: Journal, back: float
+    ) -> None:
+        """back: seconds in which a server that was killed is back."""
+        self._own, self._others, self._patience, self._journal, self._back = own, others, patience, journal, back
+        self.operations = 0
+        """How many there were."""
+        self.meet: Callable[[float], None] = lambda _seconds: None
+        """Lets a server connect that was started again, for so many seconds."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of an uncompressed gradient."""
+        return self._own.size
+
+    @property
+    def collected(self) -> int:
+        """Number of the buffer that stands for the sum of the added gradients."""
+        return self._own.collected
+
+    @property
+    def kept(self) -> KeptVersion:
+        """The copy of a version that the shards have made."""
+        return self._own.kept
+
+    @property
+    def run(self) -> ServerRecord:
+        return self._own.run
+
+    def close(self) -> None:
+        """Ends the other servers."""
+        self.run.state.live = False
+        for connection in self._others.values():
+            connection.close()
+
+    def attach(self, index: int, connection: UnixConnection[Any]) -> None:
+        """Takes the connection of another server that was started again, or has lost the first one."""
+        before = self._others.get(index)
+        if before is not None:
+            before.close()
+        self._others[index] = connection
+
+    def handle(self, request: messages.ShardRequest) -> list[float]:
+        """The answers of all shards, this server's first."""
+        number, find = 0, isinstance(request, messages.MeasureDistance)
+        if not find:
+            self.operations = number = self.operations + 1
+            find = isinstance(request, messages.ApplyUpdate) and request.norm is not None
+        values: list[float] = (
+            self._journal.value(lambda: self._run(request, number)) if find else self._run(request, number)
+        )
+        return values
+
+    def _run(self, request: messages.ShardRequest, operation: int) -> list[float]:
+        """Runs an operation on the shards that have not done it; a request that is none has no number."""
+        records = self.run.shards
+        if operation and operation <= min(record.done for record in records):
+            return [record.read().value for record in records]
+        if operation and self._journal.peek() is not None:
+            raise ServerLost("the record of what the server had done is not complete")
+        asked = {index: self._ask(index, request, operation) for index in range(1, len(records))}
+        done = operation and records[0].done >= operation
+        values = [self._own.answer() if done else self._own.handle(request)]
+        for index, waits in asked.items():
+            values.append(self._answer(index, request, operation) if waits else records[index].read().value)
+        return values
+
+    def _ask(self, index: int, request: messages.ShardRequest, operation: int) -> bool:
+        """Sends a request to another server, unless it has done it; True if it will answer."""
+        try:
+            self._others[index].send(request)
+        except (KeyError, Closed):  # it has not connected since this server was started again, or was killed itself
+            return self._again(index, request, operation)
+        return True
+
+    def _again(self, index: int, request: messages.ShardRequest, operation: int) -> bool:
+        """Waits until another server is back, and sends it the request if it has not done it."""
+        until = time.monotonic() + self._back
+        while True:
+            self._others.pop(index, None)
+            while index not in self._others:
+                if time.monotonic() > until or not self.run.state.live:
+                    raise ServerLost(f"server {index}, which holds a shard of the parameters, died")
+                self.meet(_LOOK)
+            if operation and self.run.shards[index].done >= operation:
+                return False
+            with contextlib.suppress(Closed):
+                self._others[index].send(request)
+                return True
+
+    def _answer(self, index: int, request: messages.ShardRequest, operation: int) -> float:
+        while True:
+            try:
+                answer = self._others[index].receive_within(self._patience)
+            except Closed:
+                if not self._again(index, request, operation):
+                    return self.run.shards[index].read().value
+                continue
+            if answer is None:
+                raise TeamTimeout(f"server {index} did not answer in {self._patience:g} s")
+            if isinstance(answer, messages.RunFailed):
+                raise ServerLost(f"server {index} failed: {answer.message}")
+            assert isinstance(answer, messages.ShardAnswer)
+            return answer.value
