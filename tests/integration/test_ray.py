@@ -19,7 +19,7 @@ from helpers.support import PACELINE, PREAMBLE, Run, finished, wait_until, write
 SCRIPT = (
     PREAMBLE
     + """
-import torch, paceline
+import threading, torch, paceline
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 from beside import EPOCHS
@@ -47,6 +47,9 @@ for epoch in range(first, EPOCHS):
         while not may_end.exists() and time.monotonic() < until:
             time.sleep(0.05)
     for x, y in loader:
+        for thread in threading.enumerate():
+            if "WAIT" in os.environ and thread.name == "paceline snapshot":
+                thread.join(60)  # else all steps may be made while a slow disk takes one of the first snapshots
         with team.step():
             loss = mse_loss(model(x), y)
             loss.backward()
@@ -124,20 +127,34 @@ def processes_of_rank_1(run: Run) -> set[int]:
     return {event["pid"] for event in run.events("hurt") if event["event"] == "join" and event["rank"] == 1}
 
 
-def test_a_killed_worker_brings_the_team_back(network: RayNetwork, server: ForkServer, project: Path) -> None:
+@pytest.mark.parametrize("snapshot", ["off", "0s"])
+def test_a_killed_worker_brings_the_team_back(
+    network: RayNetwork, server: ForkServer, project: Path, snapshot: str
+) -> None:
     words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "hurt", "--strategy", "all-reduce")
-    more = ("--all-output", *server.words, "--env", "RUN_NOTES", "--env", "WAIT=1")
+    more = ("--all-output", *server.words, "--env", "RUN_NOTES", "--env", "WAIT=1", "--snapshot", snapshot)
     with network.run(project, *words, *more) as run:
         os.kill(run.note("epoch-1", 180)["pid"], signal.SIGKILL)
         may_end(run)
         outcome = run.finish(180)
     assert outcome.code == 0, outcome.err
-    assert "rank 1 was killed by signal 9 (SIGKILL); the team is started again" in outcome.err
+    how = "with checkpoint" if snapshot == "off" else "and goes on from snapshot"
+    assert f"rank 1 was killed by signal 9 (SIGKILL); the team is started again {how}" in outcome.err
     assert len(processes_of_rank_1(run)) == 2
-    assert "rank 1 resumes with epoch" in outcome.out
+    assert ("rank 1 resumes with epoch" in outcome.out) == (snapshot == "off")
+    snapshots = sorted(path.stem for path in (project / "runs" / "hurt").glob("snapshots/*"))
+    assert len(snapshots) == (0 if snapshot == "off" else 2)
     assert run.summary("hurt")["updates"] == 32
     assert "ends on 1" in outcome.out
     nothing_left(network)
+    if snapshot != "off":  # one more epoch, in another run
+        write_script(project, "EPOCHS = 5\n", "beside.py")
+        resumed = ("run", "--resume", "hurt", "--on", "ray", *server.words, "--env", "RUN_NOTES")
+        outcome = network.finished(project, *resumed)
+        assert outcome.code == 0, outcome.err
+        assert "are over in the run before" in outcome.err
+        assert 24 <= int(snapshots[-1]) <= 32
+        assert outcome.run.summary("hurt")["updates"] == 5 * 8 - int(snapshots[-1])
 
 
 def may_end(run: Run) -> None:
@@ -149,6 +166,7 @@ def test_with_a_server_a_killed_worker_comes_back_alone_and_with_a_new_one_all_d
 ) -> None:
     words = ("run", "train.py", "--on", "ray", "--workers", "2", "--name", "hurt", "--strategy", "async")
     more = ("--restarts", "2", "--place", "pack", *server.words, "--env", "RUN_NOTES", "--env", "WAIT=1")
+    more = (*more, "--snapshot", "off")
     with network.run(project, *words, *more) as run:
         os.kill(run.note("epoch-1", 180)["pid"], signal.SIGKILL)
         run.note("again", 180)

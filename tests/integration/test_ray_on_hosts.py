@@ -142,3 +142,31 @@ def test_an_elastic_all_reduce_goes_on_over_hosts(cluster: tuple[list[Host], dic
     assert run.note("epoch-2-3")["size"] == 3
     roster = [event["workers"] for event in run.events("run") if event["event"] == "roster"]
     assert roster[-1] == [0, 1, 3]
+
+
+def test_workers_of_another_host_that_are_all_silent_are_ended_there(
+    cluster: tuple[list[Host], dict[str, str]], tmp_path: Path
+) -> None:
+    words = ["--strategy", "all-reduce", "--elastic", "--timeout", "8"]
+    with running(cluster, tmp_path, *words) as run:
+        _first(run, "epoch-0-2")
+        for rank in (2, 3):
+            os.kill(_first(run, f"here-{rank}-*")["pid"], signal.SIGSTOP)
+        outcome = run.finish(100)
+    assert outcome.code == 0, outcome.err
+    assert "ranks 2 and 3 did not come to an update (optimizer.step) within 8 s and had to be evicted" in outcome.err
+    assert len({run.note(f"end-{rank}")["sum"] for rank in (0, 1)}) == 1
+
+
+def test_stages_are_placed_by_host_and_one_that_dies_is_named(
+    cluster: tuple[list[Host], dict[str, str]], tmp_path: Path
+) -> None:
+    with running(cluster, tmp_path, "--strategy", "pipeline:stages=2,workers=2+2,microbatches=4") as run:
+        for rank in range(4):
+            assert _first(run, f"epoch-0-{rank}")["machine"] == rank // 2
+        os.kill(_first(run, "here-3-*")["pid"], signal.SIGKILL)
+        outcome = run.finish(100)
+    assert outcome.code == 0, outcome.err
+    assert "rank 3 was killed by signal 9 (SIGKILL); the team is started again" in outcome.err
+    passes = {(event["rank"] // 2, event["stage"]) for event in run.events("run") if event["event"] == "pass"}
+    assert passes and passes <= {(0, 0), (1, 1)}

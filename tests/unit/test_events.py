@@ -11,7 +11,9 @@ from paceline.events import (
     Balance,
     Brought,
     Cancel,
+    Collective,
     Compute,
+    Ended,
     Epoch,
     Event,
     Join,
@@ -22,14 +24,18 @@ from paceline.events import (
     Message,
     Metric,
     Pass,
+    Peers,
     Pull,
     Push,
+    Recovery,
     Reduce,
     Refused,
     Return,
     Roster,
     Seen,
     Send,
+    Setup,
+    Stages,
     Switch,
     Update,
     Wait,
@@ -57,16 +63,22 @@ EVERY_KIND: list[Event] = [
     Brought(2, 3.0, 1, 7, 4, 12, 24),
     Pull(2, 3.1, 0.01, 4),
     Cancel(1, 3.2, 0.05, 3, [6]),
-    LeaseGiven(1, 3.25, 6, 0, 2, 48, 16),
+    LeaseGiven(1, 3.25, 6, 0, 2, 48, 16, 3),
+    Ended(1, 3.25, 0, 2, 3, 57),
     Return(1, 3.3, [6], "cancelled"),
     Send(1, 3.4, 0.1, 400),
     Roster(-1, 3.45, [0, 1, 3], 7),
+    Recovery(-1, 3.45, 1, 7),
+    Stages(0, 3.47, [5, 7], 0.04, [0, 4096], [65536, 32768]),
+    Setup(0, 3.46, "Net", 22, "SGD", {"lr": 0.1, "nesterov": True, "betas": "(0.9, 0.999)", "lr/1": 1}, 48, 4),
     Refused(-1, 3.5, 1, "damaged", 2),
     Seen(0, 3.35, [8]),
     Epoch(-1, 3.4, 0, 2, 1500),
     Epoch(-1, 3.45, 0, 2, 0, True),
     Balance(0, 3.5, 17, [3, 1, 0]),
     Switch(-1, 3.5, 40, "k-sync:k=3", "worker 2 takes 4.0 times as long"),
+    Peers(0, 1.0, "world", [0, 1]),
+    Collective(0, 1.0, 0.5, "all_reduce", "world", 3, 64, 0.25),
     Message(1, 3.75, 1e-5, "all_reduce", "ring", "send", 2, 4096),
     Metric(0, 4.0, 5, {"loss": 0.1, "accuracy": 1.0}),
     Metric(0, 4.0, 5, {}),
@@ -321,10 +333,11 @@ def test_a_summary_counts_gradients_of_groups_when_they_are_used(turned: bool) -
     assert summary.samples_per_second == pytest.approx(32 / 1.2)
 
 
-def test_a_summary_counts_minibatches_that_a_worker_had_not_recorded_when_it_was_killed() -> None:
+def test_a_summary_counts_what_a_worker_had_not_recorded_when_it_was_killed() -> None:
     summary = summarise([*GROUPS, Compute(0, 0.5, 0.5, 0, 1, 8)], 4)
     assert summary.minibatches == 8
     assert [worker.minibatches for worker in summary.workers.values()] == [2, 2, 2, 2]
+    assert [worker.samples for worker in summary.workers.values()] == [16, 16, 16, 16]
     together = summarise([Compute(0, 0.0, 1.0, 0, 1, 8), Update(0, 1.0, 0.1, 1, 0, 2), Update(0, 2.0, 0.1, 2, 0, 1)], 2)
     assert together.minibatches == 3
 

@@ -18,6 +18,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
         "Mismatch",
         "PacelineError",
         "Pipeline",
+        "Run",
         "ServerLost",
         "Ssp",
         "Sync",
@@ -29,6 +30,8 @@ def test_the_public_names_are_these_and_no_others() -> None:
         "UsageError",
         "WorkerLost",
         "join",
+        "last_run",
+        "launch",
     ]
 
 

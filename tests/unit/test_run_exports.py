@@ -31,7 +31,8 @@ from paceline.events import (
     Update,
     Wait,
 )
-from paceline.events.exports import write_csv, write_tensorboard, write_trace
+from paceline.events.exports import write_csv, write_trace
+from paceline.loggers.tensorboard import write_tensorboard
 from paceline.report.aggregate import RunAggregate
 from paceline.report.facts import facts
 from paceline.report.metrics import CONTENT_TYPE, metrics
@@ -141,30 +142,36 @@ def test_a_trace_s_stretches_are_in_microseconds_on_the_right_track(trace: list[
     }
 
 
-def test_every_push_is_an_arrow_from_its_worker_to_the_server(trace: list[dict[str, Any]]) -> None:
-    named = {record["tid"]: record["args"]["name"] for record in trace if record["name"] == "thread_name"}
+def test_an_arrow_leads_from_a_gradient_to_its_update_and_both_ends_lie_in_slices(trace: list[dict[str, Any]]) -> None:
     begun = {record["id"]: record for record in trace if record["ph"] == "s"}
     ended = {record["id"]: record for record in trace if record["ph"] == "f"}
-    pushes = {event.ticket: event for event in RUN if isinstance(event, Push)}
-    assert set(begun) == set(ended) == set(pushes) == {7, 8, 9}
-    for ticket, push in pushes.items():
-        assert named[begun[ticket]["tid"]] == f"worker {push.rank}"
-        assert named[ended[ticket]["tid"]] == "server"
-        assert ended[ticket]["ts"] == push.start * 1e6
-        assert 0 <= ended[ticket]["ts"] - begun[ticket]["ts"] <= 1
-        assert (begun[ticket]["name"], begun[ticket]["cat"]) == (ended[ticket]["name"], ended[ticket]["cat"])
+    assert set(begun) == set(ended) == {7}, "of one push it is known which update used it"
+    assert (begun[7]["name"], begun[7]["cat"]) == (ended[7]["name"], ended[7]["cat"])
+    for end, kind, name in ((begun[7], "computing", "worker 0"), (ended[7], "updating", "server")):
+        around = [
+            record
+            for record in trace
+            if record["ph"] == "X"
+            and record["tid"] == end["tid"]
+            and record["ts"] <= end["ts"] <= record["ts"] + record["dur"]
+        ]
+        assert [record["name"] for record in around] == [kind]
+        assert {"name": name} in [
+            record["args"] for record in trace if record["name"] == "thread_name" and record["tid"] == end["tid"]
+        ]
+    pushes = [event for event in RUN if isinstance(event, Push)]
     words = [record["args"] for record in trace if record["ph"] == "i"]
-    assert words == [{"staleness": p.staleness, "outcome": p.outcome, "reason": p.reason} for p in pushes.values()]
+    assert words == [{"staleness": p.staleness, "outcome": p.outcome, "reason": p.reason} for p in pushes]
 
 
-def test_a_trace_has_a_counter_per_metric(trace: list[dict[str, Any]]) -> None:
+def test_a_trace_has_a_counter_per_metric_and_worker(trace: list[dict[str, Any]]) -> None:
     counters = [(r["name"], r["tid"], r["ts"], r["args"]) for r in trace if r["ph"] == "C"]
     assert counters == [
-        ("loss", 0, 11_500_000.0, {"loss": 2.0}),
-        ("accuracy", 0, 11_500_000.0, {"accuracy": 0.5}),
-        ("loss", 0, 14_000_000.0, {"loss": 1.0}),
-        ("loss", 1, 14_000_000.0, {"loss": 9.0}),
-        ("grip", 1, 14_000_000.0, {"grip": 0.25}),
+        ("loss, worker 0", 0, 11_500_000.0, {"loss": 2.0}),
+        ("accuracy, worker 0", 0, 11_500_000.0, {"accuracy": 0.5}),
+        ("loss, worker 0", 0, 14_000_000.0, {"loss": 1.0}),
+        ("loss, worker 1", 1, 14_000_000.0, {"loss": 9.0}),
+        ("grip, worker 1", 1, 14_000_000.0, {"grip": 0.25}),
     ]
 
 
@@ -244,7 +251,7 @@ def test_each_reported_value_has_a_row_of_its_own(tmp_path: Path) -> None:
 
 def test_tensorboard_reads_the_scalars_back(tmp_path: Path) -> None:
     write_tensorboard(tmp_path, RUN)
-    board = EventAccumulator(str(tmp_path))
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     scalars = {
         tag: [(point.step, point.value, point.wall_time) for point in board.Scalars(tag)]
@@ -258,15 +265,21 @@ def test_tensorboard_reads_the_scalars_back(tmp_path: Path) -> None:
         "seconds_per_minibatch/worker_1": [(0, 1.0, 1011.0)],
         "staleness/worker_0": [(0, 0.0, 1011.875), (1, 5.0, 1013.5)],
         "staleness/worker_1": [(0, 1.0, 1012.0)],
+        # In windows of two seconds; the first begins and the last ends with the training.
+        "paceline/updates": [(1, 1.0, 1012.0), (1, 1.0, 1014.0)],
+        "paceline/updates_per_second": [(1, 1.0, 1012.0), (1, 0.0, 1014.0)],
+        "paceline/samples_per_second": [(1, 16.0, 1012.0), (1, 4.0, 1014.0)],
+        "paceline/staleness": [(1, 0.0, 1012.0), (1, 5.0, 1014.0)],
+        "paceline/waiting": [(1, 0.0, 1012.0), (1, 0.125, 1014.0)],
     }
 
 
 def test_without_tensorboard_one_is_told_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UsageError) as caught:
-        write_tensorboard(tmp_path / "board", RUN)
-    assert str(caught.value) == "--tensorboard needs the package tensorboard: pip install tensorboard"
-    assert not (tmp_path / "board").exists()
+        write_tensorboard(tmp_path, RUN)
+    assert str(caught.value) == "the logger tensorboard needs the package tensorboard: pip install tensorboard"
+    assert not (tmp_path / "tensorboard").exists()
 
 
 # -- Prometheus ------------------------------------------------------------------------------------------------------
@@ -418,7 +431,7 @@ def test_the_text_has_a_line_of_time_per_worker_and_server(tmp_path: Path) -> No
     assert zero.count("·") == pytest.approx(0.5 * columns, abs=6)
     assert one.count("█") == pytest.approx(0.9 * columns, abs=6)
     assert "·" not in one
-    assert any(line.rstrip().endswith("1e+03 ms") for line in lines)
+    assert any(line.rstrip().endswith(" 1 s") for line in lines)
     served = printed(tmp_path / "second", RUN)
     for name in (" worker 0 ", " worker 1 ", "   server ", " server 2 "):
         assert sum(line.startswith(name) for line in served) == 1

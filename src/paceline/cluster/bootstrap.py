@@ -5,6 +5,7 @@ into an exit report, so that the launcher shows it once instead of once per work
 """
 
 import ctypes
+import importlib
 import json
 import os
 import pathlib
@@ -15,6 +16,8 @@ import threading
 import time
 import traceback
 
+_HIDDEN = (__file__, str(pathlib.Path(__file__).parents[1] / "launcher" / "call.py"))
+"""Files that call the script's code: a traceback begins after them."""
 _PATIENCE = 5.0
 """Seconds from the end of a script until the threads that keep its process alive are named."""
 
@@ -30,7 +33,7 @@ def _exit_report(path: str, error: BaseException) -> int:
     usage = "paceline.errors.UsageError" in kinds
     told = traceback.TracebackException.from_exception(error)
     told.stack = traceback.StackSummary.from_list(
-        [entry for entry in told.stack if entry.filename != __file__ and "runpy" not in entry.filename]
+        [entry for entry in told.stack if entry.filename not in _HIDDEN and "runpy" not in entry.filename]
     )
     report = {
         "kind": type(error).__name__,
@@ -67,13 +70,26 @@ def _tell_of_threads() -> None:
         threading.Thread(target=tell, daemon=True).start()
 
 
+def _import_prelude() -> None:
+    """Imports the module that the launcher wants imported before the script."""
+    prelude = json.loads(os.environ.get("PACELINE_LAUNCH") or "{}").get("prelude")
+    if prelude is not None:
+        importlib.import_module(prelude)
+
+
 def main() -> None:
+    """Arguments: the parent's process id, the path of the exit report, the script and its arguments.
+
+    Without both of the first, as "0" and "", another launcher supervises the worker.
+    """
     parent, exit_report, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    _die_with_parent(parent)
+    if parent:
+        _die_with_parent(parent)
     process = os.getpid()
     sys.argv = sys.argv[3:]
     sys.path[0] = str(pathlib.Path(script).resolve().parent)
     try:
+        _import_prelude()
         runpy.run_path(script, run_name="__main__")
         _tell_of_threads()
     except SystemExit:
@@ -82,7 +98,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BaseException as error:
-        if os.getpid() != process:  # a fork of the worker: its error is not the worker's
+        if os.getpid() != process or not exit_report:  # a fork of the worker: its error is not the worker's
             raise
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader's process was killed
         code = _exit_report(exit_report, error)

@@ -90,6 +90,11 @@ class FileSync:
             self._open[1].close()
 
 
+def newest_snapshot(folder: pathlib.Path) -> pathlib.Path | None:
+    """The newest snapshot of a run, by its version."""
+    return max((folder / "snapshots").glob("[0-9]*.pt"), key=lambda path: path.name, default=None)
+
+
 def newest_checkpoint(folder: pathlib.Path) -> pathlib.Path | None:
     """The checkpoint of a run that was written last."""
     found = list((folder / "checkpoints").glob("*.pt"))

@@ -13,10 +13,13 @@ import msgspec
 import torch
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
+from paceline import failpoints
+from paceline.cluster.process import end_process
 from paceline.cluster.process_set import machine
 from paceline.cluster.rendezvous import MemberList, exchange_ports, find_members, open_store
+from paceline.cluster.team_join import JoinClient
 from paceline.config import Launch, Place, Timeouts
-from paceline.errors import FORK, JoinError, TeamTimeout, UsageError, WorkerLost, names
+from paceline.errors import FORK, JoinError, Mismatch, TeamTimeout, UsageError, WorkerLost, names
 from paceline.transport import Barrier, BarrierKind, ElasticBarrier, MachinesBarrier, Memory, StepCounter
 from paceline.transport.keys import Secret, key_of_run
 from paceline.transport.peer_connections import FrameKind, PeerConnections, compare_clocks, connect
@@ -33,12 +36,19 @@ class LivenessMonitor:
         for rank in range(barrier.size):
             if rank == barrier.rank:
                 continue
-            try:
-                self._descriptors[rank] = os.pidfd_open(barrier.pid(rank))
-            except ProcessLookupError:
-                self._gone.add(rank)
-        self.close = weakref.finalize(self, _close, list(self._descriptors.values()))
+            self.watch(rank, barrier.pid(rank))
+        self.close = weakref.finalize(self, _close, self._descriptors)
         """Closes the pidfds; nobody counts as lost from then on."""
+
+    def watch(self, rank: int, pid: int) -> None:
+        """From now on this process is the member of this rank."""
+        if rank in self._descriptors:
+            os.close(self._descriptors.pop(rank))
+        self._gone.discard(rank)
+        try:
+            self._descriptors[rank] = os.pidfd_open(pid)
+        except (ProcessLookupError, OSError):  # the latter for no process at all
+            self._gone.add(rank)
 
     def lost(self, rank: int) -> str | None:
         """How this member was lost, as a verb of a message; None while it lives."""
@@ -51,9 +61,16 @@ class LivenessMonitor:
                 self._gone.add(rank)
         return "died" if rank in self._gone else None
 
+    def end(self, rank: int, patience: float = 0.0) -> bool:
+        """Ends a member for good, also one that is stopped; False if that is not allowed.
 
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
+        patience: seconds in which it may end by itself.
+        """
+        return rank in self._gone or (self.close.alive and end_process(self._descriptors[rank], patience))
+
+
+def _close(descriptors: dict[int, int]) -> None:
+    for descriptor in descriptors.values():
         os.close(descriptor)
 
 
@@ -84,6 +101,8 @@ class Members:
         """The members of this machine alone, numbered from 0; the team itself if all are on one machine."""
         self.connections = connections
         """Connections of a machine's lead to the leads of the others; in an elastic team, of every worker to rank 0."""
+        self.secret: Secret | None = None
+        """What both ends of a connection between machines prove to know."""
         self.ahead = 0.0
         """Seconds by which the clock of rank 0's machine is ahead of this one's, if there are connections."""
         self.exit_report: Callable[[], None] | None = None
@@ -93,6 +112,11 @@ class Members:
         self.store = store  # rank 0 may host it, for as long as the team lasts
         self._liveness = liveness
         self._process = os.getpid()
+        self.kept: list[int] | None = None
+        """Descriptors of all shared memory, for workers that join later; None if none can."""
+        self.joining: JoinClient | None = None
+        """Of a worker that is not a member yet: its barriers concern it alone, and its memory is `given`."""
+        self.given: list[int] = []
 
     def share(self, size: int, *, keep: bool = False) -> Memory:
         """New memory that all members of this machine map; all must call this, with the same size.
@@ -101,6 +125,11 @@ class Members:
         """
         if self.local is not self:
             return self.local.share(size, keep=keep)
+        if self.joining is not None:
+            given = self._take_given(size)
+            if not keep:
+                given.close_descriptor()
+            return given
         if self.size == 1:
             return Memory.create(size)
         barrier = self.barrier
@@ -113,12 +142,43 @@ class Members:
         if memory is None:
             memory = Memory.of(barrier.pid(0), descriptor)
         barrier.wait(BarrierKind.ALLOCATE)
+        if self.kept is not None:
+            self.kept.append(os.dup(memory.descriptor))
         if not keep:
             memory.close_descriptor()
         return memory
 
+    def _take_given(self, size: int) -> Memory:
+        memory = Memory.inherited(self.given.pop(0)) if self.given else None
+        if memory is None or memory.size != Memory.rounded(size):
+            raise Mismatch(
+                f"rank {self.rank} cannot join: its model or optimizer is not the one that the run trains", [self.rank]
+            )
+        assert self.kept is not None
+        self.kept.append(os.dup(memory.descriptor))
+        return memory
+
+    def enter(self, count: int, gone: set[int]) -> None:
+        """Makes a worker that joins a member, after so many barriers of the others; gone: ranks that are not there."""
+        barrier = self.barrier
+        assert isinstance(barrier, Barrier)
+        vars(barrier).pop("wait", None)
+        barrier.begin_at(count)
+        barrier.departed, barrier.spare = set(gone), True
+        for rank in set(range(self.size)) - gone - {self.rank}:
+            self._liveness.watch(rank, barrier.pid(rank))
+        barrier.watch = self._liveness
+        barrier.sign_in()
+        self.joining = None
+
+    def watch(self, rank: int, pid: int) -> None:
+        """A worker has joined as this rank."""
+        self._liveness.watch(rank, pid)
+
     def mirror(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the lead's values of these tensors to every member."""
+        if self.joining is not None:
+            return
         for tensor in tensors:
             if tensor.numel() == 0:
                 continue
@@ -134,6 +194,8 @@ class Members:
         """All payloads, by rank, each of any length. Passive members have none."""
         if self.size == 1:
             return [payload]
+        if self.joining is not None:
+            return [payload if rank == self.rank else b"" for rank in range(self.size)]
         barrier = self.barrier
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
         start = 0
@@ -210,17 +272,21 @@ def join_team(
     """
     global _current
     if _current is None:
-        if launch.joins is not None:  # a worker that joins a running team is alone: the server knows the others
+        failpoints.enter(f"worker{place.rank}")
+        if launch.joins is not None and elastic:
+            _current = _join_running(place.rank, launch.joins, timeouts, say)
+        elif launch.joins is not None:  # a worker that joins a running team is alone: the server knows the others
             _current = _join_local(0, 1, Memory.create(Barrier.memory_size(1)), timeouts, say)
             _current.rank = place.rank
         elif launch.control is not None or place.world_size == 1:
             size = Barrier.memory_size(place.world_size)
             memory = Memory.create(size) if launch.control is None else Memory.inherited(launch.control)
-            _current = _join_local(place.rank, place.world_size, memory, timeouts, say)
+            _current = _join_local(place.rank, place.world_size, memory, timeouts, say, elastic=elastic)
         else:
             store = open_store(place, timeouts)
-            roster, store = find_members(place, store, machine(), timeouts)
-            secret = Secret.of(key_of_run(launch.key), roster.token)
+            key = key_of_run(launch.key)
+            roster, store = find_members(place, store, machine(), key, timeouts)
+            secret = Secret.of(key, roster.token)
             _current = _join_machines(place, roster, secret, store, timeouts, say, elastic=elastic)
     return _current
 
@@ -234,6 +300,7 @@ def _join_local(
     *,
     store: Store | None = None,
     ranks: Sequence[int] | None = None,
+    elastic: bool = False,
 ) -> Members:
     """Join the members of this machine."""
     patience = Timeouts(join=timeouts.join, barrier=timeouts.join, notice=timeouts.notice)
@@ -254,8 +321,23 @@ def _join_local(
     barrier.watch = liveness = LivenessMonitor(barrier)
     # All wait until everyone has opened its pidfds: a process id must not be reused in between.
     barrier.wait(BarrierKind.BARRIER)
+    members = Members(rank, size, barrier, liveness, store)
+    if elastic:
+        members.kept = [os.dup(memory.descriptor)]
     memory.close_descriptor()
-    return Members(rank, size, barrier, liveness, store)
+    return members
+
+
+def _join_running(rank: int, address: str, timeouts: Timeouts, say: Callable[[str], None]) -> Members:
+    """The team of a worker that joins it later, and is no member yet."""
+    client = JoinClient(address, rank, timeouts.join + timeouts.barrier)
+    size, (control, *given) = client.memory()
+    memory = Memory.inherited(control)
+    barrier = Barrier(memory, rank, size, timeouts, say)
+    vars(barrier)["wait"] = lambda intent, _length=0: intent
+    members = Members(rank, size, barrier, LivenessMonitor(barrier), None)
+    members.joining, members.given, members.kept = client, given, [memory.descriptor]
+    return members
 
 
 def _join_machines(
@@ -305,7 +387,7 @@ def _join_machines(
         local=local,
         connections=connections,
     )
-    members.ahead = ahead
+    members.ahead, members.secret = ahead, secret
     return members
 
 

@@ -1,4 +1,4 @@
-"""Settings of a worker's process: memory allocator, late import of the compiler; and its use of memory."""
+"""Settings of a worker's process: its memory allocator; and its use of memory."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import contextlib
 import ctypes
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
-from typing import Any
 
-_MARKED = "__dynamo_disable"
-"""The attribute in which torch keeps the form of a function that its compiler skips."""
+_DYING = 2.0
+"""Seconds in which a killed process ends, unless the kernel itself waits for something."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 _BFLOAT16 = """
@@ -50,32 +50,6 @@ def return_freed_memory() -> None:
     release_freed_memory()
 
 
-def import_compiler_late() -> None:
-    """Lets an optimizer be made without importing torch's compiler, which takes longer than importing torch itself.
-
-    At the first call of some methods torch imports the compiler, only to exclude them from it. As long as no other
-    code has imported it, there is nothing to exclude them from.
-    """
-    from torch.optim import Optimizer
-
-    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        marked = getattr(Optimizer, name)
-        plain = getattr(marked, "__wrapped__", None)
-        if plain is not None and not hasattr(plain, _MARKED):
-            setattr(plain, _MARKED, _unless_imported(plain, marked))
-
-
-def _unless_imported(plain: Callable[..., Any], marked: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return plain(*args, **kwargs)
-        if getattr(plain, _MARKED, None) is call:
-            delattr(plain, _MARKED)
-        return marked(*args, **kwargs)
-
-    return call
-
-
 def release_freed_memory() -> None:
     """Returns memory that was freed until now to the system."""
     with contextlib.suppress(OSError, AttributeError):
@@ -95,6 +69,28 @@ def proportional_memory(*addresses: int) -> int:
     return total
 
 
+def end_process(descriptor: int, patience: float = 0.0) -> bool:
+    """Kills a process, also one that is stopped, by its pidfd; False if that is not allowed.
+
+    From then on it runs none of its own code, even if the kernel cannot end it yet: one that waits for a device or a
+    file system dies before its next instruction.
+
+    patience: seconds in which it may end by itself.
+    """
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    if waiting.poll(patience * 1e3):
+        return True
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    waiting.poll(_DYING * 1e3)
+    return True
+
+
 def is_stopped(pid: int) -> bool:
     """True if a process was stopped by a signal, so that it cannot even end by itself."""
     with contextlib.suppress(OSError):
@@ -112,3 +108,13 @@ def _tune(map_from: int, trim_from: int) -> None:
 
 def _pss(entry: str) -> int:
     return next(1024 * int(line.split()[1]) for line in entry.splitlines() if line.startswith("Pss:"))
+
+
+def started_at(pid: int) -> float:
+    """When a process was started, in seconds since the epoch; infinity if that is not known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return float("inf")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,11 +104,24 @@ class ProcessSet:
         """Of the processes that run."""
         return set(self._processes)
 
-    def signal(self, number: int) -> None:
-        for process in self._processes.values():
-            if process.poll() is None:
+    def pid(self, rank: int) -> int:
+        return self._processes[rank].pid
+
+    def signal(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to the processes of these ranks, or to all, and to those that they have started."""
+        for rank, process in self._processes.items():
+            if process.poll() is None and (ranks is None or rank in ranks):
                 # Its whole session, so that the loader processes that it started end with it.
-                os.killpg(process.pid, number)
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:  # it has none yet
+                    process.send_signal(number)
+
+    def preempt(self, ranks: Collection[int] | None = None) -> None:
+        """Tell these workers, or all, to leave. Processes that they have started end with them, and get no signal."""
+        for rank, process in self._processes.items():
+            if rank >= 0 and (ranks is None or rank in ranks) and process.poll() is None:
+                process.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
         """End all that still run: SIGTERM, then SIGKILL."""

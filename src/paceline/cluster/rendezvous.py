@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import secrets
@@ -14,7 +15,10 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCP
 
 from paceline.config import Place, Timeouts
 from paceline.errors import JoinError, UsageError, names
-from paceline.transport.keys import is_loopback
+from paceline.transport.keys import VARIABLE, fingerprint, is_loopback
+
+_READ = 2.0
+"""Seconds in which a member that has joined reads why its team fails."""
 
 
 class MemberEntry(msgspec.Struct, frozen=True):
@@ -27,6 +31,8 @@ class MemberEntry(msgspec.Struct, frozen=True):
     """The address at which it reaches the store."""
     name: str
     """Random, and unique to this process."""
+    key: str = ""
+    """The fingerprint of its key, for this call of rank 0; empty without a key."""
 
 
 class MemberList(msgspec.Struct, frozen=True):
@@ -64,24 +70,29 @@ def open_store(place: Place, timeouts: Timeouts) -> Store:
     return PrefixStore("paceline", store)
 
 
-def find_members(place: Place, store: Store, machine: str, timeouts: Timeouts) -> tuple[MemberList, Store]:
+def find_members(
+    place: Place, store: Store, machine: str, key: str | None, timeouts: Timeouts
+) -> tuple[MemberList, Store]:
     """Exchange entries with the other members; returns their list, and a part of the store for this team alone.
 
     Rank 0 publishes a call, the others answer it. After a restart the store may still hold entries of an earlier team,
     and machines need not agree on the number of restarts. So every call has a random name, and a member accepts a list
-    only if its own name is in it.
+    only if its own name is in it. Entries have the key's fingerprint, so that other keys are refused before machines
+    try to connect.
     """
     entry = MemberEntry(machine, *addresses(*_master(place)), secrets.token_hex(8))
     if place.rank == 0:
         call = secrets.token_hex(8)
         own: Store = PrefixStore(call, store)
-        own.set("member/0", msgspec.json.encode(entry).decode())
+        own.set("member/0", _signed(entry, key, call))
         store.set("call", call)
         roster = _collect(place, own, timeouts)
         own.set("roster", msgspec.json.encode(roster).decode())
+        if roster.error:
+            _wait_until_read(place, own)
     else:
         try:
-            roster, own = _answer(place, store, entry, timeouts)
+            roster, own = _answer(place, store, entry, key, timeouts)
         except DistError as error:
             raise JoinError(f"rank {place.rank} has lost the store of rank 0: {error}", [0]) from None
     if roster.error:
@@ -89,7 +100,13 @@ def find_members(place: Place, store: Store, machine: str, timeouts: Timeouts) -
     return roster, own
 
 
-def _answer(place: Place, store: Store, entry: MemberEntry, timeouts: Timeouts) -> tuple[MemberList, Store]:
+def _signed(entry: MemberEntry, key: str | None, call: str) -> str:
+    return msgspec.json.encode(msgspec.structs.replace(entry, key=fingerprint(key, call))).decode()
+
+
+def _answer(
+    place: Place, store: Store, entry: MemberEntry, key: str | None, timeouts: Timeouts
+) -> tuple[MemberList, Store]:
     """Answer every call of rank 0 until one of its lists has this member."""
     # A little longer than rank 0 waits for the last member, since it then names the missing ones.
     until = time.monotonic() + timeouts.join + 2.0
@@ -99,15 +116,24 @@ def _answer(place: Place, store: Store, entry: MemberEntry, timeouts: Timeouts) 
         call = store.get("call").decode() if store.check(["call"]) else ""
         own = PrefixStore(call, store)
         if call and call != answered:
-            own.set(f"member/{place.rank}", msgspec.json.encode(entry).decode())
+            own.set(f"member/{place.rank}", _signed(entry, key, call))
             answered = call
         if call and own.check(["roster"]):
             roster = msgspec.json.decode(own.get("roster"), type=MemberList)
+            if roster.error:
+                own.set(f"read/{place.rank}", "")
             if roster.error or entry.name in roster.names:
                 return roster, own
         time.sleep(pause)
         pause = min(0.2, pause * 1.5)
     raise JoinError(f"rank {place.rank} got no answer from rank 0 in {timeouts.join:g} s", [0])
+
+
+def _wait_until_read(place: Place, store: Store) -> None:
+    """Waits until all others have read why the team fails: the store may end with this process."""
+    others = [f"read/{rank}" for rank in range(1, place.world_size)]
+    with contextlib.suppress(DistError):  # some have not come, or are gone
+        store.wait(others, datetime.timedelta(seconds=_READ))
 
 
 def _collect(place: Place, store: Store, timeouts: Timeouts) -> MemberList:
@@ -124,10 +150,25 @@ def _collect(place: Place, store: Store, timeouts: Timeouts) -> MemberList:
             )
             return MemberList(error=error, missing=missing or [rank])
         entries.append(msgspec.json.decode(store.get(f"member/{rank}"), type=MemberEntry))
+        if error := _unlike(entries[0], entries[rank], rank):
+            return MemberList(error=error, missing=[rank])
     places = list(dict.fromkeys(entry.machine for entry in entries))
     machines = [[rank for rank, entry in enumerate(entries) if entry.machine == where] for where in places]
     hosts = [_reachable(entries, ranks) for ranks in machines]
     return MemberList(machines, hosts, secrets.token_bytes(32), [entry.name for entry in entries])
+
+
+def _unlike(first: MemberEntry, other: MemberEntry, rank: int) -> str:
+    """One sentence if a member of another machine than rank 0's has another key; empty if not."""
+    if other.key == first.key or other.machine == first.machine:
+        return ""
+    if first.key and other.key:
+        differ = f"rank {rank} on {other.host} and rank 0 on {first.host} have different keys"
+    else:
+        ones = (f"rank {rank} on {other.host}", f"rank 0 on {first.host}")
+        without, has = ones if first.key else reversed(ones)
+        differ = f"{without} has no key, which {has} has"
+    return f"{differ}; set the same {VARIABLE} on every machine"
 
 
 def _reachable(entries: list[MemberEntry], ranks: list[int]) -> str:

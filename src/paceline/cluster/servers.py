@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ SERVER = _PACKAGE / "server" / "main.py"
 _RELAY = _PACKAGE / "relay" / "main.py"
 
 
-class StartServers(msgspec.Struct, frozen=True):
+class StartServers(msgspec.Struct, frozen=True, tag=True):
     """The lead's request to the launcher."""
 
     servers: int
@@ -31,14 +32,29 @@ class StartServers(msgspec.Struct, frozen=True):
     """The workers' module search path."""
     tolerates_loss: bool
     """True if the run can go on when a worker is lost."""
+    needs_lead: bool = False
+    """True if it cannot when the lead is, which holds parameters itself."""
     first: int = 0
     """The number of the first of the servers."""
+    peers: bool = False
+    """True if a worker listens at the address: there is no server, and the team has room for its first ranks only."""
     relay_addresses: list[str] = []
     """By machine, the address at which workers join that are started there, if there are several."""
 
-    def arguments(self, index: int) -> list[str]:
-        """Command-line arguments of a server."""
-        return [self.address, str(index), str(self.patience), *self.paths]
+    def arguments(self, index: int, descriptors: Sequence[int] = ()) -> list[str]:
+        """Command-line arguments of a server; descriptors: of the run's memory, if it is started again."""
+        memory = ",".join(map(str, descriptors)) or "-"
+        return [self.address, str(index), str(self.patience), memory, *self.paths]
+
+
+class EndWorkers(msgspec.Struct, frozen=True, tag=True):
+    """The lead's request to the launcher to end workers that were evicted: on their machines no other can do it."""
+
+    ranks: list[int]
+
+
+LeadRequest = StartServers | EndWorkers
+"""What the lead sends to the launcher."""
 
 
 class Dismiss(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -47,11 +63,14 @@ class Dismiss(msgspec.Struct, frozen=True, tag=True, array_like=True):
     rank: int
 
 
-def start_servers(launch: Launch, request: StartServers) -> list[subprocess.Popen[bytes]]:
-    """Have the servers started by the launcher; without one, start them as children of this process."""
-    if launch.starter is not None:
-        with socket.socket(fileno=os.dup(launch.starter)) as launcher:
-            launcher.send(msgspec.msgpack.encode(request))
+def start_servers(
+    launch: Launch, request: StartServers, descriptors: Sequence[int] = ()
+) -> list[subprocess.Popen[bytes]]:
+    """Have the servers started by the launcher; without one, start them as children of this process.
+
+    descriptors: of the run's memory, which the launcher keeps, to start a server again.
+    """
+    if tell_launcher(launch, request, descriptors):
         return []
     return [
         subprocess.Popen(
@@ -61,6 +80,18 @@ def start_servers(launch: Launch, request: StartServers) -> list[subprocess.Pope
         )
         for index in range(request.first, request.first + request.servers)
     ]
+
+
+def tell_launcher(launch: Launch, request: LeadRequest, descriptors: Sequence[int] = ()) -> bool:
+    """Send the launcher a request of the lead; False if there is no launcher that takes any."""
+    if launch.starter is None:
+        return False
+    launcher = socket.socket(fileno=launch.starter)
+    try:
+        socket.send_fds(launcher, [msgspec.msgpack.encode(request)], list(descriptors))
+    finally:
+        launcher.detach()  # it stays open; a copy would need one more descriptor
+    return True
 
 
 def start_relay(address: str, patience: float) -> subprocess.Popen[bytes]:

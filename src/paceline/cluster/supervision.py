@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 import msgspec
 
+from paceline.cluster.preemption import PREEMPTED
 from paceline.cluster.process_set import ProcessEnd
 from paceline.config import Timeouts
 
@@ -52,6 +54,11 @@ class ExitStatus:
         return self.code < 0
 
     @property
+    def preempted(self) -> bool:
+        """True if it has left because of SIGTERM."""
+        return self.code == PREEMPTED and self.exit_report is None and self.rank >= 0
+
+    @property
     def description(self) -> str:
         """Who ended and how, as a clause of a message."""
         who = f"rank {self.rank}" if self.rank >= 0 else f"server {-1 - self.rank}"
@@ -60,6 +67,8 @@ class ExitStatus:
         if self.code < 0:
             hint = _HINT if -self.code == signal.SIGILL else ""
             return f"{who} was killed by signal {-self.code} ({signal.Signals(-self.code).name}){hint}"
+        if self.preempted:
+            return f"{who} was preempted (SIGTERM) and has left"
         return f"{who} ended with exit code {self.code}"
 
 
@@ -79,19 +88,25 @@ class Supervision:
         self.statuses: list[ExitStatus] = []
         self.tolerates_loss = False
         """True if the run goes on when a worker is lost."""
+        self.needs_lead = False
+        """True if it does not when the lead is."""
         self.joinable = False
         """True if the run has a server that new workers can join."""
         self._deadlines: list[tuple[float, int]] = []
         self._grace: float | None = None
         """Until when servers may end by themselves after all workers have ended."""
 
-    def record(self, end: ProcessEnd) -> ExitStatus:
+    def record(self, end: ProcessEnd, *, comes_back: bool = False) -> ExitStatus:
+        """comes_back: True if the process is started again, and the others wait for it."""
         exit_report = msgspec.json.decode(end.exit_report, type=ExitReport) if end.exit_report else None
-        # Spared: a worker that was killed or that needed one that was killed, and one that came too late to join.
-        lost = end.code < 0 or (exit_report is not None and exit_report.kind == "WorkerLost")
-        late = exit_report is not None and exit_report.kind == "JoinError" and self.joinable
-        spared = end.rank >= 0 and not self._deadlines and ((self.tolerates_loss and lost) or late)
-        status = ExitStatus(end.rank, end.code, exit_report, spared, host=end.host)
+        status = ExitStatus(end.rank, end.code, exit_report, host=end.host)
+        # Spared: a worker that was killed or that needed one that was killed, one that came too late to join, and one
+        # that has left, which every server survives.
+        lost = end.code < 0 or (exit_report is not None and exit_report.kind == "WorkerLost") or status.preempted
+        late = exit_report is not None and exit_report.kind == "JoinError"
+        needed = end.rank < 0 or (end.rank == 0 and self.needs_lead)
+        spared = (self.tolerates_loss and lost and not needed) or (self.joinable and (late or status.preempted))
+        status.spared, status.restarted = (spared and not self._deadlines) or comes_back, comes_back
         self.statuses.append(status)
         if not self._deadlines and status.failed:
             now = time.monotonic()
@@ -127,18 +142,25 @@ class Interrupted(Exception):
 
 @contextlib.contextmanager
 def interruptible(handle: Callable[[int], None]) -> Iterator[Callable[[], None]]:
-    """Lets SIGINT and SIGTERM call `handle`; yields a function that ignores both from then on, for the clean-up."""
-    handlers = {
-        number: signal.signal(number, lambda received, _: handle(received))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    """Lets SIGINT and SIGTERM call `handle`; yields a function that postpones both from then on, for the clean-up.
 
-    def ignore() -> None:
+    A signal that came during the clean-up raises Interrupted after it, unless an error is on its way already. Only
+    the main thread can handle signals: in another one they are left to it.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in ((signal.SIGINT, signal.SIGTERM) if main else ())}
+    late: list[int] = []
+
+    def postpone() -> None:
         for number in handlers:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, lambda received, _: late.append(received))
 
     try:
-        yield ignore
+        for number in handlers:
+            signal.signal(number, lambda received, _: handle(received))
+        yield postpone
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for number, handler in reversed(handlers.items()):  # SIGINT last: it may raise at once
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not set by Python
+    if late:
+        raise Interrupted(late[0])

@@ -47,6 +47,43 @@ class Roster(_Event, frozen=True, gc=False):
     """Version of the parameters at that time."""
 
 
+class Recovery(_Event, frozen=True, gc=False):
+    """A server that was killed is back, where it was."""
+
+    server: int
+    """Its number."""
+    version: int
+    """Version of the parameters at that time."""
+
+
+class Setup(_Event, frozen=True, gc=False):
+    """The lead gave a model to the team."""
+
+    model: str
+    """The name of its class."""
+    parameters: int
+    """Numbers that are trained."""
+    optimizer: str
+    hyperparameters: dict[str, float | int | bool | str]
+    """Of the optimizer's first group; those of others that differ have the group's number behind a slash."""
+    batch: int | None
+    """Samples of a step of all workers together; None without a loader."""
+    world_size: int
+
+
+class Stages(_Event, frozen=True, gc=False):
+    """A model was cut into the stages of a pipeline."""
+
+    operations: list[int]
+    """Of each stage."""
+    predicted: float
+    """Seconds of a step, from its first pass to its last."""
+    bytes: list[int]
+    """Bytes of a step over the cut before each stage, in each direction."""
+    memory: list[int]
+    """Predicted bytes of each stage: parameters, gradients, an optimizer's two moments, and activations."""
+
+
 class Load(_Event, frozen=True, gc=False):
     """A worker loaded its next batch: from the script's request until it had it."""
 
@@ -207,8 +244,20 @@ class LeaseGiven(_Event, frozen=True, gc=False, tag="lease"):
     loader: int
     epoch: int
     first: int
-    """Index of the first sample in the order of the epoch."""
+    """Index of the first sample in the order of the epoch; of a stream, in its source."""
     samples: int
+    source: int = -1
+    """Of a stream, the number of the iterator or shard that the samples are read from."""
+
+
+class Ended(_Event, frozen=True, gc=False):
+    """A worker found the end of a source of a stream."""
+
+    loader: int
+    epoch: int
+    source: int
+    samples: int
+    """Samples of the source; leases beyond them were empty."""
 
 
 class Return(_Event, frozen=True, gc=False):
@@ -262,6 +311,30 @@ class Message(_Event, frozen=True, gc=False):
     bytes: int
 
 
+class Peers(_Event, frozen=True, gc=False):
+    """The workers of a channel: of a process group of torch.distributed, or of its messages in one direction."""
+
+    channel: str
+    ranks: list[int]
+
+
+class Collective(_Event, frozen=True, gc=False):
+    """A worker took part in an operation of a process group of torch.distributed, from its call until it was done.
+
+    Recorded of scripts that join no team. A `Wait` and a `Reduce` follow from those of all workers.
+    """
+
+    seconds: float
+    operation: str
+    """As c10d calls it."""
+    channel: str
+    number: int
+    """The number of the operation in its channel, the same at all workers."""
+    bytes: int
+    blocked: float
+    """Seconds at its end in which the worker could only wait; in those before it computed."""
+
+
 class Metric(_Event, frozen=True, gc=False):
     """Values that the script reported with `team.report`."""
 
@@ -275,6 +348,9 @@ Event = (
     | Leave
     | Lost
     | Roster
+    | Recovery
+    | Setup
+    | Stages
     | Load
     | Compute
     | Pass
@@ -288,12 +364,15 @@ Event = (
     | Pull
     | Cancel
     | LeaseGiven
+    | Ended
     | Return
     | Seen
     | Epoch
     | Balance
     | Switch
     | Message
+    | Peers
+    | Collective
     | Metric
 )
 
@@ -308,6 +387,9 @@ ACTIVITIES: dict[type, str] = {
     Cancel: "cancelled",
 }
 """Events that last some time, each with the name of the activity in timelines and exports."""
+
+OBSERVED = "torch.distributed"
+"""In place of a strategy, where a script joins no team and its process groups are observed."""
 
 _DECODER = msgspec.json.Decoder(Event)
 

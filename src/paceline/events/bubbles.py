@@ -8,7 +8,7 @@ import msgspec
 
 from paceline.config import Mesh, Pipeline, parse_strategy
 from paceline.errors import UsageError
-from paceline.events import Pass
+from paceline.events import Pass, Stages
 from paceline.schedules import EVEN, PassTimes, bubble
 
 _MOST = 10_000
@@ -21,6 +21,10 @@ class Bubble(msgspec.Struct, kw_only=True):
     measured: float
     formula: float | None
     """For stages of equal length and messages that take no time; None if there is no formula."""
+    step: float = 0.0
+    """Seconds of a step, from its first pass to its last."""
+    predicted: float | None = None
+    """The same as predicted when the model was cut, from its operations and links; None if it was not."""
 
 
 class Bubbles:
@@ -33,6 +37,12 @@ class Bubbles:
         self._seconds = {"F": [0.0, 0], "B": [0.0, 0], "W": [0.0, 0]}
         self._ranks: set[int] = set()
         self._stages = self._microbatches = 0
+        self._predicted: dict[int, float] = {}
+        """By the first rank of a pipeline."""
+
+    def add_cut(self, event: Stages) -> None:
+        """Adds the prediction that was made when a model was cut."""
+        self._predicted[event.rank] = event.predicted
 
     def add(self, event: Pass) -> None:
         """Adds a pass."""
@@ -52,7 +62,15 @@ class Bubbles:
     def result(self, spec: str | None) -> Bubble | None:
         """The bubble of a run under this strategy; None without a pipeline."""
         measured = self.measured()
-        return None if measured is None else Bubble(measured=measured, formula=self.formula(spec))
+        if measured is None:
+            return None
+        predicted = max(self._predicted.values(), default=None)
+        return Bubble(measured=measured, formula=self.formula(spec), step=self._step(), predicted=predicted)
+
+    def _step(self) -> float:
+        """The median length of a step, without the first if there are more."""
+        lengths = [end - begin for _, (begin, end, _) in sorted(self._steps.items())]
+        return statistics.median(lengths[1:] or lengths)
 
     def measured(self) -> float | None:
         """The median idle share of a step, without the first step if there are more: it includes start-up costs.

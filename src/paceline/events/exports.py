@@ -1,4 +1,4 @@
-"""Exports events to Chrome's trace format (Perfetto), CSV and TensorBoard. The names are stable."""
+"""Exports events to Chrome's trace format (Perfetto) and CSV. The names are stable."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import IO, Any
 
 import msgspec
 
-from paceline.errors import UsageError
-from paceline.events import ACTIVITIES, Compute, Event, Join, Metric, Push
+from paceline.events import ACTIVITIES, Compute, Event, Metric, Pass, Push, Update
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 """First characters by which a spreadsheet takes a cell for a formula."""
 
 
 def write_trace(path: Path, events: Iterable[Event]) -> None:
-    """Writes Chrome's trace format: a track per worker and server, an arrow per push, a counter per metric."""
+    """Writes Chrome's trace format: a track per worker and server, counters of each worker's metrics.
+
+    An arrow leads from the gradient of a push to the update that used it.
+    """
     encode = msgspec.json.Encoder().encode
     with path.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -29,7 +31,9 @@ def write_trace(path: Path, events: Iterable[Event]) -> None:
 
 def _trace(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
     seen: set[int] = set()
+    arrows = _Arrows()
     for event in events:
+        yield from arrows.add(event)
         track = event.rank if event.rank >= 0 else 1000 - event.rank
         moment = event.start * 1e6
         if track not in seen:
@@ -55,15 +59,41 @@ def _trace(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
                 "args": arguments,
             }
         elif isinstance(event, Push):
-            arrow = {"name": "push", "cat": "push", "pid": 1, "id": event.ticket}
-            yield {**arrow, "ph": "s", "tid": track, "ts": moment - 1}
-            yield {**arrow, "ph": "f", "bp": "e", "tid": 1001, "ts": moment}
             words = {"staleness": event.staleness, "outcome": event.outcome, "reason": event.reason}
             yield {"name": "push", "ph": "i", "s": "t", "pid": 1, "tid": 1001, "ts": moment, "args": words}
         elif isinstance(event, Metric):
             for name, value in event.values.items():
                 if value is not None:
-                    yield {"name": name, "ph": "C", "pid": 1, "tid": track, "ts": moment, "args": {name: value}}
+                    # A counter is known by its name alone, whatever its track.
+                    of = f"{name}, worker {event.rank}"
+                    yield {"name": of, "ph": "C", "pid": 1, "tid": track, "ts": moment, "args": {name: value}}
+
+
+class _Arrows:
+    """Arrows from gradients to updates; both ends lie inside of slices, or a viewer would not draw them."""
+
+    def __init__(self) -> None:
+        self._computed: dict[int, Compute | Pass] = {}
+        """The last gradient of each worker."""
+        self._pushed: dict[int, Compute | Pass] = {}
+        """By ticket: the gradient of a push that no update has used so far."""
+
+    def add(self, event: Event) -> Iterator[dict[str, Any]]:
+        """The arrows that this event completes."""
+        match event:
+            case Compute() | Pass():
+                self._computed[event.rank] = event
+            case Push() if event.rank in self._computed:
+                self._pushed[event.ticket] = self._computed[event.rank]
+            case Update(rank=-1):
+                for ticket in event.pushes:
+                    if ticket in self._pushed:
+                        arrow = {"name": "push", "cat": "push", "pid": 1, "id": ticket}
+                        gradient = self._pushed.pop(ticket)
+                        left = gradient.start + 0.999 * gradient.seconds
+                        yield {**arrow, "ph": "s", "tid": gradient.rank, "ts": left * 1e6}
+                        arrived = event.start + 0.5 * event.seconds
+                        yield {**arrow, "ph": "f", "bp": "e", "tid": 1001, "ts": arrived * 1e6}
 
 
 def write_csv(folder: Path, events: Iterable[Event]) -> list[Path]:
@@ -98,29 +128,3 @@ def _cell(value: object) -> object:
     if isinstance(value, list):
         value = " ".join(str(item) for item in value)
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
-
-
-def write_tensorboard(folder: Path, events: Iterable[Event]) -> None:
-    """Writes reported metrics and each worker's pace and staleness as TensorBoard scalars."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UsageError("--tensorboard needs the package tensorboard: pip install tensorboard") from None
-    writer: Any = SummaryWriter(str(folder))
-    wall = 0.0
-    with writer:
-        for event in events:
-            version, scalars = 0, dict[str, float | None]()
-            match event:
-                case Join():
-                    wall = event.wall - event.start
-                case Metric() if event.rank == 0:
-                    version, scalars = event.version, event.values
-                case Compute():
-                    pace = event.seconds / max(1, event.minibatches)
-                    version, scalars = event.version, {f"seconds_per_minibatch/worker_{event.rank}": pace}
-                case Push():
-                    version, scalars = event.version, {f"staleness/worker_{event.rank}": event.staleness}
-            for name, value in scalars.items():
-                shown = float("nan") if value is None else value
-                writer.add_scalar(name, shown, version, wall + event.start)

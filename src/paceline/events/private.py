@@ -1,8 +1,10 @@
-"""Files of a run: only its user can read them, and the training does not depend on them."""
+"""Files and folders of a run: only its user can read them, and the training does not depend on them."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import sys
 from pathlib import Path
 from typing import IO
 
@@ -26,7 +28,7 @@ def write_private(path: Path, data: bytes) -> None:
         with open_private(partial, "wb") as file:
             write_all(file, data)
         partial.replace(path)
-    except OSError:
+    except BaseException:  # a full disk, an interrupt
         partial.unlink(missing_ok=True)
         raise
 
@@ -45,3 +47,33 @@ def _open(path: str, flags: int) -> int:
 def unrecorded(folder: Path, error: OSError) -> str:
     """One sentence about a run whose files cannot be written; the same in all of its processes."""
     return f"recording of {folder.name} stops: {error.strerror or error}; the training goes on without it"
+
+
+def rename_earlier(folder: Path) -> bool:
+    """Renames the folder of a run that is over; False if it goes on."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:  # another launcher was faster
+        return True
+    try:
+        if not lock_folder(descriptor):
+            return False
+        number = 1
+        while (old := folder.with_name(f"{folder.name}~{number}")).exists():
+            number += 1
+        folder.rename(old)
+        print(f"paceline: the earlier {folder} is now {old}", file=sys.stderr)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def lock_folder(descriptor: int) -> bool:
+    """Locks a folder until the descriptor is closed, at the latest by the end of the process; False if it is locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks
+    return True

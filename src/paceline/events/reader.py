@@ -52,12 +52,12 @@ class Reader:
         self._rest = data[end:]
         return self._decode(data[:end], begin)
 
-    def all(self) -> Iterator[list[Event]]:
-        """All events, block by block; an incomplete last line counts as unreadable."""
+    def all(self, block: int | None = None) -> Iterator[list[Event]]:
+        """All events, from so many bytes at a time; an incomplete last line counts as unreadable."""
         try:
             size = self.path.stat().st_size
             while self._offset < size:
-                yield self.read()
+                yield self.read(block)
         finally:
             self.close()
         self.finish()

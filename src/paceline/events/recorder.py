@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -26,6 +28,8 @@ class Recorder:
         self._next = time.perf_counter() + _INTERVAL
         self._folder = folder
         self._file: IO[bytes] | None = None
+        self.on_flush: Callable[[int], None] = lambda _size: None
+        """Called with the size of the file when all events so far are in it."""
         if folder is not None:
             try:
                 self._open(folder / "streams" / f"{rank}.jsonl")
@@ -74,6 +78,8 @@ class Recorder:
             self._stop(error)
         self._pending.clear()
         self._next = time.perf_counter() + _INTERVAL
+        if self._file is not None:
+            self.on_flush(os.fstat(self._file.fileno()).st_size)
 
     def detach(self) -> None:
         """Forgets all events, in a fork of the process that records them."""
@@ -91,9 +97,9 @@ class Recorder:
 
 
 class ReplicaRecorder(Recorder):
-    """The recorder of a server whose replicas have several workers: a replica's events get its first worker's rank."""
+    """Of a server or relay whose workers are replicas of several: a replica's events get its first worker's rank."""
 
-    def __init__(self, folder: Path | None, rank: int, each: int) -> None:
+    def __init__(self, folder: Path | None, rank: int | str, each: int) -> None:
         super().__init__(folder, rank)
         self._each = each
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
+
+import numpy as np
 
 from paceline.config import Slowness
 from paceline.events import Cancel, Compute, Load, Reduce
@@ -30,7 +31,7 @@ class Stopwatch:
         """Of a step as a whole."""
         self._parts = {} if slowness is None or self._slowness is not None else {slowness.where: slowness}
         """Of one part of it."""
-        self._source = random.Random(f"{seed}/{rank}")
+        self._source = np.random.default_rng((seed, rank))
         self._started: float | None = None
         self._last = time.perf_counter()
         self._drawn: float | None = None

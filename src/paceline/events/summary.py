@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
+import os
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from paceline import events
 from paceline.events.bubbles import Bubble, Bubbles
+from paceline.events.follower import EventFollower
 from paceline.events.private import open_private, unrecorded, write_all, write_private
 from paceline.events.reader import Reader
 
@@ -75,8 +78,34 @@ class Summary(msgspec.Struct, kw_only=True):
     workers: dict[int, WorkerSummary]
 
 
+_Numbers = npt.NDArray[np.int64]
+_BLOCK = 1 << 20
+"""Bytes that are read at once to be merged: their events take twenty times as much memory."""
+_AT_ONCE = 20_000
+"""Events that are written at once."""
+_APART = 32 << 20
+"""Bytes in which the lines of those lie at most, to be read together."""
 _server = WorkerSummary()
 """Takes the counts of servers, which are not summarised."""
+
+
+class _Places:
+    """Where the events of several files are, in 20 bytes each."""
+
+    def __init__(self) -> None:
+        self.starts, self.offsets, self.sizes = array("d"), array("q"), array("i")
+        self.counts: list[int] = []
+        """Events up to the end of each file."""
+
+    def in_order(self) -> Iterator[tuple[_Numbers, _Numbers, _Numbers]]:
+        """File, first and last offset of each event, by its start, some at a time."""
+        if not self.starts:
+            return
+        offsets, sizes = np.frombuffer(self.offsets, np.int64), np.frombuffer(self.sizes, np.int32)
+        order = np.argsort(np.frombuffer(self.starts, np.float64), kind="stable")
+        for first in range(0, len(order), _AT_ONCE):
+            part = order[first : first + _AT_ONCE]
+            yield np.searchsorted(self.counts, part, side="right"), offsets[part], offsets[part] + sizes[part]
 
 
 class Summariser:
@@ -100,6 +129,8 @@ class Summariser:
         """True if updates tell which pushes they used."""
         self._pushed: Counter[int] = Counter()
         """By rank, minibatches in its pushes."""
+        self._pushed_samples: Counter[int] = Counter()
+        """By rank, samples in its pushes."""
         self._in_updates: dict[int, int] = {}
         """By version, gradients in its update."""
         self._refused: Counter[str] = Counter()
@@ -118,6 +149,8 @@ class Summariser:
         match event:
             case events.Compute() | events.Pass():
                 self._count_computed(event, worker, end)
+            case events.Stages():
+                self._bubbles.add_cut(event)
             case events.Load():
                 worker.loading += event.seconds
             case events.Wait():
@@ -133,11 +166,14 @@ class Summariser:
             case events.Refused():
                 self._refused[event.why] += event.count
             case events.Metric():
-                for name, value in event.values.items():
-                    if name not in self._last or event.rank <= self._last[name][0]:
-                        self._last[name] = (event.rank, value)
+                self._note_metric(event)
             case events.Join():
                 self._strategy = event.strategy
+
+    def _note_metric(self, event: events.Metric) -> None:
+        for name, value in event.values.items():
+            if name not in self._last or event.rank <= self._last[name][0]:
+                self._last[name] = (event.rank, value)
 
     def _count_computed(self, event: events.Compute | events.Pass, worker: WorkerSummary, end: float) -> None:
         worker.computing += event.seconds
@@ -165,6 +201,7 @@ class Summariser:
         self._bytes += push.bytes
         self._saved += push.saved
         self._pushed[push.rank] += max(1, len(push.leases))
+        self._pushed_samples[push.rank] += push.samples
         self._dropped += push.outcome == "dropped"
         if push.ticket in self._awaited:
             self._use(push, *self._awaited.pop(push.ticket))
@@ -212,14 +249,17 @@ class Summariser:
         )
 
     def _with_unrecorded(self) -> tuple[dict[int, WorkerSummary], int]:
-        """The workers and the number of all minibatches, with those that a worker had not recorded when it was killed.
+        """The workers and the number of all minibatches, with what a worker had not recorded when it was killed.
 
         A server knows each worker's; without one, an update knows how many gradients were in it.
         """
         workers, total = {}, self._minibatches
         for rank, worker in self._workers.items():
             unrecorded = max(0, self._pushed[rank] - worker.minibatches)
-            workers[rank] = msgspec.structs.replace(worker, minibatches=worker.minibatches + unrecorded)
+            samples = max(worker.samples, self._pushed_samples[rank])
+            workers[rank] = msgspec.structs.replace(
+                worker, minibatches=worker.minibatches + unrecorded, samples=samples
+            )
             total += unrecorded
         return workers, max(total, sum(self._in_updates.values()))
 
@@ -230,19 +270,23 @@ def merge(folder: Path, world_size: int, say: Callable[[str], None] | None = Non
     If a file cannot be written, the streams stay; `say` gets one sentence, by default printed.
     """
     streams = sorted((folder / "streams").glob("*.jsonl"))
+    with contextlib.suppress(OSError):  # which is said when the events are written
+        streams += _waits(folder)
     summariser = Summariser(world_size)
-    starts, places = array("d"), array("q")  # start; file, first and last offset of each event
-    for number, path in enumerate(streams):
+    places = _Places()
+    for path in streams:
         reader = Reader(path)
-        for block in reader.all():
+        for block in reader.all(_BLOCK):
             for event, (begin, end) in zip(block, reader.places, strict=True):
                 summariser.add(event)
-                starts.append(event.start)
-                places.extend((number, begin, end))
+                places.starts.append(event.start)
+                places.offsets.append(begin)
+                places.sizes.append(end - begin)
+        places.counts.append(len(places.starts))
     summary = summariser.result()
     partial = folder / ".events.jsonl"
     try:
-        _write_ordered(partial, streams, starts, places)
+        _write_ordered(partial, streams, places)
         partial.replace(folder / "events.jsonl")
         write_private(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         for path in streams:
@@ -250,32 +294,58 @@ def merge(folder: Path, world_size: int, say: Callable[[str], None] | None = Non
         if streams:
             (folder / "streams").rmdir()
     except OSError as error:
+        (say or _print)(unrecorded(folder, error))
+    finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        (say or _print)(unrecorded(folder, error))
     return summary
+
+
+def _waits(folder: Path) -> list[Path]:
+    """A file with the waits for operations of process groups, if those were observed."""
+    try:
+        first = next(events.read(folder / "streams" / "0.jsonl"))
+    except (OSError, msgspec.DecodeError, StopIteration):
+        return []
+    if not isinstance(first, events.Join) or first.strategy != events.OBSERVED:
+        return []
+    path, follower, encoder = folder / ".operations.jsonl", EventFollower(folder), msgspec.json.Encoder()
+    with open_private(path, "wb") as file:
+        for block, _ in follower.read_evenly():
+            found = [event for event in block if isinstance(event, events.Wait | events.Reduce)]
+            write_all(file, encoder.encode_lines(found))
+    return [path]
 
 
 def _print(sentence: str) -> None:
     print(f"paceline: {sentence}", file=sys.stderr, flush=True)
 
 
-def _write_ordered(target: Path, streams: list[Path], starts: array[float], places: array[int]) -> None:
-    """Writes the events of all streams by their start; places: stream, first and last offset of each."""
+def _write_ordered(target: Path, streams: list[Path], places: _Places) -> None:
+    """Writes the events of all streams by their start."""
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(_mapped(path)) for path in streams]
+        files = [stack.enter_context(path.open("rb", buffering=0)) for path in streams]
         out = stack.enter_context(open_private(target, "wb"))
-        table = np.frombuffer(places, np.int64).reshape(-1, 3) if places else np.zeros((0, 3), np.int64)
-        order = np.argsort(np.frombuffer(starts, np.float64) if starts else np.zeros(0), kind="stable")
-        for part in np.array_split(order, max(1, len(order) // 20_000)):
-            write_all(out, b"".join(files[number][begin:end] for number, begin, end in table[part].tolist()))
+        for part in places.in_order():
+            write_all(out, b"".join(_lines(files, *part)))
 
 
-@contextlib.contextmanager
-def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
-    """The bytes of a file, mapped into memory."""
-    if not path.stat().st_size:
-        yield b""
-        return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-        yield memory
+def _lines(files: Sequence[IO[bytes]], numbers: _Numbers, offsets: _Numbers, ends: _Numbers) -> list[bytes]:
+    """The lines of some events: of each file its number, first and last offset.
+
+    The events of a file are nearly in order, so those of a short time lie together: one read per file gets them.
+    """
+    lines = [b""] * len(numbers)
+    for number in np.unique(numbers).tolist():
+        mine = np.flatnonzero(numbers == number)
+        first, last = int(offsets[mine].min()), int(ends[mine].max())
+        if last - first > _APART:  # the clock of an earlier start, say
+            spans = zip(mine.tolist(), offsets[mine].tolist(), ends[mine].tolist(), strict=True)
+            for place, begin, end in spans:
+                lines[place] = os.pread(files[number].fileno(), end - begin, begin)
+            continue
+        data = os.pread(files[number].fileno(), last - first, first)
+        begins, stops = (offsets[mine] - first).tolist(), (ends[mine] - first).tolist()
+        for place, begin, end in zip(mine.tolist(), begins, stops, strict=True):
+            lines[place] = data[begin:end]
+    return lines

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import tempfile
 from pathlib import Path
@@ -16,15 +17,19 @@ from pathlib import Path
 import msgspec
 
 from paceline.cluster.control import ScaleReply, ScaleRequest, announce, withdraw
-from paceline.cluster.engines.base import Engine, EngineCallbacks, Job, SupervisedRun
+from paceline.cluster.engines.base import TICK, Engine, EngineCallbacks, Job, SupervisedRun
 from paceline.cluster.process_set import ProcessEnd, ProcessSet
+from paceline.cluster.run_state import KeptMemory
 from paceline.cluster.servers import BOOTSTRAP, SERVER, Dismiss, StartServers
 from paceline.cluster.supervision import ExitStatus, Interrupted
 from paceline.config import Launch, capacity
 from paceline.errors import JoinError, names
 from paceline.transport.barrier import Barrier
 from paceline.transport.memory import Memory
-from paceline.transport.unix_connection import Closed, Listener, connect, new_address
+from paceline.transport.unix_connection import Closed, Listener, connect, new_address, receive_descriptors
+
+_MOST_DESCRIPTORS = 16
+"""Descriptors that come with a request of the lead."""
 
 
 class LocalEngine(Engine):
@@ -48,11 +53,16 @@ class LocalRun(SupervisedRun):
         self._workers_environment: dict[str, str] = {}
         """That of all workers; those that join later have another Launch in it."""
         self._server_address = ""
-        """Where workers can join the run; empty while there is no server."""
+        """Where workers can join the run; empty while they cannot."""
+        self._peers = False
+        """True if they join the other workers, not a server."""
         self._leaving: set[int] = set()
         """Ranks of the workers that were told to leave."""
         self._exit_reports = self._make_exit_reports()
         self._processes = ProcessSet(BOOTSTRAP, self._exit_reports, callbacks.output)
+        self._memory = KeptMemory()
+        self._servers: StartServers | None = None
+        """The lead's last request for servers."""
         self._barriers: Memory | None = None
         """The memory of the workers' barriers."""
         self._control: Listener | None = None
@@ -62,6 +72,8 @@ class LocalRun(SupervisedRun):
     # -- starting ----------------------------------------------------------------------------------------------------
 
     def start(self, attempt: int) -> None:
+        if attempt:
+            self._clear()
         workers = self.job.workers
         self._barriers = control = Memory.create(Barrier.memory_size(workers))
         launch = msgspec.structs.replace(self.launch, control=control.descriptor, starter=self._lead_socket.fileno())
@@ -81,8 +93,22 @@ class LocalRun(SupervisedRun):
             self._start_worker(rank, workers, (control.descriptor, self._lead_socket.fileno()))
         self._lead_socket.close()
         control.close_descriptor()
-        if self.launch.folder is not None:
+        if self.launch.folder is not None and self._control is None:
             self._listen()
+
+    def _clear(self) -> None:
+        """End what is left of a team that was lost."""
+        while self.running:
+            self.signal(signal.SIGKILL)
+            self.poll(TICK)
+        self._server_address = ""
+        self._leaving.clear()
+        with contextlib.suppress(KeyError):  # it has noticed that all workers have ended
+            self._processes.unlisten(self._own_socket.fileno())
+        self._own_socket.close()
+        self._port_holder.close()
+        self._port_holder = socket.socket()
+        self._lead_socket, self._own_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def _make_exit_reports(self) -> Path:
         """A folder for the errors of scripts: in the run's, or a temporary one if that cannot be written."""
@@ -108,27 +134,54 @@ class LocalRun(SupervisedRun):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         own |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         environment = {**self._workers_environment, **own}
+        inherited = (*inherited, *self.job.inherited)
         self._processes.spawn(rank, self.job.script, self.job.arguments, environment, inherited)
 
     def restart_worker(self, rank: int) -> None:
         """Start a worker that joins the run; also one that has not been there before."""
         self._start_worker(rank, max(self.job.workers, rank + 1))
 
+    def can_restart(self, status: ExitStatus) -> bool:
+        return super().can_restart(status) and (not self._peers or self._has_members())
+
+    def _has_members(self) -> bool:
+        """True if a worker runs that is a member of the team, not one that wants to join it."""
+        assert self._barriers is not None
+        members = Barrier.members(self._barriers, self.job.workers)
+        return any(rank >= 0 and members[rank] == self._processes.pid(rank) for rank in self.running)
+
     def _read_lead(self) -> None:
-        request = self._own_socket.recv(1 << 17)
+        request, descriptors = receive_descriptors(self._own_socket, _MOST_DESCRIPTORS)
         if request:
-            self.serve(msgspec.msgpack.decode(request, type=StartServers))
+            if descriptors:
+                self._memory.keep(descriptors)
+            self.take_request(request)
         else:  # all workers have ended
             self._processes.unlisten(self._own_socket.fileno())
 
     def start_servers(self, request: StartServers) -> None:
-        self._server_address = request.address
+        self._server_address, self._servers = request.address, request
+        self._peers = request.peers
         if not request.address:
             return
         launch = msgspec.structs.replace(self.launch, joins=request.address)
         self._workers_environment |= launch.to_environment()
         for index in range(request.servers):
             self._processes.spawn(-1 - index, SERVER, request.arguments(index), self._environment)
+
+    def comes_back(self, end: ProcessEnd) -> bool:
+        if end.rank >= 0 or not end.code:
+            return False
+        if end.code < 0 and self._servers is not None and self._memory.may_restart():
+            return True
+        self._memory.give_up()  # so that no worker waits for it
+        return False
+
+    def restart_server(self, index: int) -> None:
+        assert self._servers is not None
+        kept = self._memory.descriptors
+        arguments = self._servers.arguments(index, kept)
+        self._processes.spawn(-1 - index, SERVER, arguments, self._environment, kept)
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
@@ -145,8 +198,14 @@ class LocalRun(SupervisedRun):
         self._leaving -= {end.rank for end in ends}
         return ends
 
+    def end_worker(self, rank: int) -> None:
+        self._processes.signal(signal.SIGKILL, [rank])
+
     def signal(self, number: int) -> None:
         self._processes.signal(number)
+
+    def preempt(self) -> None:
+        self._processes.preempt()
 
     def interrupt(self, number: int) -> None:
         super().interrupt(number)
@@ -166,13 +225,18 @@ class LocalRun(SupervisedRun):
     def _scale(self, wanted: int) -> ScaleReply:
         """Start or dismiss workers until there are as many as wanted."""
         here = sorted(rank for rank in self.running if rank >= 0 and rank not in self._leaving)
-        room = capacity(self.job.workers)
+        room = self.job.workers if self._peers else capacity(self.job.workers)
         if not self._server_address:
-            return ScaleReply("only a run with a parameter server, once its training has begun, can be scaled", True)
+            return ScaleReply(
+                "only a run with a parameter server, or by all-reduce with --elastic, can be scaled, once its training "
+                "has begun",
+                True,
+            )
         if self.supervision.ending or not here:
             return ScaleReply("the run is about to end", True)
         if not 1 <= wanted <= room:
-            return ScaleReply(f"{wanted} workers are asked for; this run has room for 1 to {room}", True)
+            more = "; an all-reduce has room for as many as it began with" if self._peers and wanted > room else ""
+            return ScaleReply(f"{wanted} workers are asked for; this run has room for 1 to {room}{more}", True)
         free = [rank for rank in range(room) if rank not in self.running]
         if len(here) + len(free) < wanted:
             return ScaleReply("workers that were told to leave have not left yet; try again", True)
@@ -191,6 +255,9 @@ class LocalRun(SupervisedRun):
 
     def _dismiss(self, rank: int) -> None:
         self._leaving.add(rank)
+        if self._peers:
+            self._processes.preempt([rank])
+            return
         with contextlib.suppress(JoinError, Closed):  # the server has ended: so will the worker
             connection = connect(self._server_address, ScaleReply, 0.0)
             connection.send(Dismiss(rank))
@@ -198,6 +265,7 @@ class LocalRun(SupervisedRun):
 
     def stop(self) -> None:
         self._processes.stop()
+        self._memory.close()
         if self._control is not None:
             self._control.close()
             with contextlib.suppress(OSError):

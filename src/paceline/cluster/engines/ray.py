@@ -19,7 +19,7 @@ import msgspec
 
 from paceline.cluster.engines.base import TICK, Engine, EngineCallbacks, EngineOption, Job, SupervisedRun
 from paceline.cluster.engines.ray_cluster import PLACEMENTS, RayCluster, Room, first_line, parse_each, parse_environment
-from paceline.cluster.file_sync import newest_checkpoint
+from paceline.cluster.file_sync import newest_checkpoint, newest_snapshot
 from paceline.cluster.process_set import ProcessEnd
 from paceline.cluster.servers import StartServers
 from paceline.cluster.supervision import ExitStatus
@@ -30,6 +30,8 @@ _LISTEN = 2.0
 """Seconds that an agent waits for an event before it answers that there is none."""
 _CHUNK = 4 << 20
 """Bytes of a file in one call."""
+_SNAPSHOTS = 2
+"""Snapshots that are kept in the driver's folder, as on the lead's machine."""
 _FORWARDED = ("OMP_", "MKL_", "ONEDNN_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "PACELINE_", "PYTHONHASHSEED")
 """Prefixes of the environment variables that the workers get without `--env`."""
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -148,8 +150,10 @@ class RayRun(SupervisedRun):
             self._cluster.reserve(self._wait)
         self._start_agents()
         self._relay_addresses = {}
-        if attempt:
-            self._send_checkpoint()
+        if self.launch.resume is not None:  # rank 0 reads it, and gives it to the others
+            self._send_file(newest_snapshot(self.folder), self._members[:1])
+        elif attempt:
+            self._send_file(newest_checkpoint(self.folder), self._members)
         lead = self._members[0]
         port, address = self._all([lead.agent.port.remote(), lead.agent.address.remote()], "rank 0's node")
         one_machine = lead.local_size == self.job.workers
@@ -213,13 +217,12 @@ class RayRun(SupervisedRun):
             lead.running.add(-1 - index)
             lead.agent.serve.remote(index, request.arguments(index), self._common)
 
-    def _send_checkpoint(self) -> None:
-        """Send the newest checkpoint to every machine that does not have it."""
-        path = newest_checkpoint(self.folder)
+    def _send_file(self, path: Path | None, members: list[RayMember]) -> None:
+        """Send a file of the run's folder to every machine of these members that does not have it."""
         if path is None:
             return
         name, size = str(path.relative_to(self.folder)), path.stat().st_size
-        for member in self._members:
+        for member in members:
             if member.local_rank == 0 and not self._all([member.agent.has.remote(name, size)], member.host)[0]:
                 with path.open("rb") as file:
                     while file.tell() < size or size == 0:
@@ -248,10 +251,20 @@ class RayRun(SupervisedRun):
                 self._calls[self._listen(member)] = member
         return ends
 
+    def end_worker(self, rank: int) -> None:
+        member = self._members[rank]
+        if member.running and not member.lost:
+            member.agent.signal.remote(int(signal.SIGKILL), [rank])
+
     def signal(self, number: int) -> None:
         for member in self._members:
             if member.running and not member.lost:
                 member.agent.signal.remote(int(number))
+
+    def preempt(self) -> None:
+        for member in self._members:
+            if member.running and not member.lost:
+                member.agent.preempt.remote()
 
     def _listen(self, member: RayMember) -> Any:
         return member.agent.listen.remote(_LISTEN, member.rank == 0)
@@ -275,7 +288,7 @@ class RayRun(SupervisedRun):
                     member.running.discard(end.rank)
                     ends.append(end)
                 case "servers":
-                    self.serve(msgspec.msgpack.decode(facts[0], type=StartServers))
+                    self.take_request(facts[0])
                 case _:
                     self._write_file(member, kind, *facts)
         return ends
@@ -319,6 +332,9 @@ class RayRun(SupervisedRun):
         _write(partial, offset, data)
         if last:
             partial.replace(path)
+            if path.parent == self.folder / "snapshots":
+                for old in sorted(path.parent.glob("[0-9]*.pt"))[:-_SNAPSHOTS]:
+                    old.unlink(missing_ok=True)
 
     # -- starting again ----------------------------------------------------------------------------------------------
 

@@ -118,6 +118,8 @@ class Agent:
         inside = script.removeprefix("paceline:")
         path = self._inside(inside) if inside != script else pathlib.Path(script)
         settings = {**json.loads(launch), "folder": str(self._folder)}
+        if settings.get("resume") is not None:
+            settings["resume"] = str(self._folder)
         inherited: list[int] = []
         starter = None
         if rank == 0:
@@ -162,8 +164,13 @@ class Agent:
         """More file contents of the run's folder; empty when the driver has all."""
         return self._file_sync.updates(_CHUNK, at_once=True)
 
-    def signal(self, number: int) -> None:
-        self._order(lambda: self._processes.signal(number))
+    def signal(self, number: int, ranks: list[int] | None = None) -> None:
+        """Send a signal to the processes of these ranks, or to all of this agent."""
+        self._order(lambda: self._processes.signal(number, ranks))
+
+    def preempt(self) -> None:
+        """Tell this agent's worker to leave."""
+        self._order(self._processes.preempt)
 
     def stop(self) -> None:
         """End all processes of this agent, and remove its files."""

@@ -7,6 +7,7 @@ import sys
 from typing import NoReturn
 
 from paceline.cluster.engines.base import Engine, EngineCallbacks
+from paceline.cluster.servers import BOOTSTRAP
 from paceline.config import Launch, Place
 
 
@@ -32,6 +33,6 @@ class TorchrunEngine(Engine):
         """Replace this program by the script, unbuffered and with the same process id, as torchrun would start it."""
         os.execve(
             sys.executable,
-            [sys.executable, "-u", str(self.job.script), *self.job.arguments],
+            [sys.executable, "-u", str(BOOTSTRAP), "0", "", str(self.job.script), *self.job.arguments],
             {**os.environ, **self.job.environment, **launch.to_environment()},
         )

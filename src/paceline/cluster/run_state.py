@@ -1,0 +1,79 @@
+"""A run's memory as its launcher keeps it, so that a server which is killed can be started again."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from paceline.transport.memory import Memory
+
+_KEPT, _LIVE, _GIVEN_UP = range(3)
+"""Places of the words."""
+_MOST = 5
+"""Servers that may be started again within `_SOON`."""
+_SOON = 60.0
+"""Seconds in which so many deaths have one cause, which would kill the next one, too."""
+
+
+class RunState:
+    """Words about a run that its launcher, its servers and its workers share, at the start of the run's record."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._words = memory.bytes(0, 64).cast("q")
+
+    @property
+    def kept(self) -> bool:
+        """True if a server that is killed is started again."""
+        return self._words[_KEPT] == 1
+
+    def keep(self) -> None:
+        self._words[_KEPT] = 1
+
+    @property
+    def live(self) -> bool:
+        """True from when the first server serves until the run is over: then a killed one comes back."""
+        return self._words[_LIVE] == 1 and not self._words[_GIVEN_UP]
+
+    @live.setter
+    def live(self, value: bool) -> None:
+        self._words[_LIVE] = int(value)
+
+    def give_up(self) -> None:
+        """No server is started again any more."""
+        self._words[_GIVEN_UP] = 1
+
+
+class KeptMemory:
+    """The descriptors of a run's memory, and how often its servers were started again."""
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+        self._state: RunState | None = None
+        self._restarts: list[float] = []
+
+    def keep(self, descriptors: Sequence[int]) -> None:
+        """Keeps this memory, whose last part is the run's record, instead of another."""
+        self.close()
+        self.descriptors, self._restarts = list(descriptors), []
+        self._state = RunState(Memory(descriptors[-1], 4096))
+        self._state.keep()
+
+    def may_restart(self) -> bool:
+        """True if a server that was killed can be started again; if not, nobody waits for it any more."""
+        now = time.monotonic()
+        self._restarts = [moment for moment in self._restarts if now - moment < _SOON]
+        if self._state is None or not self._state.live or len(self._restarts) >= _MOST:
+            self.give_up()
+            return False
+        self._restarts.append(now)
+        return True
+
+    def give_up(self) -> None:
+        if self._state is not None:
+            self._state.give_up()
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors, self._state = [], None

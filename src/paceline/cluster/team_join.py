@@ -1,0 +1,203 @@
+"""How a worker joins a running all-reduce team of its machine: it asks the lead, which listens for that.
+
+1. The worker connects and gets the team's shared memory, as descriptors.
+2. Its script begins an epoch: it asks to enter. Epochs that the team has left behind are over for it, too.
+3. The lead sends the state of the team between two updates. All hold a barrier; then the worker is a member.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from paceline import failpoints
+from paceline.errors import JoinError
+from paceline.transport.unix_connection import Closed, Listener, UnixConnection, connect
+
+_PIECE = 100_000
+"""Bytes of the state in one message."""
+_SOON = 2.0
+"""Seconds in which a running lead accepts a connection."""
+_MOST = 32
+"""Descriptors at most."""
+
+
+class AskMemory(msgspec.Struct, frozen=True, tag=True):
+    """A worker's request for the team's shared memory."""
+
+    rank: int
+    pid: int
+
+
+class EnterEpoch(msgspec.Struct, frozen=True, tag=True):
+    """A worker's request to become a member in this epoch of a loader."""
+
+    loader: int
+    epoch: int
+
+
+class MemoryGiven(msgspec.Struct, frozen=True, tag=True):
+    """Comes with the descriptors of the shared memory."""
+
+    size: int
+    """Ranks that the team has room for."""
+
+
+class EpochPassed(msgspec.Struct, frozen=True, tag=True):
+    """The team has left this epoch behind."""
+
+
+class JoinRefused(msgspec.Struct, frozen=True, tag=True):
+    """The team takes no worker."""
+
+    reason: str
+
+
+class TeamState(msgspec.Struct, frozen=True, tag=True):
+    """A part of the state of the team, which the worker is a member of from the next barrier on."""
+
+    data: bytes
+    more: bool
+
+
+class _Applicant:
+    """A worker that wants to join."""
+
+    def __init__(self, connection: UnixConnection[AskMemory | EnterEpoch]) -> None:
+        self.connection = connection
+        self.rank = self.pid = -1
+        self.wants: EnterEpoch | None = None
+
+
+class JoinRequests:
+    """The lead's side: takes requests of workers between updates."""
+
+    def __init__(self, address: str) -> None:
+        self._listener = Listener(address)
+        self._applicants: list[_Applicant] = []
+
+    def look(self, size: int, descriptors: Sequence[int], gone: set[int]) -> bool:
+        """Answers workers that ask for memory; True if one wants to enter an epoch."""
+        while (connection := self._listener.accept(AskMemory | EnterEpoch, 0)) is not None:
+            self._applicants.append(_Applicant(connection))
+        for applicant in list(self._applicants):
+            try:
+                if applicant.connection.ready:
+                    self._take(applicant, applicant.connection.receive(), size, descriptors, gone)
+            except (Closed, TimeoutError, msgspec.DecodeError):
+                self._drop(applicant)
+        return any(applicant.wants for applicant in self._applicants)
+
+    def _take(
+        self,
+        applicant: _Applicant,
+        message: AskMemory | EnterEpoch,
+        size: int,
+        descriptors: Sequence[int],
+        gone: set[int],
+    ) -> None:
+        if isinstance(message, EnterEpoch):
+            applicant.wants = message
+        elif message.rank in gone:
+            applicant.rank, applicant.pid = message.rank, message.pid
+            applicant.connection.send(MemoryGiven(size), descriptors)
+        else:
+            applicant.connection.send(JoinRefused(f"the team has no place for rank {message.rank}"))
+            self._drop(applicant)
+
+    def next(self, loader: int, epoch: int) -> _Applicant | None:
+        """A worker that can enter this epoch of this loader; those that want to enter one before it pass it by."""
+        for applicant in self._applicants:
+            wants = applicant.wants
+            if wants is None or wants.loader != loader:
+                continue
+            if wants.epoch == epoch:
+                return applicant
+            if wants.epoch < epoch:
+                applicant.wants = None
+                with contextlib.suppress(Closed):
+                    applicant.connection.send(EpochPassed())
+        return None
+
+    def admit(self, applicant: _Applicant, state: bytes) -> bool:
+        """Sends a worker the state of the team; False if it is gone."""
+        try:
+            for start in range(0, len(state), _PIECE):
+                piece = state[start : start + _PIECE]
+                applicant.connection.send(TeamState(piece, start + _PIECE < len(state)))
+        except Closed:
+            self._drop(applicant)
+            return False
+        self._drop(applicant)
+        return True
+
+    def refuse(self, applicant: _Applicant, reason: str) -> None:
+        with contextlib.suppress(Closed):
+            applicant.connection.send(JoinRefused(reason))
+        self._drop(applicant)
+
+    def _drop(self, applicant: _Applicant) -> None:
+        applicant.connection.close()
+        if applicant in self._applicants:
+            self._applicants.remove(applicant)
+
+    def close(self) -> None:
+        for applicant in list(self._applicants):
+            self._drop(applicant)
+        self._listener.close()
+
+
+class JoinClient:
+    """The side of a worker that joins."""
+
+    def __init__(self, address: str, rank: int, patience: float) -> None:
+        """patience: seconds to wait for an answer."""
+        self._rank, self._patience = rank, patience
+        try:
+            self._connection: UnixConnection[MemoryGiven | EpochPassed | JoinRefused | TeamState] = connect(
+                address, MemoryGiven | EpochPassed | JoinRefused | TeamState, _SOON
+            )
+        except JoinError:
+            raise self._ended() from None
+        self._connection.patience(patience)
+
+    def memory(self) -> tuple[int, list[int]]:
+        """The number of ranks that the team has room for, and the descriptors of its memory."""
+        failpoints.hit("join.begin")
+        try:
+            self._connection.send(AskMemory(self._rank, os.getpid()))
+            failpoints.hit("join.sent")
+            answer, descriptors = self._connection.receive_with_descriptors(_MOST)
+        except (Closed, TimeoutError, BlockingIOError):
+            raise self._ended() from None
+        if not isinstance(answer, MemoryGiven):
+            raise self._refused(answer)
+        return answer.size, descriptors
+
+    def enter(self, loader: int, epoch: int) -> bytes | None:
+        """The state of the team, in this epoch of this loader; None if it has left the epoch behind."""
+        data = bytearray()
+        try:
+            self._connection.send(EnterEpoch(loader, epoch))
+            while isinstance(answer := self._connection.receive(), TeamState):
+                data += answer.data
+                if not answer.more:
+                    self._connection.close()
+                    return bytes(data)
+        except (Closed, TimeoutError):
+            raise self._ended() from None
+        if not isinstance(answer, EpochPassed):
+            raise self._refused(answer)
+        return None
+
+    def _ended(self) -> JoinError:
+        return JoinError(
+            f"rank {self._rank} cannot join: the run has ended, or its lead has, or it makes no update", [self._rank]
+        )
+
+    def _refused(self, answer: object) -> JoinError:
+        reason = answer.reason if isinstance(answer, JoinRefused) else "the lead gave no answer"
+        return JoinError(f"rank {self._rank} cannot join: {reason}", [self._rank])
