@@ -11,14 +11,15 @@ from torch.optim import Optimizer
 
 from paceline.config import AllReduce, Mesh, Pipeline, Strategy, Tensor
 from paceline.policies import Policy
-from paceline.strategies.base import Options, Trainer, TrainerContext
+from paceline.strategies.base import Trainer
+from paceline.strategies.context import Options, TrainerContext
 
 Make = Callable[[torch.nn.Module, Optimizer, Options, TrainerContext], Trainer]
 _TRAINERS: dict[type[Strategy], tuple[str, str]] = {
     AllReduce: ("all_reduce", "AllReduceTrainer"),
     Mesh: ("mesh_factory", "mesh"),
     Pipeline: ("pipeline", "PipelineTrainer"),
-    Tensor: ("mesh", "MeshTrainer"),
+    Tensor: ("mesh_factory", "tensor"),
     Policy: ("parameter_server", "ParameterServerTrainer"),
 }
 _ELASTIC: dict[type[Strategy], tuple[str, str]] = {AllReduce: ("elastic", "ElasticAllReduceTrainer")}

@@ -20,18 +20,22 @@ from torch.autograd import Variable
 from torch.nn.utils.clip_grad import clip_grad_norm_
 from torch.optim import Optimizer
 
-from paceline.config import AllReduce
-from paceline.errors import TeamError, UsageError
+from paceline.config import AllReduce, between_replicas
+from paceline.errors import UsageError
 from paceline.events import Reduce
+from paceline.parameters.gradient_state import part_masks
 from paceline.parameters.gradients import Gradients
+from paceline.parameters.joint import describe, divided, split_parameters
+from paceline.parameters.kept_version import KeptVersion
 from paceline.parameters.layout import Layout
 from paceline.parameters.machines_reduction import MachinesReduction
-from paceline.parameters.optimizers import ELEMENTWISE
+from paceline.parameters.optimizers import is_elementwise
 from paceline.parameters.reduction import CollectiveReduction, Reduction, SharedReduction
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
-from paceline.strategies.base import Options, TrainerContext, split_parameters
+from paceline.strategies.context import Options, TrainerContext
 from paceline.strategies.optimizer_state import OptimizerState
+from paceline.strategies.snapshot_board import Kept
 from paceline.strategies.step_table import StepAgreement, StepTable
 from paceline.strategies.synchronous import SynchronousTrainer, check_rate
 from paceline.transport import BarrierKind
@@ -46,38 +50,38 @@ def on_host(parameters: Iterable[torch.nn.Parameter]) -> bool:
 
 def topology_of(context: TrainerContext) -> str:
     """The topology of messages between machines."""
-    return context.strategy.topology if isinstance(context.strategy, AllReduce) else "auto"
+    between, _ = between_replicas(context.strategy, 1)
+    return between.topology if isinstance(between, AllReduce) else "auto"
 
 
 class AllReduceTrainer(SynchronousTrainer):
     """Trains a model by all-reduce."""
 
+    spans = True
+
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         members = context.members
         rate = check_rate(options, members.size)
         trained, rest = split_parameters(model, optimizer)
-        elementwise = type(optimizer) in ELEMENTWISE
+        elementwise = is_elementwise(optimizer)
         if not elementwise:
             context.say(
-                f"{type(optimizer).__name__} is not known to treat every element by itself, so every worker runs "
+                f"{describe(optimizer)} is not known to treat every element by itself, so every worker runs "
                 "it on the whole mean gradient, not on a shard"
             )
         # Shards are divided among the workers of each machine.
         self._place, self._neighbours = members.local.rank, members.local.size
         layout = Layout(trained, self._neighbours)
-        table = StepTable(members, optimizer, len(layout.slots))
+        table = StepTable(members, optimizer, len(layout.slots), masks=part_masks(optimizer, layout))
         shareable = on_host(parameter for _, parameter in trained)
         if shareable:
             memory = members.share(Gradients.memory_size(layout, self._neighbours))
             gradients = Gradients.shared(layout, memory, self._place, self._neighbours)
         else:
             gradients = Gradients.private(layout, trained[0][1].device)
-        super().__init__(model, optimizer, context, rate, gradients, table)
-
         sharded = shareable and elementwise
         self._visible = options.gradients == "visible" or not sharded
-        self._failure: TeamError | None = None
-        """A failed exchange with another machine, to be raised on all workers at the next barrier."""
+        super().__init__(model, optimizer, context, rate, gradients, table, together=self._visible)
         self._exchanging = False
         """True if gradients will be exchanged at the end of the current backward pass."""
         self._visible_pace: tuple[float, int] | None = None
@@ -90,6 +94,8 @@ class AllReduceTrainer(SynchronousTrainer):
         members.mirror([*rest, *model.buffers()])
         self._versions: Versions | None = None
         self._shard: ShardedOptimizer | None = None
+        self._copy: KeptVersion | None = None
+        """Of the version that was marked for a snapshot."""
         if sharded:
             self._shard = self._share_versions()
             self._share_state(OptimizerState(optimizer, lambda: [self._shard] if self._shard is not None else []))
@@ -129,6 +135,8 @@ class AllReduceTrainer(SynchronousTrainer):
         versions.pull()
         shard = ShardedOptimizer(self._optimizer, layout, versions, self._gradients, self._place, self._neighbours)
         shard.place(members.share(shard.memory_size()))
+        memory = members.share(KeptVersion.memory_size(layout, shard.memory_size()))
+        self._copy, self.keeps = KeptVersion(layout, memory), True
         return shard
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -153,18 +161,14 @@ class AllReduceTrainer(SynchronousTrainer):
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         if self._reduced:
-            parameters = [slot.parameter for slot in self._layout.slots]
+            parameters = [slot.parameter for slot in self._slots[self._current]]
             return clip_grad_norm_(parameters, limit, norm_type=norm)
         return super().clip(limit, norm)
 
     @property
     def _reduced(self) -> bool:
         """True if `.grad` is the team's gradient."""
-        return self._visible or self._exposed > 0
-
-    def _wait(self, kind: BarrierKind, length: int = 0, failure: TeamError | None = None) -> BarrierKind:
-        failure, self._failure = self._failure, None
-        return super()._wait(kind, length, failure)
+        return self._visible or self._making.exposed > 0
 
     def _take_part(self, kind: BarrierKind) -> bool:
         if kind is BarrierKind.REDUCE:
@@ -172,32 +176,24 @@ class AllReduceTrainer(SynchronousTrainer):
             return True
         return super()._take_part(kind)
 
-    def _reduce(self, agreed: StepAgreement) -> int:
-        try:
-            return self._reduction.shard(agreed.weights, agreed.used)
-        except TeamError as error:
-            if self._machines is None:
-                raise
-            self._failure = error
-            return 0
-
-    def _shard_norm(self, agreed: StepAgreement, norm: float) -> float:
-        return self._reduction.norm(norm, agreed.anywhere())
-
     def _publish(self) -> None:
         if self._shard is not None:
             super()._publish()
 
     def _update_parameters(self, agreed: StepAgreement) -> int:
         if self._shard is None:
-            with self._patch.values(self._rate.scaled(agreed.groups, self.version)):
+            groups = self._rate.scaled(agreed.groups, self.version)
+            with self._patch.values(divided(self._optimizer, groups)[self._current][1]):
                 self._loss = self._run_whole(agreed)
             return 0
-        groups = self._scaled_groups(agreed)
-        if groups is not None:
-            self._shard.set_hyperparameters(groups)
+        changed = self._scaled_groups(agreed)
+        if changed is not None:
+            self._shard.set_hyperparameters(changed)
+        here = self._members.machine == 0  # every machine has the whole state, and the lead is on the first one
+        if here and self.board is not None and self.board.mark == self.version + 1:
+            self._shard.keep = self._copy
         read = 0
-        if not self._reduced and self._clip_factor is None:
+        if not self._reduced and self._making.clip_factor is None:
             if self._machines is None:
                 return self._shard.update(agreed.weights, agreed.used)
             read = self._reduce(agreed)
@@ -205,6 +201,11 @@ class AllReduceTrainer(SynchronousTrainer):
                 return 0
         source = self._source(agreed) if self._reduced else self._place
         return read + self._update_reduced(self._shard, agreed, source, self._neighbours)
+
+    def kept(self, number: int) -> Kept | None:
+        if self._copy is None or self._state is None or self.version < number:
+            return None
+        return Kept(self._copy.by_parameter(self._layout), self._state.kept(self._copy))
 
     # -- an optimizer on whole parameters ----------------------------------------------------------------------------
 
@@ -223,11 +224,11 @@ class AllReduceTrainer(SynchronousTrainer):
             if self._barrier.passive[self._rank]:
                 if source != self._place or self._machines is None:
                     self._reduction.adopt(source)
-                self._gradients.show(agreed.anywhere())
+                self._making.gradients.show(agreed.anywhere())
             return self._patch.plain_step()
         if any(self._barrier.passive):
             raise UsageError(
-                f"{type(self._optimizer).__name__} with a closure needs a share of every batch for every worker; "
+                f"{type(self._patch.optimizer).__name__} with a closure needs a share of every batch for every worker; "
                 "give the loader drop_last=True"
             )
         return self._patch.plain_step(lambda: self._mean_loss(closure))
@@ -236,7 +237,9 @@ class AllReduceTrainer(SynchronousTrainer):
         """The mean loss of all workers, so that an optimizer that uses it decides the same everywhere."""
         loss = closure()
         _LOSS.pack_into(
-            self._barrier.note, 0, float(loss.detach() if isinstance(loss, torch.Tensor) else loss) * self._weight.share
+            self._barrier.note,
+            0,
+            float(loss.detach() if isinstance(loss, torch.Tensor) else loss) * self._making.weight.share,
         )
         self._barrier.wait(BarrierKind.GATHER, _LOSS.size)
         mean = sum(_LOSS.unpack_from(note)[0] for note in self._barrier.notes)
@@ -255,7 +258,7 @@ class AllReduceTrainer(SynchronousTrainer):
         seconds, samples = self._visible_pace or (0.0, 0)
         pace = self._stopwatch.stop(self.version, again=self._visible_pace is not None)
         self._visible_pace = seconds + pace[0], samples + pace[1]
-        self._wait(BarrierKind.REDUCE, self._contribute(1.0, found_inf=False))
+        self._wait(BarrierKind.REDUCE, self._contribute(1.0, found_inf=False, together=self._visible))
         self._exchange()
         self._stopwatch.restart(time.perf_counter())
 
@@ -266,16 +269,20 @@ class AllReduceTrainer(SynchronousTrainer):
     def _expose_gradients(self) -> None:
         self._backward_done()
 
+    def _show_clipped(self) -> None:
+        self._expose_gradients()
+
     def _exchange(self) -> None:
         start = time.perf_counter()
-        agreed = self._table.read()
-        read = self._reduce(agreed) if self._clip_factor is None else 0
+        agreed = self._agree()
+        state = self._making
+        read = self._reduce(agreed) if state.clip_factor is None else 0
         self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
         self._wait(BarrierKind.PUBLISH)
         start = time.perf_counter()
         read = self._reduction.gather()
         self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
-        self._gradients.show(agreed.anywhere())
+        state.gradients.show(agreed.anywhere())
         # The others may change their gradients in place as soon as they have them; not before all have copied.
         self._wait(BarrierKind.PUBLISH)
         self._gradients_shown(len(agreed.weights))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from paceline.cluster.compiler import keep_out_of_graphs
 from paceline.events.stopwatch import Stopwatch
 from paceline.strategies.base import Trainer
 
@@ -21,6 +22,7 @@ class BackwardPatch:
         self._plain = plain = torch.autograd.backward
         inside = False
 
+        @keep_out_of_graphs
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             nonlocal inside
             if inside:  # of a backward pass in a backward pass, as checkpointing has it

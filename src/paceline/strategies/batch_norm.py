@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.cluster.compiler import keep_out_of_graphs
+from paceline.errors import UsageError
+
 Exchange = Callable[[torch.Tensor], list[torch.Tensor]]
 """Returns the vectors of all workers that have one."""
 
@@ -27,6 +30,7 @@ class TeamBatchNorm(_BatchNorm):
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
+    @keep_out_of_graphs
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training or self.exchange is None:
             return super().forward(input)
@@ -80,6 +84,8 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError("sync_batch_norm has no gradients of gradients; set up without it, or use group norm")
         normal, inverse, weight = ctx.saved_tensors
         dims, shape = ctx.dims, ctx.shape
         for_bias = gradient.sum(dims)

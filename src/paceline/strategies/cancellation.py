@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from paceline.strategies.explained_errors import explain_errors
 from paceline.strategies.model_copies import copy_without
 
 
@@ -21,7 +21,8 @@ class CancelHooks:
 
     def __init__(self, model: torch.nn.Module, look: Callable[[], None]) -> None:
         def before(_module: torch.nn.Module, _arguments: Any) -> None:
-            look()
+            if not torch.compiler.is_compiling():  # a graph is not left in its middle
+                look()
 
         def made(_parameter: torch.Tensor) -> None:
             look()
@@ -43,21 +44,12 @@ class CancelHooks:
 
 def explain_missing_names() -> None:
     """From the first cancelled step on, a NameError that ends the script says what may have caused it."""
-    plain = sys.excepthook
-    if getattr(plain, "explains", False):
-        return
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if isinstance(error, NameError):
-            error.add_note(
-                "paceline: a step of this worker was cancelled, so the rest of its block did not run; move the lines "
-                "that use its results, such as the loss, into `with team.step():`, or write "
-                "`with team.step() as step:` and `if step.cancelled: continue` after it"
-            )
-        plain(kind, error, trace)
-
-    hook.explains = True  # type: ignore[attr-defined]
-    sys.excepthook = hook
+    explain_errors(
+        lambda error: isinstance(error, NameError),
+        "a step of this worker was cancelled, so the rest of its block did not run; move the lines that use its "
+        "results, such as the loss, into `with team.step():`, or write `with team.step() as step:` and "
+        "`if step.cancelled: continue` after it",
+    )
 
 
 def release_scaler(error: BaseException, optimizer: torch.optim.Optimizer) -> None:
@@ -66,5 +58,5 @@ def release_scaler(error: BaseException, optimizer: torch.optim.Optimizer) -> No
         vars(optimizer).pop(name, None)
     for frame, _ in traceback.walk_tb(error.__traceback__):
         caller = frame.f_locals.get("self")
-        if isinstance(caller, torch.amp.GradScaler):
+        if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
             caller._per_optimizer_states.pop(id(optimizer), None)

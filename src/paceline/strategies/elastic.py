@@ -12,21 +12,25 @@ left: those of a machine that is gone are lost with it.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from paceline.cluster.servers import StartServers, start_servers
+from paceline.cluster.servers import EndWorkers, StartServers, start_servers, tell_launcher
 from paceline.errors import JoinError, TeamError, UsageError, names
 from paceline.events import Lost, Reduce, Roster
 from paceline.parameters.elastic_reduction import ElasticReduction
+from paceline.parameters.gradient_state import part_masks
 from paceline.parameters.gradients import Gradients
+from paceline.parameters.joint import describe, split_parameters
 from paceline.parameters.layout import Layout
-from paceline.parameters.optimizers import ELEMENTWISE
+from paceline.parameters.optimizers import is_elementwise
 from paceline.parameters.reduction import Weights
 from paceline.parameters.versions import Versions
 from paceline.strategies.all_reduce import on_host, topology_of
-from paceline.strategies.base import Options, TrainerContext, split_parameters
+from paceline.strategies.context import Options, TrainerContext
+from paceline.strategies.elastic_join import TeamJoining
 from paceline.strategies.elastic_shards import ElasticShards
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.step_table import StepAgreement, StepTable
@@ -46,21 +50,27 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
         members = context.members
         rate = check_rate(options, members.size)
         trained, rest = split_parameters(model, optimizer)
-        shareable = on_host(parameter for _, parameter in trained) and type(optimizer) in ELEMENTWISE
+        shareable = on_host(parameter for _, parameter in trained) and is_elementwise(optimizer)
         if not shareable or options.gradients == "visible":
             raise UsageError(
                 f"an elastic run by all-reduce needs parameters on the CPU, gradients='local', and an optimizer that "
-                f"treats every element by itself, which {type(optimizer).__name__} with these options is not"
+                f"treats every element by itself, which {describe(optimizer)} with these options is not"
             )
         count = members.size * _SHARDS_EACH
+        if members.kept is not None:
+            del members.kept[1:]  # of a trainer before
         layout = Layout(trained, count)
-        table = StepTable(members, optimizer, len(layout.slots))
+        table = StepTable(members, optimizer, len(layout.slots), masks=part_masks(optimizer, layout))
         sources = members.local.size + (len(members.machines) > 1)  # over machines one more, for their sums
         memory = members.share(Gradients.memory_size(layout, sources))
         gradients = Gradients.shared(layout, memory, members.local.rank, sources)
         super().__init__(model, optimizer, context, rate, gradients, table)
-        self._size = members.size
+        self._launch, self._size = context.launch, members.size
         self._gone: set[int] = set()
+        self._seniority = list(range(members.size))
+        """The workers that are left; those that have joined come last."""
+        self._grown = False
+        """True if one has joined."""
         self._agreed: StepAgreement | None = None
         """The agreement of the current update."""
         self._scale = 1.0
@@ -84,8 +94,11 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
         self._patch_optimizer()
         self._watch_gradients()
         self._barrier.spare = True
-        if self._rank == 0:  # the launcher must know that a worker may be lost
-            start_servers(context.launch, StartServers(0, "", 0.0, [], True))
+        if members.kept is not None:
+            self.joining = TeamJoining(self, members, context.launch, [*rest, *model.buffers()])
+        if self._rank == 0 and members.joining is None:  # the launcher must know that a worker may be lost
+            address = "" if self.joining is None else self.joining.address
+            start_servers(context.launch, StartServers(0, address, 0.0, [], True, peers=True))
 
     @property
     def _shared(self) -> Versions | None:
@@ -104,7 +117,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
 
     @property
     def lead(self) -> int:
-        return min(set(range(self._size)) - self._barrier.departed)
+        return next(rank for rank in self._seniority if rank not in self._barrier.departed)
 
     def _wait(self, kind: BarrierKind, length: int = 0, failure: TeamError | None = None) -> BarrierKind:
         kind = super()._wait(kind, self._note_broken() if kind is BarrierKind.PUBLISH else length, failure)
@@ -113,14 +126,22 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
         if kind is BarrierKind.PUBLISH:
             self._complete_update()
             self._shards.publish()
+            if self.joining is not None:
+                self.joining.wanted = self._active == self.ranks and any(
+                    self._barrier.notes[rank][1] for rank in self.ranks
+                )
         elif gone := set(self._barrier.departed) - self._gone:
-            self._lose(gone)
+            self._lose(gone, counted=kind is BarrierKind.ADMIT)  # which is after an update, and before the next batch
         return kind
 
     def _note_broken(self) -> int:
-        """Write into this worker's note whether its exchange with other machines has failed; returns its length."""
+        """Write into this worker's note whether its exchange with other machines has failed; returns its length.
+
+        And whether a worker wants to join.
+        """
         self._barrier.note[0] = self._machines is not None and self._machines.broken
-        return 1
+        self._barrier.note[1] = self.joining is not None and self.joining.look()
+        return 2
 
     @property
     def _broken(self) -> bool:
@@ -133,6 +154,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
         counted: True if their gradients are part of the current update, unless they are lost with their machine.
         """
         before = self.present
+        self._seniority = [rank for rank in self._seniority if rank not in gone]
         died = sorted(rank for rank in gone if not self._barrier.has_left(rank))
         self._gone |= gone
         self._resize(before, self.present)
@@ -141,11 +163,12 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
             for rank in died:
                 self._recorder.add(Lost(rank, now))
             self._recorder.add(Roster(self._rank, now, self.ranks, self.version))
-            word = "died" if died else "left"
             rest = "the other goes" if self.present == 1 else f"the other {self.present} go"
-            self._say(f"{names(sorted(gone))} {word}; {rest} on from version {self.version}")
+            self._say(f"{self._how_lost(gone)}; {rest} on from version {self.version}")
         new = self._shards.assign(self._gone, self._groups)
         if self._machines is not None:
+            if self._rank == 0 and (evicted := self._barrier.evicted & gone):
+                tell_launcher(self._launch, EndWorkers(sorted(evicted)))
             self._machines.form(self._gone)
         kept = {rank for rank in gone if counted and (self._machines is None or self._machines.alive(rank))}
         for some, counts in ((kept, True), (gone - kept, False)):
@@ -153,16 +176,70 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
                 self.on_lost(some, counts, self._active)
         return new
 
+    def gain(self, rank: int, pid: int) -> None:
+        """Go on with a worker that has joined."""
+        before, self._grown = self.present, True
+        self._gone.discard(rank)
+        self._barrier.departed.discard(rank)
+        self._seniority.append(rank)
+        if rank != self._rank:
+            self._members.watch(rank, pid)
+            self._table.forget(rank)
+            self._resize(before, self.present)
+        self._shards.assign(self._gone, self._groups)
+        if self._rank == self.lead:
+            self._recorder.add(Roster(self._rank, time.perf_counter(), self.ranks, self.version))
+            self._say(f"rank {rank} has joined; {self.present} go on from version {self.version}")
+
+    def enter(self, version: int, buffer: int, gone: set[int], seniority: list[int]) -> None:
+        """Join the others, which are at this version."""
+        self._gone, self._seniority, self._active = set(gone), list(seniority), sorted(seniority)
+        self.version = version
+        self._resize(self._size, len(seniority) + 1)
+        self._shards.enter(buffer)
+
+    @property
+    def buffer(self) -> int:
+        """The buffer with the newest version."""
+        return self._shards.buffer
+
+    @property
+    def description(self) -> list[Any]:
+        """Model and optimizer, which those of a worker that joins must equal."""
+        kinds = [f"{type(patch.optimizer).__module__}.{type(patch.optimizer).__name__}" for patch in self._patches]
+        return [kinds, [[slot.name, list(slot.parameter.shape)] for slot in self._layout.slots]]
+
+    def _how_lost(self, gone: set[int]) -> str:
+        """Which workers are gone, and how, as a clause of a message."""
+        found: dict[str, list[int]] = {}
+        for rank in sorted(gone):
+            how = "left" if self._barrier.has_left(rank) else self._barrier.gone(rank) or "died"
+            found.setdefault(how, []).append(rank)
+        return ", ".join(f"{names(ranks)} {how}" for how, ranks in found.items())
+
     # -- updating ----------------------------------------------------------------------------------------------------
+
+    def _update(self, unscale: float, found_inf: bool) -> None:
+        if self._members.joining is not None:
+            raise UsageError(
+                f"rank {self._rank} joins a running team, which it does at the first batch of a loader of the team, "
+                "and its script steps before"
+            )
+        super()._update(unscale, found_inf)
+
+    def load(self, model: Any, optimizer: Any) -> None:
+        if self._members.joining is None:  # else the run has trained on from this checkpoint
+            super().load(model, optimizer)
 
     def _update_parameters(self, agreed: StepAgreement) -> int:
         self._agreed = agreed
-        self._scale = self._mean_scale(agreed) * (1.0 if self._clip_factor is None else self._clip_factor)
+        clip_factor = self._making.clip_factor
+        self._scale = self._mean_scale(agreed) * (1.0 if clip_factor is None else clip_factor)
         groups = self._scaled_groups(agreed)
         if groups is not None:
             self._shards.set_hyperparameters(groups)
         read = 0
-        if self._machines is not None and (self._clip_factor is None or self._summed != self._gone):
+        if self._machines is not None and (clip_factor is None or self._summed != self._gone):
             read = self._reduce(agreed)
             if self._machines.broken:
                 return read
@@ -181,7 +258,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
 
     def _mean_scale(self, agreed: StepAgreement) -> float:
         """The factor that makes a mean of the gradients, if a lost worker's share is missing."""
-        return 1.0 if abs(agreed.share - 1.0) < 1e-6 or not self._gone else 1.0 / agreed.share
+        return 1.0 if abs(agreed.share - 1.0) < 1e-6 or not (self._gone or self._grown) else 1.0 / agreed.share
 
     # -- making an update again --------------------------------------------------------------------------------------
 
@@ -249,7 +326,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
 
     def _clip(self, limit: float = float("nan"), norm: float = 2.0) -> torch.Tensor:
         """Compute the norm of the mean gradient; the update makes the mean once more, as nothing is overwritten."""
-        agreed = self._table.read()
+        agreed = self._agree()
         self._exchange_values(limit, norm)
         known = [rank for rank, _ in agreed.weights if rank not in self._gone]
         limit, norm = self._values_of(known[0])

@@ -38,17 +38,24 @@ class ElasticShards:
         """The buffer, 0 or 1, with the newest version."""
         if len(members.machines) > 1:
             members.mirror([slot.parameter for slot in layout.slots])
-        if members.local.rank == 0:
+        if members.local.rank == 0 and members.joining is None:
             self.versions.fill()
         members.barrier.wait(BarrierKind.ALLOCATE)
-        self.versions.pull()
+        if members.joining is None:
+            self.versions.pull()
         size = self._shard(0).memory_size()
         self._state, self._copy = members.share(size), members.share(size)
         begun = members.share(FutexArray.STRIDE * count)
         self._begun = FutexArray(begun.bytes(0, FutexArray.STRIDE * count), count)
         """By shard, the version for which its state was copied, and possibly changed since."""
         self._owned: dict[int, ShardedOptimizer] = {}
-        self.assign((), [])
+        if members.joining is None:
+            self.assign((), [])
+
+    def enter(self, buffer: int) -> None:
+        """Join the others, whose newest version is in this buffer."""
+        self.buffer = buffer
+        self.versions.pull(buffer)
 
     def _shard(self, number: int) -> ShardedOptimizer:
         return ShardedOptimizer(self._optimizer, self._layout, self.versions, self._gradients, number, self._count)

@@ -19,8 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from paceline.collectives.world_group import WorldGroup
+from paceline.parameters.layer_outputs import marked
 from paceline.strategies.blocks import blocks
 from paceline.strategies.model_copies import refuse_copies
 
@@ -101,6 +103,7 @@ class FsdpModel:
         self._hooks = [
             model.register_state_dict_post_hook(functools.partial(self._give_whole)),  # torch sets an attribute on it
             model.register_load_state_dict_pre_hook(self._take_part),
+            model.register_forward_hook(lambda _model, _inputs, result: tree_map_only(torch.Tensor, marked, result)),
         ]
         self._allow_copies = refuse_copies(model.modules())
 

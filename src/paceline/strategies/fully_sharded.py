@@ -20,14 +20,17 @@ from torch.optim import Optimizer
 from paceline.collectives.world_group import WorldGroup
 from paceline.errors import TeamError, UsageError
 from paceline.events import Update
-from paceline.parameters.gradient_weight import given_weight
 from paceline.parameters.hyperparameters import RateScaling
-from paceline.parameters.loss_weight import Batch, Kind, LossWeight, loss_weight
+from paceline.parameters.loss_reader import LossReader
+from paceline.parameters.loss_weight import LossWeight
 from paceline.parameters.reduction import combine_norms
-from paceline.strategies.base import Options, Trainer, TrainerContext, run_closure
+from paceline.strategies.base import Trainer
 from paceline.strategies.blocks import check_shardable
+from paceline.strategies.context import Options, TrainerContext
 from paceline.strategies.fsdp_model import FsdpModel
+from paceline.strategies.optimizer_patch import run_closure
 from paceline.strategies.split_checks import check_split
+from paceline.strategies.step_notices import StepNotices
 from paceline.strategies.step_table import StepTable, weigh
 from paceline.transport import BarrierKind
 
@@ -51,9 +54,8 @@ class FullyShardedTrainer(Trainer):
         self._loss = LossWeight()
         self._agreed: float | None = None
         """The weight of this worker's gradients in the current backward pass; None until the workers agree on it."""
-        self._samples = 0
-        self._constants: set[float] = set()
-        """Numbers by which the script divides sums, though they count no samples."""
+        self._reader = LossReader(context.say, divided=True)
+        self._notices = StepNotices(context.say, self._not_finite)
         context.members.mirror(list(model.buffers()))
         device = next(model.parameters()).device
         self._world = WorldGroup(context.members, device, self._exchanged)
@@ -80,17 +82,13 @@ class FullyShardedTrainer(Trainer):
         return self._share == 0.0
 
     def take_batch(self, samples: int, weight: float) -> None:
-        self._share, self._samples = weight, samples
+        self._share, self._reader.samples = weight, samples
         super().take_batch(samples, weight)
 
     def enter_backward(self, loss: Any) -> bool:
+        super().enter_backward(loss)
         # Gradients are scattered as soon as they are made, with this weight; what was summed before has its own.
-        found = loss_weight(loss, Batch(self._samples, self._constants))
-        if self.weight is not None:
-            found = given_weight(self.weight)
-        elif found.kind is Kind.SUM and not self._samples:
-            found = LossWeight()  # not of a loader that divides batches
-        self._loss, self._agreed = found, None
+        self._loss, self._agreed = self._reader.read(loss, self.weight), None
         return True
 
     def _agree_on_weight(self) -> float:
@@ -115,22 +113,31 @@ class FullyShardedTrainer(Trainer):
                 "train in float32 or bfloat16, which need no scaler"
             )
         loss = run_closure(closure)
-        pace = self._stopwatch.stop(self.version)
-        self._wait(BarrierKind.UPDATE, self._table.write(self._share, LossWeight(), 1.0, False, b"", pace))
+        skips, pace = self._refuses(found_inf=False), self._stopwatch.stop(self.version)
+        position, reader = self._notices.position(self.round, self._loss_value), self._reader
+        way = reader.digest.value
+        note = self._table.write(self._share, LossWeight(), 1.0, skips, b"", pace, 0, position, 0, way, reader.averaged)
+        self._wait(BarrierKind.UPDATE, note)
         self._run_update()
         return loss
+
+    def _refuse_loss(self, loss: float) -> None:
+        self._notices.refused = loss  # all workers raise it together
 
     def _run_update(self) -> None:
         start = time.perf_counter()
         agreed = self._table.read()
         self.paces = agreed.paces
+        self._notices.check(agreed, averaged=self._reader.averaged)
+        self._reader.digest.value = 0
         self._shards.reshard()
-        with self._patch.values(self._rate.scaled(agreed.groups, self.version)), self._shards.plain():
-            self._patch.plain_step()
-        self.version += 1
+        if not agreed.skip:
+            with self._patch.values(self._rate.scaled(agreed.groups, self.version)), self._shards.plain():
+                self._patch.plain_step()
+            self.version += 1
         count = sum(weight > 0 for _, weight in agreed.weights)
         end = time.perf_counter()
-        self._recorder.add(Update(self._rank, start, end - start, self.version, 0, count))
+        self._recorder.add(Update(self._rank, start, end - start, self.version, 0, count, agreed.skip))
         self.on_update()
         self._stopwatch.restart(time.perf_counter())
 
@@ -186,6 +193,7 @@ class FullyShardedTrainer(Trainer):
 
     def close(self) -> None:
         super().close()
+        self._reader.close()
         try:
             if self._world.open:
                 # Without the others the model cannot be whole, which must raise an error.

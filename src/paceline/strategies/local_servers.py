@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import subprocess
 import sys
 import threading
@@ -15,15 +16,20 @@ from paceline.cluster.process import is_stopped
 from paceline.cluster.servers import StartServers, start_servers
 from paceline.config import RunSpec, parse_servers
 from paceline.errors import UsageError
+from paceline.parameters.joint import parts_of
 from paceline.policies import Policy
 from paceline.relay.launch import open_relay
 from paceline.relay.messages import TransferLayout
 from paceline.server.process import serve_in_thread
-from paceline.strategies.base import TrainerContext
+from paceline.strategies.context import TrainerContext
 from paceline.strategies.worker_memory import WorkerMemory
+from paceline.transport import BarrierKind
+from paceline.transport.unix_connection import new_address
 
 _RELAY_ENDS = 5.0
 """Seconds in which a relay has forwarded the last events."""
+_DESCRIPTORS = 64
+"""Open files (`ulimit -n`) that a process must be allowed for the launcher to keep the run's memory."""
 
 
 class LocalServers:
@@ -41,7 +47,25 @@ class LocalServers:
         self._thread: threading.Thread | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def open_relay(self, memory: WorkerMemory, coordinator: str) -> None:
+    def open(self, memory: WorkerMemory, rank: int | None, optimizer: Optimizer, *, spare: bool) -> str:
+        """Open the relays, if there are several machines, and start the servers; all workers call it.
+
+        Returns the address at which the workers of this machine reach the server. rank: this worker's, to the server;
+        None if another worker of its replica speaks with the server. spare: True if the run survives the loss of a
+        worker.
+        """
+        members, spec = self._members, memory.spec
+        address = coordinator = members.gather(new_address().encode(), BarrierKind.ALLOCATE)[0].decode()
+        if len(members.machines) > 1:
+            self._open_relay(memory, coordinator)
+            address = self.relay_addresses[members.machine]
+        if rank is not None:
+            few = resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _DESCRIPTORS
+            kept = () if few or len(members.machines) > 1 else memory.run.descriptors
+            self._start(spec, rank, optimizer, coordinator if members.machine == 0 else address, kept, spare=spare)
+        return address
+
+    def _open_relay(self, memory: WorkerMemory, coordinator: str) -> None:
         """Open the relays of all machines; all workers call it."""
         compressed = None if memory.feedback is None else memory.gradient_size
         layout = TransferLayout.of(memory.layout, compressed, [shard.owned() for shard in memory.shards])
@@ -49,21 +73,25 @@ class LocalServers:
             self._members, memory.spec, layout, memory.run, coordinator, self._launch.key
         )
 
-    def start(self, spec: RunSpec, rank: int, optimizer: Optimizer, address: str, *, spare: bool) -> None:
+    def _start(
+        self, spec: RunSpec, rank: int, optimizer: Optimizer, address: str, kept: Sequence[int], *, spare: bool
+    ) -> None:
         """Start the servers of this machine, as processes or in threads of workers.
 
-        rank: this worker's, to the server; address: the coordinator's, or on other machines that of the relay;
-        spare: True if the run survives the loss of a worker.
+        address: the coordinator's, or on other machines that of the relay. kept: descriptors of the run's memory, with
+        which server processes can be started again.
         """
         patience, relays = self._timeouts.join, list(self.relay_addresses)
         if self.where in ("lead", "all"):
-            # The run cannot survive the loss of a worker that holds a shard.
             if rank == 0 or self.where == "all":
                 self._thread = serve_in_thread(address, rank, patience, self._say)
             if rank == 0:
-                start_servers(self._launch, StartServers(0, address, patience, [], False, relay_addresses=relays))
+                spare = spare and self.where == "lead"  # the run cannot survive the loss of a worker with a shard
+                start = StartServers(0, address, patience, [], spare, needs_lead=True, relay_addresses=relays)
+                start_servers(self._launch, start)
             return
-        for what, kind in (("optimizer", type(optimizer)), ("policy", type(self._policy))):
+        kinds = [("optimizer", type(part)) for part in parts_of(optimizer)]
+        for what, kind in (*kinds, ("policy", type(self._policy))):
             if kind.__module__ == "__main__":
                 raise UsageError(
                     f"the {what} {kind.__name__} is defined in the script itself, where a server process cannot find "
@@ -72,8 +100,15 @@ class LocalServers:
         servers = spec.servers_on(self._members.machine)
         if self._members.local.rank == 0 and servers:
             paths = [path for path in sys.path if path]
-            start = StartServers(len(servers), address, patience, paths, spare, servers.start, relays)
-            self._processes = start_servers(self._launch, start)
+            start = StartServers(
+                len(servers), address, patience, paths, spare, first=servers.start, relay_addresses=relays
+            )
+            self._processes = start_servers(self._launch, start, kept)
+
+    @property
+    def holds(self) -> bool:
+        """True if a server is a thread of this worker."""
+        return self._thread is not None
 
     def wait(self) -> None:
         """Wait until the servers that end with this process are no longer needed."""

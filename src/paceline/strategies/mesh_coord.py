@@ -13,8 +13,11 @@ import torch
 from paceline.cluster.membership import Members
 from paceline.collectives.communicator import Communicator, MailChannel
 from paceline.collectives.group import Group
-from paceline.config import Mesh, Strategy, Tensor
+from paceline.collectives.hierarchical import HierarchicalCommunicator
+from paceline.collectives.machines_group import MachinesGroup
+from paceline.config import Mesh, Strategy, Tensor, replicas_by_machine
 from paceline.transport import BarrierKind
+from paceline.transport.call_log import CallLog
 
 
 class MeshShape(NamedTuple):
@@ -44,6 +47,19 @@ class MeshCoord(NamedTuple):
 
     shape: MeshShape
     rank: int
+    here: list[int]
+    """The replicas on this worker's machine; none if a replica is on several machines."""
+
+    @classmethod
+    def of(cls, strategy: Strategy, members: Members) -> MeshCoord:
+        replicas = replicas_by_machine(strategy, members.machines)
+        here = [] if replicas is None else replicas[members.machine]
+        return cls(MeshShape.of(strategy), members.rank, here)
+
+    @property
+    def local_replica(self) -> int:
+        """The index of its replica among those of its machine."""
+        return self.here.index(self.replica)
 
     @property
     def replica(self) -> int:
@@ -80,17 +96,35 @@ class MeshCoord(NamedTuple):
         return [replica * self.shape.replica + self.place for replica in range(self.shape.data)]
 
 
-def join_replica(members: Members, ranks: list[int], say: Callable[[str], None]) -> Communicator:
-    """A communicator of some of the workers; all workers call it at the same time."""
+def join_replica(
+    members: Members,
+    ranks: list[int],
+    say: Callable[[str], None],
+    calls: CallLog,
+    machines: MachinesGroup | None = None,
+) -> Communicator:
+    """A communicator of some of the workers; all workers call it at the same time.
+
+    machines: the whole team, if these workers may be on several machines.
+    """
+    here = [rank for rank in ranks if rank in members.machines[members.machine]]
 
     def exchange(payload: bytes) -> list[bytes]:
         everybody = members.gather(payload, BarrierKind.ALLOCATE)
-        return [everybody[rank] for rank in ranks]
+        return [everybody[rank] for rank in here]
 
-    group = Group(ranks.index(members.rank), len(ranks), exchange, members.barrier.timeouts, say)
-    group.control.ranks = [members.barrier.ranks[rank] for rank in ranks]
-    group.control.crowd(members.size)
-    return Communicator(group.rank, group.size, MailChannel(group.mailbox), group)
+    group = Group(here.index(members.rank), len(here), exchange, members.barrier.timeouts, say)
+    group.control.ranks = [members.barrier.ranks[rank] for rank in here]
+    group.control.crowd(members.local.size)
+    calls.watch(group.control)
+    if machines is not None:
+        machines.watch_all(group.control)
+    if len(here) == len(ranks):
+        return Communicator(group.rank, group.size, MailChannel(group.mailbox), group)
+    assert machines is not None
+    part = machines.part(ranks)
+    place = {rank: number for number, there in enumerate(members.machines) for rank in there}
+    return HierarchicalCommunicator(part.rank, MailChannel(part.mailbox), group, [place[rank] for rank in ranks])
 
 
 class _Random(msgspec.Struct, array_like=True):

@@ -5,6 +5,10 @@ workers writes its parts of the gradient into that buffer; when all have, the fi
 passed on, and all of them point their parameters at the same version. So an update is made of whole gradients, each of
 one replica, and a version is one over all parts. A replica that is too late learns it when it pushes: its gradient is
 dropped and its samples go to others.
+
+Over several machines each replica is inside one of them, and what is between machines is as it is for whole models: the
+machine's relay is the server to its replicas, sends their gradients to the machines that have servers, and fetches
+versions, each once for all replicas of the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from paceline.config import Mesh
+from paceline.cluster.run_state import RunState
+from paceline.config import Mesh, replicas_by_machine
 from paceline.errors import TeamError, UsageError
 from paceline.events import Brought
 from paceline.parameters.gradients import GRAD
@@ -29,9 +34,9 @@ from paceline.policies import Policy, parse_policy
 from paceline.server.client import ServerClient
 from paceline.server.flags import SharedFlags
 from paceline.server.messages import Freeze, SessionOpened
-from paceline.strategies.base import Options, TrainerContext
+from paceline.strategies.context import Options, TrainerContext
 from paceline.strategies.local_servers import LocalServers
-from paceline.strategies.mesh_coord import MeshCoord, MeshShape
+from paceline.strategies.mesh_coord import MeshCoord
 from paceline.strategies.optimizer_patch import own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.replica_client import ReplicaClient
@@ -41,7 +46,7 @@ from paceline.strategies.split_model import SplitModel
 from paceline.strategies.step_table import any_used
 from paceline.strategies.worker_memory import WorkerMemory, describe_run
 from paceline.transport import BarrierKind
-from paceline.transport.unix_connection import new_address
+from paceline.transport.call_log import UPDATES
 
 _NORM = struct.Struct("=d")
 
@@ -57,15 +62,17 @@ class MeshServerTrainer(ServerTrainer):
         if (context.launch.compress or sync.compress) not in ("none", "fp32"):
             raise UsageError("a replica of several workers writes its gradient in parts, which cannot be compressed")
         members = context.members
-        self._coord = coord = MeshCoord(MeshShape.of(context.strategy), members.rank)
+        self._coord = coord = MeshCoord.of(context.strategy, members)
         self._split = split = SplitModel(model, optimizer, options, context, coord, self)
         policy = sync.for_workers(range(coord.shape.data))
         servers = LocalServers(context, sync)
         memory = self._lay_out(options, context, optimizer, servers, sync)
         state = OptimizerState(optimizer, lambda: memory.shards, split.parts)
-        if members.rank == 0:
+        if members.local.rank == 0:
             split.parts.fill(memory.versions.views(0))
+        if members.rank == 0:
             state.import_all()
+        memory.mirror_state(members)
         optimizer.state.clear()
         client = self._connect(context, optimizer, servers, memory, spare=policy.spare)
         super().__init__(
@@ -83,7 +90,7 @@ class MeshServerTrainer(ServerTrainer):
             counts=not coord.place,
         )
         if client.client is not None:
-            client.client.reduce = self._reduce_share
+            client.client.reduce, client.client.say = self._reduce_share, context.say
         self._pushes = 0
         self.replica = (coord.replica, coord.shape.data)
         self._gradients.attach()
@@ -102,7 +109,7 @@ class MeshServerTrainer(ServerTrainer):
             options,
             optimizer,
             (parts.named, parts.shadow),
-            [range(coord.shape.data)],
+            replicas_by_machine(context.strategy, context.members.machines) or [],
             servers.where,
             sync,
             capacity=coord.shape.data,
@@ -124,12 +131,11 @@ class MeshServerTrainer(ServerTrainer):
         self, context: TrainerContext, optimizer: Optimizer, servers: LocalServers, memory: WorkerMemory, *, spare: bool
     ) -> ReplicaClient:
         members, coord, spec = context.members, self._coord, memory.spec
-        address = members.gather(new_address().encode(), BarrierKind.ALLOCATE)[0].decode()
+        address = servers.open(memory, None if coord.place else coord.replica, optimizer, spare=spare)
         first = None
         if not coord.place:
-            servers.start(spec, coord.replica, optimizer, address, spare=spare)
             first = ServerClient(address, coord.replica, spec.timeouts)
-            first.attach(SharedFlags(memory.run.flags, spec.capacity))
+            first.attach(SharedFlags(memory.run.flags, spec.capacity), RunState(memory.run.record))
             first.open(spec, memory.run, [])
         client = ReplicaClient(first, self._split.barrier)
         client.wait_until_ready()
@@ -151,7 +157,9 @@ class MeshServerTrainer(ServerTrainer):
         )
         if self._split.barrier is None:
             return used, found_inf
+        self._split.calls.begin_turn(UPDATES)
         notes = self._split.barrier.gather(bytes([found_inf]) + used, BarrierKind.UPDATE)
+        self._split.calls.check_turn(UPDATES)
         return any_used([note[1:] for note in notes]), any(note[0] for note in notes)
 
     def _write_used(self, used: bytes) -> None:
@@ -228,8 +236,10 @@ class MeshServerTrainer(ServerTrainer):
             self._barrier.wait(BarrierKind.BARRIER)
 
     def close(self) -> None:
-        with contextlib.suppress(TeamError), self._replica_frozen():
-            self._state.export(copy=True)
-            self._split.undo()
-            own_parameters(self._layout)
+        with contextlib.suppress(TeamError):
+            self._replica_wait()  # a replica that has lost a worker cannot thaw the server again
+            with self._replica_frozen():
+                self._state.export(copy=True)
+                self._split.undo()
+                own_parameters(self._layout)
         super().close()

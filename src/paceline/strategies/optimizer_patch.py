@@ -14,20 +14,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from paceline.parameters.gradients import GRAD
+from paceline.cluster.compiler import keep_out_of_graphs
+from paceline.errors import FORK, UsageError
 from paceline.parameters.layout import Layout
 
 _AMP = "_step_supports_amp_scaling"
 """The attribute by which GradScaler knows an optimizer whose `step` unscales gradients itself."""
-
-
-def clear_gradients(optimizer: Optimizer, layout: Layout, set_to_none: bool) -> None:
-    """As the optimizer's `zero_grad`, for the parameters of a layout, and faster."""
-    if set_to_none:
-        for slot in layout.slots:
-            GRAD.__set__(slot.parameter, None)
-    else:
-        type(optimizer).zero_grad(optimizer, set_to_none=False)
 
 
 def own_state(optimizer: Optimizer) -> None:
@@ -43,11 +35,24 @@ def own_parameters(layout: Layout) -> None:
         slot.parameter.data = slot.parameter.data.clone(memory_format=torch.preserve_format)
 
 
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a closure as torch's optimizers evaluate it."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def refuse_fork(*_args: Any, **_kwargs: Any) -> Any:
+    """A step in a process that was forked from a worker."""
+    raise UsageError(FORK)
+
+
 class OptimizerPatch:
     """The user's optimizer with some of its methods replaced, until `undo`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._had = {name: value for name, value in vars(optimizer).items() if callable(value)}
         self.plain_step: Callable[..., Any] = types.MethodType(type(optimizer).step, optimizer)
         """The optimizer's own step."""
@@ -59,42 +64,43 @@ class OptimizerPatch:
         }
 
     def replace(self, name: str, function: Callable[..., Any]) -> None:
+        @keep_out_of_graphs
         def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if name == "step":
                 self._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check it
             return function(*args, **kwargs)
 
         method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        setattr(self._optimizer, name, types.MethodType(method, self._optimizer))
+        setattr(self.optimizer, name, types.MethodType(method, self.optimizer))
         self._replaced.add(name)
 
     def undo(self) -> None:
         for name in self._replaced:
-            vars(self._optimizer).pop(name, None)
+            vars(self.optimizer).pop(name, None)
             if name in self._had:
-                setattr(self._optimizer, name, self._had[name])
+                setattr(self.optimizer, name, self._had[name])
         self._replaced.clear()
-        vars(self._optimizer).pop(_AMP, None)
+        vars(self.optimizer).pop(_AMP, None)
         if self._had_amp is not None:
-            setattr(self._optimizer, _AMP, self._had_amp)
+            setattr(self.optimizer, _AMP, self._had_amp)
 
     def support_amp_scaling(self) -> None:
         """Make GradScaler leave unscaling and skipping to `step`, where the workers agree on it."""
-        setattr(self._optimizer, _AMP, True)
+        setattr(self.optimizer, _AMP, True)
 
     def amp_scaling(self) -> tuple[float, bool]:
         """The factor that undoes GradScaler's scale, and True if it has found a gradient that is not finite.
 
         GradScaler sets both attributes for the time of a step.
         """
-        scale = getattr(self._optimizer, "grad_scale", None)
-        found_inf = bool(getattr(self._optimizer, "found_inf", False))
+        scale = getattr(self.optimizer, "grad_scale", None)
+        found_inf = bool(getattr(self.optimizer, "found_inf", False))
         return 1.0 if scale is None else 1.0 / float(scale), found_inf
 
     @contextlib.contextmanager
     def values(self, groups: list[dict[str, Any]]) -> Iterator[None]:
         """Gives the optimizer's groups these values until the context exits."""
-        own = self._optimizer.param_groups
+        own = self.optimizer.param_groups
         before = [{key: group.get(key) for key in values} for group, values in zip(own, groups, strict=True)]
         for group, values in zip(own, groups, strict=True):
             group.update(values)
@@ -108,14 +114,14 @@ class OptimizerPatch:
         """Multiplies the learning rates of the optimizer's groups until the context exits."""
         if factor == 1.0:
             return contextlib.nullcontext()
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         return self.values([{"lr": group["lr"] * factor} if "lr" in group else {} for group in groups])
 
     def run_hooks(self, kind: str) -> None:
         """Runs the user's hooks of a step; kind: "pre" or "post"."""
         if self._hooks[kind]:
             for hook in list(self._hooks[kind].values()):
-                hook(self._optimizer, (), {})
+                hook(self.optimizer, (), {})
 
 
 class OneCycleClamp:

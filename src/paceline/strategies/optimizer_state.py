@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from paceline.parameters.joint import parts_of
+from paceline.parameters.kept_version import KeptVersion
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.whole import WholeOptimizer
 from paceline.strategies.optimizer_patch import own_state
@@ -50,10 +52,25 @@ class OptimizerState:
             optimizer.state.update(state)
             shard.import_state(optimizer)
 
-    def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
-        """The optimizer's `state_dict()`, with the whole state."""
+    def state_dict(self, optimizer: Optimizer, *, copy: bool = False) -> dict[str, Any]:
+        """An optimizer's `state_dict()`, with the whole state; optimizer: the user's, or one of several."""
         self.export(copy=copy)
         try:
-            return type(self._optimizer).state_dict(self._optimizer)
+            return type(optimizer).state_dict(optimizer)
         finally:
             self._optimizer.state.clear()
+
+    def kept(self, kept: KeptVersion) -> list[dict[str, Any]]:
+        """The `state_dict` of each optimizer, with the state of a copy that updates have made."""
+        next(iter(self._shards())).export_kept(kept, self._optimizer)
+        try:
+            return [type(part).state_dict(part) for part in parts_of(self._optimizer)]
+        finally:
+            self._optimizer.state.clear()
+
+    def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Loads the state of an optimizer: the user's, or one of several, which keep theirs."""
+        if optimizer is not self._optimizer:
+            self.export(copy=True)
+        type(optimizer).load_state_dict(optimizer, state)
+        self.import_all()

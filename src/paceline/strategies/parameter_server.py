@@ -14,31 +14,34 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
+from paceline.cluster.preemption import leave_if_told
+from paceline.cluster.run_state import RunState
 from paceline.config import RunSpec, capacity
 from paceline.errors import Mismatch, ServerLost, TeamError
+from paceline.parameters.joint import split_parameters
 from paceline.parameters.layout import Slot
 from paceline.parameters.model_buffers import ModelBuffers
 from paceline.parameters.step_snapshot import StepSnapshot
 from paceline.policies import Policy, parse_policy
 from paceline.server.client import ServerClient
 from paceline.server.flags import SharedFlags
-from paceline.server.messages import GradientReady, Proceed, SessionOpened
+from paceline.server.messages import GradientReady, MarkVersion, Proceed, SessionOpened
 from paceline.server.messages import StepCancelled as CancelledStep
-from paceline.strategies.base import Options, TrainerContext, split_parameters
 from paceline.strategies.cancellation import (
     CancelHooks,
     StepCancelledError,
     explain_missing_names,
     release_scaler,
 )
+from paceline.strategies.context import Options, TrainerContext
 from paceline.strategies.local_servers import LocalServers
 from paceline.strategies.optimizer_patch import own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.server_trainer import ServerTrainer, check_server
+from paceline.strategies.snapshot_board import Kept
 from paceline.strategies.step_table import changed_unlike, weigh
 from paceline.strategies.worker_memory import Named, WorkerMemory, describe_run
 from paceline.transport import BarrierKind
-from paceline.transport.unix_connection import new_address
 
 _WEIGHT = struct.Struct("=dqd")  # samples, and kind and items of the loss
 
@@ -76,9 +79,10 @@ class ParameterServerTrainer(ServerTrainer):
             server_rank=members.rank,
             workers=self.size,
         )
-        run.client.reduce = self._reduce_share
+        run.client.reduce, run.client.say = self._reduce_share, context.say
         self._pushed = False
         """True if this worker has pushed a gradient."""
+        self.keeps = len(members.machines) == 1
         self._leases.on_ask = self._leave_if_dismissed
         more = _with_more(policy)
         self.cancels = policy.cancels or more.cancels
@@ -124,32 +128,34 @@ class ParameterServerTrainer(ServerTrainer):
         self._pushed = True
         self._leave_if_dismissed()
         if answer.outcome == "dropped" and self.cancels and self._depth:
-            self._returned = True
+            self._returned = not self._leases.several  # else the server does not know them
             raise StepCancelledError
 
     def _expose_gradients(self) -> None:
         if not self._exposes:
             super()._expose_gradients()
             return
-        own = self._gradients.collect()
+        state = self._making
+        own = state.gradients.collect()
         self._write_used(own)
-        weight = self._weight.loss
-        note = _WEIGHT.pack(float(max(1, self._leases.samples)), weight.kind, weight.items)
+        weight = state.weight.loss
+        note = _WEIGHT.pack(float(max(1, self._leases.minibatch.samples)), weight.kind, weight.items)
         payloads = self._client.exchange(BarrierKind.REDUCE, note)
         found = {rank: _WEIGHT.unpack(payload) for rank, payload in sorted(payloads.items())}
         samples = sum(count for count, _, _ in found.values())
         weights, _ = weigh([(rank, count / samples, kind, items, 1.0) for rank, (count, kind, items) in found.items()])
         used = {rank: bytes(self._memory.used_of[rank]) for rank, _ in weights}
-        sums = []
-        for slot, view in zip(self._layout.slots, self._layout.buffers(self._gradients.own), strict=True):
-            sums.append(torch.zeros_like(view))
+        sums, views = [], self._layout.buffers(self._gradients.own)
+        slots = self._slots[self._current]
+        for slot in slots:
+            sums.append(torch.zeros_like(views[slot.index]))
             for rank, share in weights:
                 if used[rank][slot.index]:
                     sums[-1].add_(self._layout.buffers(self._gradients.flats[rank])[slot.index], alpha=share)
         self._client.exchange(BarrierKind.REDUCE, b"")  # until all have read
-        for view, total in zip(self._layout.buffers(self._gradients.own), sums, strict=True):
-            view.copy_(total)
-        self._gradients.show(bytes(any(flags) for flags in zip(*used.values(), strict=True)))
+        for slot, total in zip(slots, sums, strict=True):
+            views[slot.index].copy_(total)
+        state.gradients.show(bytes(any(flags) for flags in zip(*used.values(), strict=True)))
         self._gradients_shown(len(weights))
 
     def _refuses(self, found_inf: bool) -> bool:
@@ -194,9 +200,9 @@ class ParameterServerTrainer(ServerTrainer):
         if not self._exposes:
             return super().clip(limit, norm)
         self._look_away()
-        if not self._exposed:
+        if not self._making.exposed:
             self._expose_gradients()
-        return clip_grad_norm_([slot.parameter for slot in self._layout.slots], limit, norm_type=norm)
+        return clip_grad_norm_([slot.parameter for slot in self._slots[self._current]], limit, norm_type=norm)
 
     def enter_step(self) -> None:
         self._depth += 1
@@ -209,12 +215,13 @@ class ParameterServerTrainer(ServerTrainer):
         if self._depth or not isinstance(error, StepCancelledError):
             return False  # a step is cancelled as a whole
         if not self._returned:
-            leases = self._leases.take()
+            leases = self._leases.cancel()
             self._stopwatch.cancel(self._server_version, leases, self._client.cancelled_at())
             self._adopt(self._client.call(CancelledStep(leases, self._leases.wanted())), free=False)
         self._returned = False
         self._discard_clip()
-        release_scaler(error, self._optimizer)
+        for patch in self._patches:
+            release_scaler(error, patch.optimizer)
         for slot in self._layout.slots:
             slot.parameter.grad = None
         if self._snapshot is not None:
@@ -233,6 +240,7 @@ class ParameterServerTrainer(ServerTrainer):
 
     def _leave_if_dismissed(self) -> None:
         """End this script between two gradients, if the launcher wants it to leave."""
+        leave_if_told()
         if self._client.dismissed:
             raise SystemExit(0)
 
@@ -257,15 +265,32 @@ class ParameterServerTrainer(ServerTrainer):
         with self._newest_frozen(reload):
             yield
 
+    def mark_next(self) -> None:
+        self._client.send(MarkVersion())
+
+    @property
+    def marked(self) -> int:
+        return int(self._client.marked)
+
+    def version_of(self, number: int) -> int:
+        return self._initial_version + number - 1
+
+    def kept(self, number: int) -> Kept | None:
+        copy = self._memory.kept
+        if copy.complete != number:
+            return None
+        return Kept(copy.by_parameter(self._layout), self._state.kept(copy), self._client.left())
+
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         """The lead's state is the run's; the others load the hyperparameters only."""
-        super()._load_state_dict(state)
         if self._rank == 0 and not self._late:
             with self.frozen(reload=True):
-                self._state.import_all()
+                self._state.load_state_dict(self._patch.optimizer, state)
+        else:
+            super()._load_state_dict(state)
         self._optimizer.state.clear()
 
-    def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    def load(self, model: Any, optimizer: Any) -> None:
         if self._late:
             return  # the run has trained on from this checkpoint
         here = [rank for rank, payload in enumerate(self.gather(b"here", BarrierKind.BARRIER) or []) if payload]
@@ -274,7 +299,7 @@ class ParameterServerTrainer(ServerTrainer):
             if rank == self._rank:
                 with self.frozen():
                     self._load_model(model)
-                self._optimizer.load_state_dict(optimizer)
+                self._load_optimizers(optimizer)
             self.gather(b"", BarrierKind.BARRIER)
 
     def close(self) -> None:
@@ -339,8 +364,7 @@ def _open_run(
 ) -> _Run:
     """Lay out shared memory, start the servers, and connect to them; all workers call it."""
     members = context.members
-    several = len(members.machines) > 1
-    if several:
+    if len(members.machines) > 1:
         members.mirror([parameter.data for _, parameter in trained])
     share = functools.partial(members.share, keep=True)
     memory = WorkerMemory(spec, members.rank, trained, optimizer, share, hyperparameters=optimizer)
@@ -350,15 +374,10 @@ def _open_run(
         buffers.write(memory.run.buffers)
     if members.rank == 0:
         state.import_all()
-    if several:
-        _mirror_state(members, memory)
+    memory.mirror_state(members)
     optimizer.state.clear()
-    coordinator = members.gather(new_address().encode(), BarrierKind.ALLOCATE)[0].decode()
-    if several:
-        servers.open_relay(memory, coordinator)
-    address = servers.relay_addresses[members.machine] if several else coordinator
     spare = spec.elastic or parse_policy(context.strategy).for_workers(range(members.size)).spare
-    servers.start(spec, members.rank, optimizer, coordinator if members.machine == 0 else address, spare=spare)
+    address = servers.open(memory, members.rank, optimizer, spare=spare)
     client = ServerClient(address, members.rank, spec.timeouts)
     _attach(client, memory, buffers)
     pids = [0] * members.size
@@ -394,7 +413,8 @@ def _join_run(
 
 
 def _attach(client: ServerClient, memory: WorkerMemory, buffers: ModelBuffers) -> None:
-    client.attach(SharedFlags(memory.run.flags, memory.spec.capacity))
+    client.relayed = len(memory.spec.machines) > 1
+    client.attach(SharedFlags(memory.run.flags, memory.spec.capacity), RunState(memory.run.record))
     client.copy = functools.partial(buffers.write, memory.run.buffers)
 
 
@@ -402,12 +422,3 @@ def _check_lead(members: Members) -> None:
     """Without the lead, which sends the spec, no server begins."""
     if members.machine == 0 and members.rank != 0 and (how := members.local.barrier.gone(0)) is not None:
         raise ServerLost(f"rank 0 {how} before it had told the server what to train", [0])
-
-
-def _mirror_state(members: Members, memory: WorkerMemory) -> None:
-    """Copy the lead's optimizer state, if it has one, to every machine."""
-    state = memory.run.state
-    marks = bytes([any(state.bytes(start, stop - start)) for s in memory.shards for start, stop in s.owned()[:1]])
-    if any(members.gather(marks, BarrierKind.ALLOCATE)[0]):
-        whole = state.tensor(0, state.size, torch.uint8)
-        members.mirror([whole] if members.local.rank == 0 else [torch.empty_like(whole)])

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from paceline.parameters.optimizers import same_kind
+from paceline.parameters.optimizers import same_kind_as
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.whole import WholeOptimizer
 from paceline.strategies.mesh_coord import MeshCoord
-from paceline.tensor_parallel.placement import shard_of, unshard
+from paceline.tensor_parallel.placement import Placement, shard_of, unshard
 from paceline.tensor_parallel.sharded_model import ShardedModel
 
 
@@ -58,7 +58,7 @@ class PartitionedParameters:
             parts = [self.named[number][1] for p in group["params"] for number in self.of[id(p)]]
             rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             groups.append({**rest, "params": parts})
-        return same_kind(type(self._optimizer), groups, self._optimizer.defaults)
+        return same_kind_as(self._optimizer, groups)
 
     def fill(self, views: list[torch.Tensor]) -> None:
         """Write this process's values, which it had before they were cut, to where all will find them."""
@@ -93,13 +93,7 @@ class PartitionedParameters:
         if len(states) == 1:
             return states[0]
         assert self._sharded is not None
-        placement = self._sharded.placements[id(parameter)]
-        return {
-            name: unshard([state[name] for state in states], placement)
-            if isinstance(value, torch.Tensor) and value.dim() > placement.dim
-            else value
-            for name, value in states[0].items()
-        }
+        return joined_state(states, self._sharded.placements[id(parameter)])
 
     def import_state(self, take: Callable[[Optimizer], None]) -> None:
         """Pass the state of the user's optimizer, cut into parts, to `take`, and empty it."""
@@ -118,13 +112,27 @@ class PartitionedParameters:
 
     def _part(self, parameter: torch.Tensor, state: dict[str, Any], place: int) -> dict[str, Any]:
         assert self._sharded is not None
-        placement = self._sharded.placements[id(parameter)]
-        return {
-            name: shard_of(value, placement, place, self._coord.shape.tensor).clone()
-            if isinstance(value, torch.Tensor) and value.dim() > placement.dim
-            else value
-            for name, value in state.items()
-        }
+        return state_part(state, self._sharded.placements[id(parameter)], place, self._coord.shape.tensor)
+
+
+def joined_state(states: list[dict[str, Any]], placement: Placement) -> dict[str, Any]:
+    """The optimizer's state of a whole parameter, from those of its parts."""
+    return {
+        name: unshard([state[name] for state in states], placement)
+        if isinstance(value, torch.Tensor) and value.dim() > placement.dim
+        else value
+        for name, value in states[0].items()
+    }
+
+
+def state_part(state: dict[str, Any], placement: Placement, place: int, parts: int) -> dict[str, Any]:
+    """The optimizer's state of one part of a parameter."""
+    return {
+        name: shard_of(value, placement, place, parts).clone()
+        if isinstance(value, torch.Tensor) and value.dim() > placement.dim
+        else value
+        for name, value in state.items()
+    }
 
 
 def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

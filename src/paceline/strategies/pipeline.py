@@ -7,8 +7,9 @@ The script's own loop drives it: `model(x)` returns deferred values, `loss.backw
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -16,63 +17,143 @@ import torch
 from torch.nn.utils.clip_grad import clip_grad_norm_
 from torch.optim import Optimizer
 
+from paceline.collectives.machines_group import MachinesGroup
 from paceline.config import Pipeline, one_of
 from paceline.errors import UsageError
 from paceline.events import Update
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.pipeline.context import PipelineContext
 from paceline.pipeline.exposed_gradients import ExposedGradients
-from paceline.pipeline.pipelined_model import PipelinedModel
+from paceline.pipeline.pipelined_model import NO_VALUES, PipelinedModel
+from paceline.pipeline.runtime import PipelineRuntime
 from paceline.pipeline.shared_state import SharedState
-from paceline.strategies.base import Options, Trainer, TrainerContext, run_closure
-from paceline.strategies.model_copies import copy_after
+from paceline.pipeline.stage_state import StageState
+from paceline.strategies.base import Trainer
+from paceline.strategies.context import Options, TrainerContext
+from paceline.strategies.gradient_access import hook_sees
+from paceline.strategies.model_copies import copy_after, refuse_copies
+from paceline.strategies.optimizer_patch import run_closure
+from paceline.strategies.same_inputs import SameInputs
+from paceline.strategies.split_checks import log_calls
 from paceline.transport import BarrierKind
+from paceline.transport.call_log import UPDATES
+from paceline.transport.network_mailbox import NetworkMailbox
 
 
 class PipelineTrainer(Trainer):
     """Trains one worker's stages of a model."""
 
+    _microbatches = 1
+
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
-        assert isinstance(context.strategy, Pipeline)
         _refuse(model, optimizer)
         self._rate = RateScaling(options.scale_lr, 1, options.warmup, options.batch)
         super().__init__(model, optimizer, context, replicas=1)
         self.replica = (0, 1)
-        self._steps = 0
-        """Updates since setup; `version` may begin at a checkpoint's."""
+        self._spread = len(context.members.machines) > 1
+        """True if the workers are on several machines, and share no memory."""
+        self._meta = options.meta
+        self._calls = log_calls(context.members, context.members.machines[context.members.machine])
+        self._same_inputs = SameInputs(model, context.members, context.members.size, options)
+        self._undo: list[Callable[[], None]] = []
+        self._pipelined = self._split(options, context)
+        if self._pipelined is not None:
+            self._pipelined.without_values = self._meta is not None
+        self._exposed: ExposedGradients | None = None
+        self._patch_optimizer()
+        self._watch_gradients()
+        # Also of a part of the model alone.
+        hooks = [one.register_state_dict_pre_hook(lambda *_: self._share_changes()) for one in model.modules()]
+        copies = refuse_copies(model.modules()) if self._spread else copy_after(model.modules(), self._share_changes)
+        self._undo += [copies, *(hook.remove for hook in hooks)]
+        self._abandoned = False
+        """True if the script has ended with an error."""
+
+    def _split(self, options: Options, context: TrainerContext) -> PipelinedModel | None:
+        """Splits the model; returns it if it is cut into stages."""
+        assert isinstance(context.strategy, Pipeline)
         ranks, slow = range(context.members.size), context.launch.slow
-        pipeline = PipelineContext(
-            spec=context.strategy,
+        speeds = [1.0 / slow[rank].factor if rank in slow else 1.0 for rank in ranks]
+        return PipelinedModel(
+            self._model, self._pipeline_context(context, context.strategy, ranks, speeds), self._share, self._built
+        )
+
+    def _pipeline_context(
+        self, context: TrainerContext, spec: Pipeline, ranks: Sequence[int], speeds: Sequence[float], **more: Any
+    ) -> PipelineContext:
+        self._microbatches = spec.microbatches
+        return PipelineContext(
+            spec=spec,
             members=context.members,
             ranks=ranks,
             team_ranks=ranks,
             recorder=context.recorder,
             say=context.say,
             slow_pass=context.stopwatch.slow_pass,
-            speeds=[1.0 / slow[rank].factor if rank in slow else 1.0 for rank in ranks],
+            speeds=speeds,
             version=lambda: self.version,
-            before_call=self._share_changes,
+            calls=self._calls,
+            before_call=self._before_call,
             enter_backward=self.enter_backward,
             leave_backward=self.leave_backward,
+            traceable=self._traceable,
+            measurable=self._measurable,
+            **more,
         )
-        self._pipelined = PipelinedModel(model, pipeline, self._share, lambda built: self._shared_state.keep(built.own))
-        self._exposed: ExposedGradients | None = None
-        self._patch_optimizer()
-        self._watch_gradients()
-        # Also of a part of the model alone.
-        hooks = [one.register_state_dict_pre_hook(lambda *_: self._wait_for_stages()) for one in model.modules()]
-        self._undo = [copy_after(model.modules(), self._wait_for_stages), *(hook.remove for hook in hooks)]
 
     def _share(self) -> None:
-        self._shared_state = SharedState(self._members, self._model, self._optimizer)
+        if self._spread:
+            self._use(StageState(self._members, self._model, self._optimizer, self._meta))
+        else:
+            self._use(SharedState(self._members, self._model, self._optimizer))
+
+    def _use(self, state: StageState | SharedState) -> None:
+        self._state: StageState | SharedState = state
+
+    def _traceable(self) -> contextlib.AbstractContextManager[None]:
+        return self._state.traceable()
+
+    def _measurable(self, trace: Any) -> contextlib.AbstractContextManager[None]:
+        return self._state.measurable(trace) if isinstance(self._state, StageState) else contextlib.nullcontext()
+
+    def _built(self, runtime: PipelineRuntime) -> None:
+        if isinstance(self._state, StageState):
+            self._state.attach(runtime)
+            self._say(
+                "the stages of this pipeline are on several machines: a worker has the parameters of its own stages, "
+                "and others read as NaN; model.state_dict() and team.save() give the whole model"
+            )
+        self._state.keep(runtime.own)
+
+    @property
+    def _runtime(self) -> PipelineRuntime | None:
+        """The pipeline, once the model is cut."""
+        return None if self._pipelined is None else self._pipelined.runtime
+
+    @property
+    def _is_split(self) -> bool:
+        """True if this worker has a part of the model's state only."""
+        return self._runtime is not None
+
+    @property
+    def _network(self) -> NetworkMailbox | None:
+        """The connections to workers that may ask this one for its part of the state."""
+        group = None if self._runtime is None else self._runtime.group
+        return group.network if isinstance(group, MachinesGroup) else None
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
 
+    def _before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._same_inputs.check(args, kwargs)
+        if self._is_split:
+            self._share_changes()
+
     def take_batch(self, samples: int, weight: float) -> None:
         super().take_batch(samples, weight)
-        self._stopwatch.drop()  # the passes of the stages are measured instead
-        self._pipelined.samples = samples
+        if self._pipelined is not None:
+            self._stopwatch.drop()  # the passes of the stages are measured instead
+            self._pipelined.samples = samples
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
@@ -83,22 +164,36 @@ class PipelineTrainer(Trainer):
         loss = run_closure(closure)
         self._look_away()
         self._hide_gradients()
-        start = time.perf_counter()
+        if self._leaves_out():
+            return loss
         rates = self._patch.scaled_rates(self._rate.factor(self.version))
         self._share_changes()
-        updating = contextlib.nullcontext() if self._pipelined.runtime is None else self._shared_state.updating()
-        with rates, updating, self._patch.values(_in_one_pass(self._optimizer)):
+        with rates, self._updating(), self._patch.values(_in_one_pass(self._optimizer)):
             self._patch.plain_step()
-        self._steps += 1
-        self.version += 1
-        if self._pipelined.runtime is not None:
-            self._shared_state.share_new_state()
-            self._pipelined.runtime.ownership.announce_update()
-            self._shared_state.publish(self._steps)
-        end = time.perf_counter()
-        self._recorder.add(Update(self._rank, start, end - start, self.version))
         self.on_update()
         return loss
+
+    def _leaves_out(self) -> bool:
+        """True if no update shall be made of the current gradient."""
+        return False
+
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
+        """While entered, all workers update their stages: a script sees all of them before, or all after."""
+        split = self._is_split
+        if split:
+            self._calls.begin_turn(UPDATES)
+            self._wait(BarrierKind.UPDATE)
+            self._calls.check_turn(UPDATES)
+        start = time.perf_counter()
+        with self._state.updating() if split else contextlib.nullcontext():
+            yield
+        if split:
+            self._state.share_new_state()
+        self.version += 1
+        self._recorder.add(Update(self._rank, start, time.perf_counter() - start, self.version))
+        if split:
+            self._wait(BarrierKind.PUBLISH)
 
     def enter_backward(self, loss: Any) -> bool:
         super().enter_backward(loss)
@@ -112,10 +207,17 @@ class PipelineTrainer(Trainer):
     @property
     def _own(self) -> list[torch.nn.Parameter]:
         """The parameters that this worker updates."""
-        return [] if self._pipelined.runtime is None else list(self._pipelined.runtime.own)
+        return [] if self._runtime is None else list(self._runtime.own)
+
+    def _expose_to_hook(self) -> None:
+        if self._microbatches > 1:
+            self._say(hook_sees("that of each microbatch, not the batch's"))
 
     def _expose_gradients(self) -> None:
-        """Gives every worker the gradients of all stages."""
+        """Gives every worker the gradients of all stages, if they share memory."""
+        if self._spread:
+            super()._expose_gradients()
+            return
         if self._exposed is None:
             self._exposed = ExposedGradients(self._members, list(self._model.parameters()))
         self._exposed.show(self._own)
@@ -125,7 +227,8 @@ class PipelineTrainer(Trainer):
         if self._exposed is not None and self._exposed.shown:
             return clip_grad_norm_(self._model.parameters(), limit, norm_type=norm)
         parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
-        own = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], norm)  # type: ignore[misc]
+        counted = [parameter.grad for parameter in parameters if self._counts(parameter)]
+        own = torch.nn.utils.get_total_norm(counted, norm)  # type: ignore[arg-type]
         payloads = self._members.gather(msgspec.msgpack.encode(float(own)), BarrierKind.CLIP)
         parts = [msgspec.msgpack.decode(part, type=float) for part in payloads]
         total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
@@ -133,31 +236,30 @@ class PipelineTrainer(Trainer):
         super().leave_backward()  # the script may look at them still
         return total
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
+    def _counts(self, _parameter: torch.nn.Parameter) -> bool:
+        """True if this worker's gradient of a parameter counts in the norm of the whole."""
+        return True
 
-    def _wait_for_stages(self) -> None:
-        """Waits until all stages have had as many updates as this worker's."""
-        if self._pipelined.runtime is not None:
-            self._shared_state.wait(self._steps)
-        self._share_changes()
+    # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _share_changes(self) -> None:
         """Let all stages see what the workers' scripts have changed themselves, all alike."""
-        if self._pipelined.runtime is not None and self._shared_state.changed():
-            self._shared_state.wait(self._steps)
-            self._shared_state.share_changes()
+        if self._meta is not None and self._runtime is None:
+            raise UsageError(NO_VALUES)
+        if self._is_split and self._state.changed():
+            self._state.share_changes()
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        self._wait_for_stages()
+        self._share_changes()
         yield
 
     def _state_dict(self) -> dict[str, Any]:
-        if self._pipelined.runtime is None:
+        if not self._is_split:
             return super()._state_dict()
-        self._wait_for_stages()
+        self._share_changes()
         own = self._optimizer.state
-        self._optimizer.state = _like(own, self._shared_state.all_state())
+        self._optimizer.state = _like(own, self._state.all_state())
         try:
             return super()._state_dict()
         finally:
@@ -165,22 +267,36 @@ class PipelineTrainer(Trainer):
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         super()._load_state_dict(state)
-        if self._pipelined.runtime is not None:
-            self._shared_state.keep(self._pipelined.runtime.own)
+        if self._runtime is not None:
+            self._state.keep(self._runtime.own)
 
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        if self._pipelined.runtime is not None:
+        self._share_changes()
+        if self._is_split:
             self._barrier.wait(BarrierKind.BARRIER)
         super().load(model, optimizer)
         self._share_changes()
-        if self._pipelined.runtime is not None:
+        if self._is_split:
             self._barrier.wait(BarrierKind.BARRIER)
 
+    def leave(self) -> None:
+        network = self._network
+        if network is None or self._abandoned:
+            return
+        network.bye()
+        if self._rank and getattr(sys, "last_value", None) is None:
+            network.wait_for_bye(0, self._barrier.timeouts.barrier)  # the lead may still save the model
+
+    def abandon(self) -> None:
+        self._abandoned = True
+
     def close(self) -> None:
-        if self._pipelined.runtime is not None:
-            self._wait_for_stages()
-            state = self._shared_state.all_state()
-            self._shared_state.release()
+        if self._is_split and self._meta is not None and not self._abandoned:
+            self._barrier.wait(BarrierKind.BARRIER)  # until then others may ask
+        elif self._is_split and not (self._spread and self._abandoned):
+            self._share_changes()
+            state = self._state.all_state()
+            self._state.release()
             copies = {
                 parameter: {
                     name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in own.items()
@@ -189,9 +305,20 @@ class PipelineTrainer(Trainer):
             }
             self._optimizer.state = _like(self._optimizer.state, copies)
         super().close()
+        self._calls.close()
         for undo in self._undo:
             undo()
-        self._pipelined.close()
+        if self._pipelined is not None:
+            self._pipelined.close()
+        if self._meta is not None:
+            self._model.forward = _in_parts
+
+
+def _in_parts(*_args: Any, **_kwargs: Any) -> Any:
+    raise UsageError(
+        "the team is closed, and of a model that was made on the meta device a worker keeps its own stages only; save "
+        "it before, and load it into a plain model"
+    )
 
 
 def _in_one_pass(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -206,9 +333,11 @@ def _fusable(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _is_flat(parameter: torch.nn.Parameter) -> bool:
-    """True if its elements and its gradient's have the same order in memory, as one pass needs."""
-    plain = parameter.is_floating_point() and parameter.is_contiguous()
-    return plain and (parameter.grad is None or parameter.grad.is_contiguous())
+    """True if its elements and its gradient's have the same order in memory, as one pass needs; or without gradient."""
+    gradient = parameter.grad
+    if gradient is None:  # it is not updated, and another worker's has no memory of its own
+        return True
+    return parameter.is_floating_point() and parameter.is_contiguous() and gradient.is_contiguous()
 
 
 def _like(old: Any, values: dict[Any, Any]) -> Any:

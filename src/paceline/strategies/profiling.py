@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.pipeline.script_profile import write_profile
-from paceline.strategies.base import Options, TrainerContext
+from paceline.strategies.context import Options, TrainerContext
 from paceline.strategies.single import SingleTrainer
 
 

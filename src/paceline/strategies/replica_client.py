@@ -18,7 +18,7 @@ from paceline.events.stopwatch import pause
 from paceline.server.client import ServerClient
 from paceline.server.messages import ToWorker
 from paceline.strategies.mesh_coord import MeshCoord
-from paceline.transport import Barrier, BarrierKind, Memory
+from paceline.transport import Barrier, BarrierKind, Memory, StepCounter
 
 
 class ReplicaBarrier:
@@ -27,17 +27,21 @@ class ReplicaBarrier:
     def __init__(self, members: Members, coord: MeshCoord, say: Callable[[str], None]) -> None:
         ranks = coord.replica_ranks()
         size = len(ranks)
-        memories = [members.share(Barrier.memory_size(size)) for _ in range(coord.shape.data)]
-        memory: Memory = memories[coord.replica]
+        memories = [members.share(Barrier.memory_size(size)) for _ in coord.here]
+        memory: Memory = memories[coord.local_replica]
         self._barrier = Barrier(memory, coord.place, size, members.barrier.timeouts, say)
         self._barrier.ranks = ranks
-        self._barrier.crowd(members.size)
+        self._barrier.crowd(members.local.size)
         self._barrier.sign_in()
         members.barrier.wait(BarrierKind.ALLOCATE)
         self._barrier.watch = liveness = LivenessMonitor(self._barrier)
         members.barrier.wait(BarrierKind.ALLOCATE)
         self.members = Members(coord.place, size, self._barrier, liveness, None)
         """The workers of the replica, by their places in it."""
+
+    @property
+    def steps(self) -> StepCounter:
+        return self._barrier
 
     def gather(self, payload: bytes, intent: BarrierKind = BarrierKind.GATHER) -> list[bytes]:
         """All workers' payloads, each at most as long as a note."""
@@ -72,17 +76,21 @@ class ReplicaClient:
         self.shared = barrier is not None
 
     def from_first(self, payload: bytes) -> bytes:
-        """The first worker's payload, on all workers; in parts, since it may be longer than a note."""
+        """The first worker's payload for an evaluation, on all workers; in parts, as it may be longer than a note."""
         if self._barrier is None:
             return payload
         whole, start, more = bytearray(), 0, True
         while more:
             end = start + Barrier.CAPACITY - 1
             part = bytes([end < len(payload)]) + payload[start:end] if self.client is not None else b""
-            told = self._barrier.gather(part, BarrierKind.PUBLISH)[0]
+            told = self._barrier.gather(part, BarrierKind.EVALUATE)[0]
             more, start = bool(told[0]), end
             whole += told[1:]
         return bytes(whole)
+
+    def from_replica(self, payload: bytes) -> list[bytes]:
+        """The payloads of all workers of the replica, each at most as long as a note."""
+        return [payload] if self._barrier is None else self._barrier.gather(payload)
 
     def call(self, message: msgspec.Struct) -> Any:
         """Sends a request, and waits for its reply."""

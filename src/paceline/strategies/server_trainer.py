@@ -21,20 +21,24 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from paceline import failpoints
 from paceline.errors import UsageError
 from paceline.events import Pull, Reduce, Wait
-from paceline.parameters.gradient_weight import GradientWeight
+from paceline.parameters.gradient_state import add_loss, clear_gradients, gradient_states, part_slots
 from paceline.parameters.gradients import GRAD
 from paceline.parameters.hyperparameters import RateScaling
+from paceline.parameters.joint import load_model_state, parts_of
 from paceline.parameters.layout import Slot
+from paceline.parameters.loss_reader import LossReader
 from paceline.parameters.loss_weight import Kind, LossWeight
 from paceline.parameters.reduction import CHUNK, weighted_sum
 from paceline.policies import Policy
 from paceline.server.lease_client import LeaseClient
-from paceline.server.messages import Freeze, Proceed, PushGradient, ReduceShare, SessionOpened, Thaw
-from paceline.strategies.base import Options, Trainer, TrainerContext
+from paceline.server.messages import Freeze, LeaseGranted, Proceed, PushGradient, ReduceShare, SessionOpened, Thaw
+from paceline.strategies.base import Trainer
+from paceline.strategies.context import Options, TrainerContext
 from paceline.strategies.local_servers import LocalServers
-from paceline.strategies.optimizer_patch import OneCycleClamp, clear_gradients
+from paceline.strategies.optimizer_patch import OneCycleClamp
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.worker_memory import WorkerMemory
 
@@ -65,6 +69,7 @@ class ServerTrainer(Trainer):
         """
         super().__init__(model, optimizer, context, replicas=workers)
         self._memory, self._servers, self._client, self._state = memory, servers, client, state
+        self.holds_server = servers.holds
         self._layout, self._gradients = memory.layout, memory.gradients
         self._server_rank = server_rank
         self._server_version, self._buffer = session.version, session.buffer
@@ -82,13 +87,14 @@ class ServerTrainer(Trainer):
             in_turns=policy.lockstep,
             counts=counts,
         )
-        self._weight = GradientWeight(1.0 / workers, self._gradients, context.say)
-        self._lockstep = policy.lockstep
-        self._exposed = 0
-        """The number of workers whose gradients are in `.grad`, if that is the team's gradient; else 0."""
+        self._leases.several = len(self._patches) > 1
+        self._leases.on_ask_batch, self._leases.on_batch = self._batch_asked, self._batch_given
+        self._slots = part_slots(optimizer, self._layout)
+        """The parameters of each optimizer."""
+        self._reader = LossReader(context.say, divided=workers > 1)
+        self._states = gradient_states(optimizer, self._gradients, 1.0 / workers, self._reader)
+        self._lockstep = self.together = policy.lockstep
         self._loss: float | None = None
-        self._clip: tuple[float, float] | None = None
-        """The limit and the kind of norm to clip the next mean gradient with."""
         self._frozen = False
         self._exchange_seconds = 0.0
         """Duration of the last push and pull that did not have to wait for another worker."""
@@ -114,21 +120,38 @@ class ServerTrainer(Trainer):
     def report_loss(self, loss: float) -> None:
         self._loss = loss
 
-    def take_whole_batches(self) -> None:
-        self._weight.take_whole_batches()
-
     def enter_backward(self, loss: Any) -> bool:
         super().enter_backward(loss)
-        share = self._leases.share if self._lockstep else None
-        self._weight.take_batch(self._leases.samples, self._weight.share if share is None else share)
-        exposed, self._exposed = self._exposed, 0
-        return self._runs(self._weight.add(loss, self.weight, exposed))
+        share = self._leases.minibatch.share if self._lockstep else None
+        self._reader.samples = self._leases.minibatch.samples
+        for state in self._states:
+            state.weight.take_batch(state.weight.share if share is None else share)
+        found = self._reader.read(loss, self.weight)
+        add_loss(self._states, found)
+        return self._runs(not found.is_empty)
 
-    def share_loader(self, loader: DataLoader[Any], global_batch: int | None) -> Any:
-        return self._leases.share_loader(loader, global_batch)
+    @property
+    def part(self) -> float | None:
+        return self._leases.minibatch.share
+
+    @property
+    def no_snapshots(self) -> str:
+        if len(self._patches) > 1:  # a lease is done when its last gradient was pushed, which the server does not know
+            return "with a parameter server and several optimizers"
+        return "" if self.keeps else f"under '{self._strategy}'"
+
+    def _batch_asked(self) -> None:
+        self.on_ask()
+
+    def _batch_given(self) -> None:
+        self.on_batch()
+
+    def share_loader(self, loader: DataLoader[Any], **options: Any) -> Any:
+        return self._leases.share_loader(loader, **options)
 
     def _clear_gradients(self, set_to_none: bool) -> None:
-        clear_gradients(self._optimizer, self._layout, set_to_none)
+        self._making.pending, self._making.clip = False, None
+        clear_gradients(self._patch.optimizer, self._slots[self._current], set_to_none)
 
     def _update(self, unscale: float, found_inf: bool) -> None:
         if changed := self._memory.versions.changed():
@@ -136,16 +159,21 @@ class ServerTrainer(Trainer):
         _, samples = self._stopwatch.stop(self._server_version)
         start = time.perf_counter()
         used, found_inf = self._collect(found_inf)
-        weight = LossWeight() if self._exposed else self._weight.loss  # which is the same on all workers
-        if self._lockstep and self._leases.open > 1 and weight.kind is Kind.UNKNOWN and not self._exposed:
-            weight = LossWeight(Kind.MEAN, self._weight.weight)  # of a sum over batches
-        self._exposed = 0
+        state = self._making
+        weight = LossWeight() if state.exposed else state.weight.loss  # which is the same on all workers
+        if state.exposed:
+            pass
+        elif (weight.kind is Kind.UNKNOWN or weight.guessed) and self._lockstep and self._leases.open > 1:
+            weight = LossWeight(Kind.MEAN, state.weight.weight)  # of a sum over batches
+        elif weight.kind is Kind.UNKNOWN and not samples and self._leases.minibatch.samples:
+            weight = LossWeight(Kind.MEAN, self._leases.minibatch.samples)  # it was pushed for another optimizer
+        state.exposed, state.pending = 0, False
         complete, memory = 0 not in used, self._memory
         if not complete:
             self._write_used(used)
         if memory.feedback is not None and not found_inf:
             memory.feedback.encode(None if complete else used, unscale)
-        batch = self._leases.batch
+        position = self._leases.position
         message = PushGradient(
             self._server_version,
             samples,
@@ -155,18 +183,26 @@ class ServerTrainer(Trainer):
             unscale,
             memory.gradient_size,
             self._loss,
-            self._clip,
+            state.clip,
             found_inf,
             self._leases.wanted(),
             weight.kind,
             weight.items,
-            batch,
+            *position,
+            self._current,
+            self._reader.digest.value,
+            self._reader.averaged,
+            state.weight.undecided,
         )
-        self._loss = self._clip = None
+        self._reader.digest.value = 0
+        self._loss = state.clip = None
         self._stopwatch.slow_link(self._exchange_seconds)
+        failpoints.hit("push.made")
         sent = time.perf_counter()
         answer: Proceed = self._client.call(message)
+        failpoints.hit("pull.begin")
         self._adopt(answer)
+        failpoints.hit("pull.done")
         end = time.perf_counter()
         if answer.waited_for < 0:
             self._exchange_seconds = end - sent
@@ -186,9 +222,9 @@ class ServerTrainer(Trainer):
             "use all-reduce or sync"
         )
 
-    def _load_model(self, model: dict[str, Any]) -> None:
+    def _load_model(self, model: Any) -> None:
         """Load values into the newest version, while nothing else changes it."""
-        self._model.load_state_dict(model)
+        load_model_state(self._model, model)
         versions = self._memory.versions
         changed = versions.changed()
         self._replica_wait()  # only then may others write: a page holds parts of several workers
@@ -201,14 +237,14 @@ class ServerTrainer(Trainer):
 
     def _gradients_shown(self, workers: int) -> None:
         """The gradient of so many workers is in `.grad` now."""
-        self._exposed = workers
+        self._making.exposed = workers
 
     def _collect(self, found_inf: bool) -> tuple[bytes, bool]:
         """Complete the gradient in the shared buffer.
 
         Returns a byte per parameter, 1 if it has a gradient, and True if the gradient is not finite.
         """
-        return self._gradients.collect(), found_inf
+        return self._making.gradients.collect(), found_inf
 
     def _write_used(self, used: bytes) -> None:
         """Tell the server which parameters have a gradient."""
@@ -228,21 +264,24 @@ class ServerTrainer(Trainer):
         self._server_version = answer.version
         if free and not self._leases.open:
             self._stopwatch.free()
+        if isinstance(answer, Proceed | LeaseGranted):
+            self._leases.recalled.update(answer.recalled)
         if isinstance(answer, Proceed) and answer.lease is not None:
             self._leases.granted = answer.lease
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         """The server clips the mean gradient; returns the norm of this worker's own."""
-        self._clip = (limit, norm)
+        self._making.clip = (limit, norm)
         return torch.nn.utils.get_total_norm(self._own_gradients(), norm)
 
     def _own_gradients(self) -> list[torch.Tensor]:
-        found = (GRAD.__get__(slot.parameter) for slot in self._layout.slots)
+        found = (GRAD.__get__(slot.parameter) for slot in self._slots[self._current])
         return [gradient for gradient in found if gradient is not None]
 
     def _discard_clip(self) -> None:
         """The gradient that was to be clipped is not pushed."""
-        self._clip = None
+        for state in self._states:
+            state.clip = None
 
     def _reduce_share(self, order: ReduceShare) -> None:
         """Sum this worker's share of its group's gradients into the group's buffer."""
@@ -286,7 +325,7 @@ class ServerTrainer(Trainer):
 
     def _state_dict(self) -> dict[str, Any]:
         with self.frozen():
-            return self._state.state_dict(copy=True)
+            return self._state.state_dict(self._patch.optimizer, copy=True)
 
     def leave(self) -> None:
         self._client.close()
@@ -302,6 +341,7 @@ class ServerTrainer(Trainer):
 
     def close(self) -> None:
         self._gradients.detach()
+        self._reader.close()
         super().close()
         if self._clamp is not None:
             self._clamp.undo()
@@ -309,7 +349,7 @@ class ServerTrainer(Trainer):
 
 def check_server(optimizer: Optimizer, options: Options) -> None:
     """Refuses options and optimizers that a parameter server cannot use."""
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if any(isinstance(part, torch.optim.LBFGS) for part in parts_of(optimizer)):
         raise UsageError(
             "LBFGS evaluates the loss several times per step, which a parameter server cannot do; use all-reduce, "
             "or another optimizer"

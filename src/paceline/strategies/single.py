@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from paceline.config import one_of
 from paceline.events import Update
 from paceline.parameters.hyperparameters import RateScaling
-from paceline.strategies.base import Options, Trainer, TrainerContext
+from paceline.strategies.base import Trainer
+from paceline.strategies.context import Options, TrainerContext
 
 
 class SingleTrainer(Trainer):

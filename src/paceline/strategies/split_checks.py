@@ -1,13 +1,25 @@
-"""Checks of the options and the optimizer of a split model."""
+"""Checks of the options, the optimizer and the calls of a split model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.optim import Optimizer
 
+from paceline.cluster.membership import Members
 from paceline.config import one_of
 from paceline.errors import UsageError
-from paceline.parameters.optimizers import ELEMENTWISE
-from paceline.strategies.base import Options
+from paceline.parameters.optimizers import ELEMENTWISE, is_elementwise
+from paceline.strategies.context import Options
+from paceline.transport.call_log import CallLog
+
+
+def log_calls(members: Members, replica: Sequence[int]) -> CallLog:
+    """The calls of a replica's model, checked wherever its workers wait; all workers of the team call it."""
+    log = CallLog(members.share(CallLog.memory_size(members.size)), members.rank, members.size, replica)
+    for barrier in dict.fromkeys((members.local.barrier, members.barrier)):
+        log.watch(barrier)
+    return log
 
 
 def check_split(optimizer: Optimizer, options: Options, strategy: str) -> None:
@@ -18,7 +30,7 @@ def check_split(optimizer: Optimizer, options: Options, strategy: str) -> None:
             f"gradients is 'visible'; under '{strategy}' the mean gradient is made in parts during the update, so it "
             "must be 'local'"
         )
-    if type(optimizer) not in ELEMENTWISE:
+    if not is_elementwise(optimizer):
         known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise UsageError(
             f"{type(optimizer).__name__} is not known to treat every element by itself, as it must where no worker has "

@@ -9,22 +9,29 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from paceline.cluster.compiler import IgnoredCompiler
+from paceline.collectives.machines_group import MachinesGroup
 from paceline.config import Mesh, Pipeline, Tensor
 from paceline.errors import UsageError
 from paceline.events.stopwatch import Stopwatch
 from paceline.pipeline.context import PipelineContext
 from paceline.pipeline.pipelined_model import PipelinedModel
 from paceline.pipeline.shared_state import share_buffers
-from paceline.strategies.base import Options, Trainer, TrainerContext
+from paceline.strategies.base import Trainer
 from paceline.strategies.batch_norm import TeamBatchNorm
+from paceline.strategies.context import Options, TrainerContext
+from paceline.strategies.explained_errors import explain_errors
 from paceline.strategies.mesh_coord import MeshCoord, join_replica, random_state, set_random_state
 from paceline.strategies.model_copies import copy_after, refuse_copies
 from paceline.strategies.partitioned_parameters import PartitionedParameters
 from paceline.strategies.replica_client import ReplicaBarrier
+from paceline.strategies.same_inputs import SameInputs
+from paceline.strategies.split_checks import log_calls
 from paceline.tensor_parallel.comm_functions import ShardGroup
 from paceline.tensor_parallel.plans import agree_on_plan
 from paceline.tensor_parallel.sharded_model import ShardedModel
 from paceline.transport import BarrierKind
+from paceline.transport.call_log import CallLog
 
 
 class SplitModel:
@@ -44,44 +51,47 @@ class SplitModel:
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise UsageError(f"'{context.strategy}' needs a model on the CPU: its parts lie in the machine's memory")
-        rest = [parameter for parameter in model.parameters() if id(parameter) not in trained]
+        # Of trained parameters the first worker of each machine writes its own values to the machine's memory.
+        rest = [one for one in model.parameters() if id(one) not in trained or len(self._members.machines) > 1]
         self._members.mirror([*rest, *model.buffers()])
-        self._sharded = _shard(model, options, context, coord) if coord.shape.tensor > 1 else None
+        self.calls = log_calls(self._members, coord.replica_ranks())
+        self._sharded = shard_layers(model, options, context, coord, self.calls) if coord.shape.tensor > 1 else None
         self.parts = PartitionedParameters(model, optimizer, coord, self._sharded)
         self.barrier = ReplicaBarrier(self._members, coord, context.say) if coord.shape.replica > 1 else None
+        if self.barrier is not None:
+            self.calls.watch(self.barrier.steps)
         self._allow_copies: Callable[[], None] = lambda: None
+        same_inputs = SameInputs(model, self._members, coord.shape.replica, options)
         self._pipelined = None
         if coord.shape.pipeline > 1 and self.barrier is not None:
-            self._pipelined = self._pipeline(context, self.barrier, trainer)
+            self._pipelined = self._pipeline(context, self.barrier, trainer, same_inputs)
         watch: Any = StageWatch(context.stopwatch) if self._pipelined is not None else context.stopwatch
         self.stopwatch: Stopwatch = watch
         if self._sharded is not None:
-            sharded, parts, shape = self._sharded, self.parts, coord.shape
-            untrained = sharded.share_untrained(self._members, trained, coord.replica, shape.data)
+            sharded, parts = self._sharded, self.parts
+            if self._pipelined is None:
+                sharded.before_call = same_inputs.check
+            untrained = sharded.share_untrained(self._members, trained, coord.local_replica, len(coord.here))
             numbers = {sharded.names[key]: of for key, of in parts.of.items() if key in sharded.names}
             sharded.shards = lambda name: (
                 [parts.named[number][1].data for number in numbers[name]] if name in numbers else untrained[name]
             )
             self._allow_copies = refuse_copies([model, *sharded.modules()])
+            explain_errors(
+                lambda error: isinstance(error, RuntimeError) and "must match the size of tensor" in str(error),
+                f"under '{context.strategy}' a parameter of the model is this worker's shard of it; for an average of "
+                "parameters, or anything else that needs them whole, read model.state_dict()",
+            )
         elif self._pipelined is not None:
             self._allow_copies = copy_after(model.modules(), lambda: None)
 
-    def _pipeline(self, context: TrainerContext, barrier: ReplicaBarrier, trainer: Trainer) -> PipelinedModel:
+    def _pipeline(
+        self, context: TrainerContext, barrier: ReplicaBarrier, trainer: Trainer, same_inputs: SameInputs
+    ) -> PipelinedModel:
         mesh, coord, sharded = context.strategy, self._coord, self._sharded
         assert isinstance(mesh, Mesh)
-        spec = Pipeline(
-            stages=mesh.pipeline,
-            microbatches=mesh.microbatches,
-            schedule=mesh.schedule,
-            chunks=mesh.chunks,
-            norm=mesh.norm,
-        )
-        each, slow = coord.shape.tensor, context.launch.slow
+        each = coord.shape.tensor
         ranks = range(coord.part, coord.shape.replica, each)
-        speeds = [
-            min(1.0 / slow[rank].factor if rank in slow else 1.0 for rank in range(first, first + each))
-            for first in range(coord.lead, coord.lead + coord.shape.replica, each)
-        ]
 
         def share() -> None:
             # Parameters are in the mesh's memory. The workers of a stage each update equal buffers of their own.
@@ -90,15 +100,17 @@ class SplitModel:
             share_buffers(barrier.members, buffers, coord.part, each, write=coord.stage == 0)
 
         pipeline = PipelineContext(
-            spec=spec,
+            spec=pipeline_of(mesh),
             members=barrier.members,
             ranks=ranks,
             team_ranks=[coord.lead + rank for rank in ranks],
             recorder=context.recorder,
             say=context.say,
             slow_pass=context.stopwatch.slow_pass,
-            speeds=speeds,
+            speeds=stage_speeds(context, coord),
             version=lambda: trainer.version,
+            calls=self.calls,
+            before_call=same_inputs.check,
             enter_backward=lambda loss: trainer.enter_backward(_tried(loss)),
             leave_backward=trainer.leave_backward,
             traceable=contextlib.nullcontext if sharded is None else sharded.traceable,
@@ -120,35 +132,69 @@ class SplitModel:
 
     def undo(self) -> None:
         """Makes the model whole again, in memory of its own."""
+        self.calls.close()
         self._allow_copies()
-        if self._sharded is not None:
-            self._sharded.undo()
-        if self._pipelined is not None:
+        if self._pipelined is not None:  # which was made last, and gives the `forward` that it has found back
             self._pipelined.close()
             for buffer in self._model.buffers():
                 buffer.data = buffer.data.clone()
+        if self._sharded is not None:
+            self._sharded.undo()
         if self.barrier is not None:
             self.barrier.leave()
 
 
-def _shard(model: torch.nn.Module, options: Options, context: TrainerContext, coord: MeshCoord) -> ShardedModel:
-    """Shards a model's layers over the workers of a stage, by the lead's plan."""
+def pipeline_of(mesh: Mesh) -> Pipeline:
+    """The pipeline of one line of a replica's workers."""
+    return Pipeline(
+        stages=mesh.pipeline,
+        microbatches=mesh.microbatches,
+        schedule=mesh.schedule,
+        chunks=mesh.chunks,
+        norm=mesh.norm,
+        recompute=mesh.recompute,
+    )
+
+
+def stage_speeds(context: TrainerContext, coord: MeshCoord) -> list[float]:
+    """The relative speed of each stage of a replica: that of its slowest worker."""
+    each, slow = coord.shape.tensor, context.launch.slow
+    return [
+        min(1.0 / slow[rank].factor if rank in slow else 1.0 for rank in range(first, first + each))
+        for first in range(coord.lead, coord.lead + coord.shape.replica, each)
+    ]
+
+
+def shard_layers(
+    model: torch.nn.Module,
+    options: Options,
+    context: TrainerContext,
+    coord: MeshCoord,
+    calls: CallLog,
+    machines: MachinesGroup | None = None,
+) -> ShardedModel:
+    """Shards a model's layers over the workers of a stage, by the lead's plan.
+
+    machines: the whole team, if the workers of a stage may be on several machines.
+    """
     members, strategy = context.members, context.strategy
     assert isinstance(strategy, Tensor | Mesh)
+    compiler = IgnoredCompiler(model, context.say)
     with _local_batch_norm(model):
         roles = agree_on_plan(
             model,
             members,
             options.loaders,
+            options.example_inputs,
             coord.shape.tensor,
             strategy.roles,
             strategy.sequence_parallel,
             context.say,
         )
-    member = join_replica(members, coord.stage_ranks(), context.say)
+    member = join_replica(members, coord.stage_ranks(), context.say, calls, machines)
     seeds = members.gather(str(torch.initial_seed()).encode(), BarrierKind.ALLOCATE)
-    group = ShardGroup(member, int(seeds[coord.lead]) % (1 << 31) + coord.stage * 1000)
-    return ShardedModel(model, roles, group)
+    group = ShardGroup(member, int(seeds[coord.lead]) % (1 << 31) + coord.stage * 1000, calls, coord.stage_ranks())
+    return ShardedModel(model, roles, group, compiler)
 
 
 def _tried(loss: Callable[[], torch.Tensor]) -> torch.Tensor | None:

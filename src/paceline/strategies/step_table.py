@@ -11,14 +11,20 @@ from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
 from paceline.errors import Mismatch, names
+from paceline.parameters.gradient_state import both
 from paceline.parameters.hyperparameters import Hyperparameters
 from paceline.parameters.layout import Slot
 from paceline.parameters.loss_weight import Kind, LossWeight
 from paceline.parameters.worker_table import WorkerTable
 
-_NOTE = struct.Struct("=dqddqqqdqqqd")
+_NOTE = struct.Struct("=dqddqqqdqqqdqqqd")
 # share, kind and count of the loss, factor, skip, number of the hyperparameters, all used, seconds, samples,
-# digest of changes by hand, round of the loader, loss
+# digest of changes by hand, round of the loader, loss, number of the optimizer, digest of how losses are computed,
+# whether gradients are averaged by samples, share of the last batch
+
+_MEANS = {Kind.MEAN}
+_SIZE = 4
+"""Bytes of the length of a tail."""
 
 
 class StepAgreement(NamedTuple):
@@ -49,6 +55,18 @@ class StepAgreement(NamedTuple):
     """True if workers without a loader have the same loss."""
     not_finite: dict[int, float] = {}  # noqa: RUF012
     """Losses that are not finite and must not be, by rank."""
+    optimizer: int = 0
+    """The number of the optimizer that it is about; -1 if about all."""
+    ways: dict[int, int] = {}  # noqa: RUF012
+    """By rank of a worker with samples of the batch, the digest of how its losses are computed."""
+    averaged: tuple[int, ...] = ()
+    """Ranks that have averaged gradients by samples which the loss does not count alike."""
+    sums: bool = False
+    """True if the losses are sums, as a worker knows."""
+    parts: dict[int, float] = {}  # noqa: RUF012
+    """By rank of a worker that steps now, its share of the loader's batch."""
+    tails: dict[int, bytes] = {}  # noqa: RUF012
+    """By rank, further bytes of its note, which only teams on several machines have."""
 
     def anywhere(self) -> bytes | None:
         """A byte per parameter: 1 if it has a gradient on any worker; None if all have."""
@@ -61,8 +79,14 @@ class StepAgreement(NamedTuple):
 class StepTable:
     """Writes this worker's note for an update, and reads all."""
 
-    def __init__(self, members: Members, optimizer: Optimizer, parameters: int, each: int = 1) -> None:
-        """each: workers of a replica, which have the same loss."""
+    def __init__(
+        self, members: Members, optimizer: Optimizer, parameters: int, each: int = 1, masks: Sequence[bytes] = ()
+    ) -> None:
+        """each: workers of a replica, which have the same loss.
+
+        masks: of several optimizers, a byte per parameter: 1 if it is updated by that one.
+        """
+        self._masks = masks
         self._barrier, self.each = members.barrier, each
         self._rank, self._size = members.rank, members.size
         self._everything = bytes([1]) * parameters
@@ -75,6 +99,9 @@ class StepTable:
         self._hyperparameters = Hyperparameters(optimizer, self._slots, self._rank)
         self._sent = 0
         """The number of the hyperparameters that the other workers have."""
+        self.tail = b""
+        """Further bytes of this worker's next notes, on several machines."""
+        self._tails: dict[int, bytes] = {}
 
     def write(
         self,
@@ -86,20 +113,25 @@ class StepTable:
         pace: tuple[float, int],
         changed: int = 0,
         position: tuple[int, float] = (-1, 0.0),
+        optimizer: int = 0,
+        way: int = 0,
+        averaged: bool = False,
+        part: float = 1.0,
     ) -> int:
         """Write this worker's note for the next barrier; returns its length in bytes.
 
         share: its share of the global batch; factor: undoes the scale of its loss; changed: the digest of parameters
-        that its script has changed itself, or 0; position: the round of its loader, and its loss.
+        that its script has changed itself, or 0; position: the round of its loader, and its loss; optimizer: the number
+        of the one that steps, or -1 if the note is about all; way: the digest of how its losses are computed; averaged:
+        True if a gradient was averaged by samples which the loss does not count alike; part: its share of the batch.
         """
         complete = 0 not in used
         if not complete:
             self._used[self._rank][:] = used
         number = self._hyperparameters.publish()
         note = self._barrier.note
-        _NOTE.pack_into(
-            note, 0, share, loss.kind, loss.items, factor, skip, number, complete, *pace, changed, *position
-        )
+        of_loss = (share, loss.kind, loss.items, factor, skip)
+        _NOTE.pack_into(note, 0, *of_loss, number, complete, *pace, changed, *position, optimizer, way, averaged, part)
         end = _NOTE.size
         if not self._in_notes:
             return end
@@ -112,28 +144,31 @@ class StepTable:
             length = 8 + int.from_bytes(slot[:8], "little")
             note[end : end + length] = slot[:length]
             end += length
-        return end
+        tail = self.tail + len(self.tail).to_bytes(_SIZE, "little")
+        note[end : end + len(tail)] = tail
+        return end + len(tail)
 
     def read(self) -> StepAgreement:
         """The agreement that follows from all notes."""
         losses: list[tuple[int, float, int, float, float]] = []
         paces: list[tuple[float, int]] = [(0.0, 0)] * self._size
-        used = [self._everything] * self._size
-        complete, skip = True, False
+        used: list[bytes] | None = None
+        skip, unlike, self._tails = False, -1, {}
         changes: dict[int, int] = {}
         rounds: dict[int, int] = {}
+        stepping: dict[int, int] = {}
+        ways: dict[int, int] = {}
+        averaging: list[int] = []
+        parts: dict[int, float] = {}
         values: set[float] = set()
         groups: list[dict[str, Any]] = []
         not_finite: dict[int, float] = {}
-        unlike = -1
         for rank, note in enumerate(self._barrier.notes):
             passive = self._barrier.passive[rank]
             if passive and self._barrier.length(rank) < _NOTE.size:
                 continue
-            fields = _NOTE.unpack_from(note)
-            share, kind, count, factor, skips, number, all_used, seconds, samples, changed, number_of_round, loss = (
-                fields
-            )
+            share, kind, count, factor, skips, number, all_used, *rest = _NOTE.unpack_from(note)
+            seconds, samples, changed, turn, loss, steps, way, averages, part = rest
             if self._in_notes:
                 self._take(rank, note[_NOTE.size : self._barrier.length(rank)], bool(all_used))
             own = self._hyperparameters.read(rank, number)
@@ -146,27 +181,70 @@ class StepTable:
                 not_finite[rank] = loss
             losses.append((rank, share, kind, count, factor))
             if not passive:  # else it is a sum of batches before, to which this worker's script adds no more
-                changes[rank], rounds[rank] = changed, number_of_round
+                changes[rank], rounds[rank], stepping[rank], parts[rank] = changed, turn, steps, part
+                if share > 0 and turn >= 0:
+                    ways[rank] = way
             paces[rank] = (seconds, samples)
-            skip = skip or bool(skips)
+            if averages:
+                averaging.append(rank)
+            if skips:
+                skip = True
             if not all_used:
-                complete = False
+                used = used or [self._everything] * self._size
                 used[rank] = bytes(self._used[rank])
+        optimizer = self._common(stepping)
+        if self._masks and optimizer >= 0:
+            mask = self._masks[optimizer]
+            used = [both(flags, mask) for flags in used or [self._everything] * self._size]
         weights, share = weigh(losses[:: self.each])
         factor = losses[0][-1] if losses else 1.0
-        used_flags = None if complete else used
         alike = len(values) == 1 and len(losses) > self.each and set(rounds.values()) == {-1}
-        facts = (changes, rounds, unlike, alike, not_finite)
-        return StepAgreement(weights, used_flags, skip, groups, paces, factor, share, *facts)
+        facts = (changes, rounds, unlike, alike, not_finite, optimizer, ways, *_averaged(averaging, losses), parts)
+        return StepAgreement(weights, used, skip, groups, paces, factor, share, *facts, self._tails)
+
+    def forget(self, rank: int) -> None:
+        """Another worker has this rank now."""
+        self._hyperparameters.forget(rank)
+
+    def _common(self, stepping: dict[int, int]) -> int:
+        """The number of the optimizer that all workers step."""
+        if len(set(stepping.values())) < 2:
+            return next(iter(stepping.values()), 0)
+        first = min(stepping)
+        others = [rank for rank, number in stepping.items() if number != stepping[first]]
+        raise Mismatch(
+            f"{names(others)} stepped another optimizer than rank {first}; all workers must step the same ones in the "
+            "same order",
+            others,
+        )
 
     def _take(self, rank: int, rest: memoryview, complete: bool) -> None:
-        """Store the flags and hyperparameters of another worker's note."""
+        """Store the flags, the hyperparameters and the tail of another worker's note."""
+        end = len(rest) - _SIZE
+        begin = end - int.from_bytes(rest[end:], "little")
+        if begin < end:
+            self._tails[rank] = bytes(rest[begin:end])
+        rest = rest[:begin]
         if not complete:
             count = len(self._everything)
             self._used[rank][:] = rest[:count]
             rest = rest[count:]
         if len(rest):
             self._slots[rank][: len(rest)] = rest
+
+
+def _averaged(averaging: list[int], losses: list[tuple[int, float, int, float, float]]) -> tuple[tuple[int, ...], bool]:
+    """The ranks that average gradients by samples where that is not exact, and True if losses are sums.
+
+    averaging: those that know it; losses: as for `weigh`, of all workers.
+    """
+    kinds = {kind for _, share, kind, _, _ in losses if share > 0}
+    sums = Kind.SUM in kinds
+    if sums and Kind.UNKNOWN in kinds:
+        averaging = [
+            rank for rank, share, kind, _, _ in losses if (kind == Kind.UNKNOWN and share > 0) or rank in averaging
+        ]
+    return tuple(averaging), sums
 
 
 def weigh(losses: list[tuple[int, float, int, float, float]]) -> tuple[list[tuple[int, float]], float]:
@@ -176,7 +254,7 @@ def weigh(losses: list[tuple[int, float, int, float, float]]) -> tuple[list[tupl
     """
     parts = [part for part in losses if part[1] > 0] or losses
     kinds = {kind for _, _, kind, _, _ in parts}
-    if kinds == {Kind.MEAN} and (total := sum(count for *_, count, _ in parts)) > 0:
+    if kinds == _MEANS and (total := sum(count for *_, count, _ in parts)) > 0:
         # A mean over no items is not a number; its weight of 0 would not help.
         return [(rank, count / total * factor) for rank, _, _, count, factor in parts if count > 0], 1.0
     if (

@@ -12,7 +12,6 @@ A worker that has no more samples in an epoch is passive: it takes part in the o
 
 from __future__ import annotations
 
-import math
 import struct
 import time
 from abc import abstractmethod
@@ -21,30 +20,35 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from paceline import failpoints
 from paceline.config import one_of
-from paceline.errors import left_out_step, unlike_rates
+from paceline.errors import TeamError, adds_to_clipped, check_whole, summed_without_part
 from paceline.events import Reduce, Update
-from paceline.parameters.gradient_weight import GradientWeight
+from paceline.parameters.gradient_state import add_loss, clear_gradients, gradient_states, part_slots
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout, Slot
-from paceline.parameters.reduction import combine_norms
+from paceline.parameters.loss_reader import LossReader
+from paceline.parameters.reduction import Reduction, combine_norms
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
-from paceline.strategies.base import Options, Trainer, TrainerContext
-from paceline.strategies.optimizer_patch import clear_gradients, own_parameters
+from paceline.strategies.base import Trainer
+from paceline.strategies.context import Options, TrainerContext
+from paceline.strategies.optimizer_patch import own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
+from paceline.strategies.step_notices import StepNotices
 from paceline.strategies.step_table import StepAgreement, StepTable, changed_unlike
 from paceline.transport import BarrierKind
 
 _VALUES = struct.Struct("=dd")
 _DIGEST = struct.Struct("=q")
-_SUSPICIOUS = 3
-"""Updates in a row with equal losses that are no chance."""
 
 
 class SynchronousTrainer(Trainer):
     """A trainer whose workers make every update together."""
+
+    _reduction: Reduction
+    """Makes the mean gradient of this worker's shard."""
 
     def __init__(
         self,
@@ -56,48 +60,51 @@ class SynchronousTrainer(Trainer):
         table: StepTable,
         *,
         counts: bool = True,
+        together: bool = False,
     ) -> None:
-        """counts: True if this worker counts the samples of its batches; one worker of a replica does."""
+        """counts: True if this worker counts the samples of its batches; one worker of a replica does.
+
+        together: True if the gradients of several optimizers are exchanged together.
+        """
         super().__init__(model, optimizer, context, replicas=rate.workers)
         self._rate, self._gradients, self._table, self._counts = rate, gradients, table, counts
         self._layout: Layout = gradients.layout
-        self._weight = GradientWeight(1.0 / rate.workers, gradients, context.say, self._sum_counts)
+        self._slots = part_slots(optimizer, self._layout)
+        """The parameters of each optimizer."""
+        self._reader = LossReader(context.say, divided=rate.workers > 1)
+        self._states = gradient_states(
+            optimizer, gradients, 1.0 / rate.workers, self._reader, self._sum_counts, together=together
+        )
+        self._distinct = list(dict.fromkeys(self._states))
         self._groups: list[dict[str, Any]] = []
         """The hyperparameters of the last update."""
-        self._pending = False
-        """True if there is a gradient that no update has used."""
         self._changed: list[Slot] = []
         """Parameters that the script has changed itself since the last update."""
-        self._said: set[str] = set()
-        """What was said already."""
-        self._refused_loss: float | None = None
-        """A loss that is not finite, until all workers know it."""
-        self._equal_losses = 0
-        """Updates in a row in which workers without a loader had the same loss."""
+        self._notices = StepNotices(context.say, self._not_finite)
         self._resting: set[int] = set()
         """Workers without samples in the last update."""
         self._initial_version = self.version
-        self._exposed = 0
-        """The number of workers whose gradients are in `.grad`, if that is the team's gradient; else 0."""
-        self._clip_factor: float | None = None
-        """The factor on the mean gradient, once it has been reduced and clipped."""
+        self._failure: TeamError | None = None
+        """A failed exchange with another machine, to be raised on all workers at the next barrier."""
         self._state: OptimizerState | None = None
         """The optimizer's state, if it is in shared memory."""
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
 
     def take_batch(self, samples: int, weight: float) -> None:
-        self._weight.take_batch(samples, weight)
+        self._reader.samples, self._reader.copied = samples, not weight
+        for state in self._distinct:
+            state.take_batch(weight)
         super().take_batch(samples if self._counts else 0, weight)
-
-    def take_whole_batches(self) -> None:
-        self._weight.take_whole_batches()
 
     def enter_backward(self, loss: Any) -> bool:
         super().enter_backward(loss)
-        exposed, self._exposed = self._exposed, 0
-        self._pending = True
-        return self._runs(self._weight.add(loss, self.weight, exposed))
+        for number in (number for number, state in enumerate(self._states) if state.clip_factor is not None):
+            self._select(number)
+            self._show_clipped()
+        found = self._reader.read(loss, self.weight)
+        add_loss(self._distinct, found)
+        return self._runs(not found.is_empty)
 
     def _sum_counts(self, before: float, now: float) -> tuple[float, float]:
         """The sums of all workers' counts of two minibatches."""
@@ -107,9 +114,15 @@ class SynchronousTrainer(Trainer):
         counts = [self._values_of(rank) for rank in ranks[:: self._table.each]]
         return sum(one for one, _ in counts), sum(other for _, other in counts)
 
+    def _show_clipped(self) -> None:
+        """Puts the clipped gradient, to which a backward pass is about to add, into `.grad`."""
+        if len(self.paces) > 1:
+            raise adds_to_clipped(self._strategy)
+        self._gradients_shown(0)  # which is the only replica's
+
     def _clear_gradients(self, set_to_none: bool) -> None:
-        self._pending = False
-        clear_gradients(self._optimizer, self._layout, set_to_none)
+        self._making.pending, self._making.clip_factor = False, None
+        clear_gradients(self._patch.optimizer, self._slots[self._current], set_to_none)
 
     def _update(self, unscale: float, found_inf: bool) -> None:
         pace = self._pace()
@@ -123,10 +136,15 @@ class SynchronousTrainer(Trainer):
 
     def _gradients_shown(self, workers: int) -> None:
         """The gradient of so many workers is in `.grad` now; it is clipped if it was to be at the update."""
-        self._exposed = workers
-        if self._clip_factor is not None:
-            self._gradients.scale(self._clip_factor)
-            self._clip_factor = None
+        state = self._making
+        state.exposed = workers
+        if state.clip_factor is not None:
+            state.gradients.scale(state.clip_factor)
+            state.clip_factor = None
+
+    @property
+    def within_step(self) -> bool:
+        return any(state.pending for state in self._distinct)
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         self._wait(BarrierKind.CLIP, self._contribute(1.0, found_inf=False))
@@ -134,7 +152,8 @@ class SynchronousTrainer(Trainer):
 
     def finish_epoch(self) -> None:
         helped = False
-        self._exposed = 0  # what is in `.grad` is of an update that is over
+        for state in self._distinct:
+            state.exposed = 0  # what is in `.grad` is of an update that is over
         while (kind := self._wait(BarrierKind.PASSIVE, self._pending_note())) is not BarrierKind.PASSIVE:
             if not self._take_part(kind):
                 self._barrier.carry(kind)
@@ -145,7 +164,8 @@ class SynchronousTrainer(Trainer):
 
     def _pending_note(self) -> int:
         """The note of a passive worker: with its gradient, if that is a sum of batches that waits for an update."""
-        return self._contribute(1.0, found_inf=False) if self._pending else 0
+        # Of several optimizers nobody knows which one the others will step.
+        return self._contribute(1.0, found_inf=False) if len(self._states) == 1 and self._making.pending else 0
 
     # -- what all workers do together; a passive one takes part without a gradient -----------------------------------
 
@@ -157,15 +177,33 @@ class SynchronousTrainer(Trainer):
             self._clip()
         return kind in (BarrierKind.UPDATE, BarrierKind.CLIP, BarrierKind.STATISTICS, BarrierKind.COUNT)
 
-    def _contribute(self, unscale: float, found_inf: bool, pace: tuple[float, int] = (0.0, 0)) -> int:
-        """Write this worker's note; returns its length in bytes."""
+    def _contribute(
+        self, unscale: float, found_inf: bool, pace: tuple[float, int] = (0.0, 0), *, together: bool = False
+    ) -> int:
+        """Write this worker's note; returns its length in bytes.
+
+        together: it is about the gradients of all optimizers.
+        """
+        optimizer = -1 if together else self._current
         # The reduced mean lies in the shared buffer, where this worker's own gradient must not be copied again.
-        used = self._gradients.collect() if self._clip_factor is None else self._gradients.used()
-        refused, self._refused_loss = self._refused_loss, None
-        loss = self._loss_value if math.isfinite(self._loss_value) else 0.0
-        changed, position = self._find_changes(), (self.round, loss if refused is None else refused)
+        state = self._making
+        used = state.gradients.collect() if state.clip_factor is None else state.gradients.used()
+        changed, position = self._find_changes(), self._notices.position(self.round, self._loss_value)
+        if self.board is not None:
+            self._table.tail = self.board.news(self._rank, self.version)
         return self._table.write(
-            self._weight.weight, self._weight.loss, unscale, found_inf, used, pace, changed, position
+            state.weight.weight,
+            state.weight.loss,
+            unscale,
+            found_inf,
+            used,
+            pace,
+            changed,
+            position,
+            optimizer,
+            self._reader.digest.value,
+            self._reader.averaged,
+            self.round_share,
         )
 
     def _pace(self) -> tuple[float, int]:
@@ -173,25 +211,49 @@ class SynchronousTrainer(Trainer):
         return self._stopwatch.stop(self.version)
 
     def _run_update(self) -> None:
+        failpoints.hit("reduce.agreed")
         start = time.perf_counter()
-        agreed = self._table.read()
+        agreed = self._agree()
         self.paces = agreed.paces
-        self._notice(agreed)
-        self._resting = {rank for rank in range(self._members.size) if rank not in agreed.changes}
+        self._notices.check(agreed, averaged=self._reader.averaged)
+        if self.present is None and min(agreed.rounds.values()) >= 0:
+            check_whole({rank: part for rank, part in agreed.parts.items() if rank % self._table.each == 0})
+        if agreed.sums:
+            self._reader.settle()
+        if self._resting or len(agreed.changes) < self._members.size:
+            self._resting = {rank for rank in range(self._members.size) if rank not in agreed.changes}
         if any(agreed.changes.values()):
             self._commit_changes(agreed.changes)
         read = 0 if agreed.skip else self._update_parameters(agreed)
-        self._clip_factor, self._exposed, self._pending = None, 0, False
+        state = self._making
+        state.clip_factor, state.exposed, state.pending, state.stepped = None, 0, False, True
+        self._reader.digest.value = 0
         self._stopwatch.slow_link(time.perf_counter() - start)
         end = time.perf_counter()
         version = self.version + (not agreed.skip)
         count = len(agreed.weights)
         self._recorder.add(Update(self._rank, start, end - start, version, read, count, agreed.skip))
+        failpoints.hit("reduce.written")
         if not agreed.skip:
             self._publish()
             self.version += 1
+        failpoints.hit("reduce.published")
         self.on_update()
         self._stopwatch.restart(time.perf_counter())
+
+    def _agree(self) -> StepAgreement:
+        """The agreement that follows from all workers' notes."""
+        agreed = self._table.read()
+        if self.board is not None:
+            for rank, news in agreed.tails.items():
+                self.board.hear(rank, news, keeps=self._rank == self.lead)
+        if agreed.optimizer < 0:
+            return agreed
+        self._select(agreed.optimizer)
+        state, passive = self._making, self._barrier.passive[self._rank]
+        if passive and len(self._states) > 1 and state.pending and not state.stepped and state.gradients.any:
+            raise summed_without_part()
+        return agreed
 
     @property
     def _shared(self) -> Versions | None:
@@ -199,26 +261,7 @@ class SynchronousTrainer(Trainer):
         return None
 
     def _refuse_loss(self, loss: float) -> None:
-        self._refused_loss = loss  # all workers raise it together
-
-    def _notice(self, agreed: StepAgreement) -> None:
-        """Raises Mismatch if a worker is at another batch than the others; says what else is odd, once."""
-        for rank, loss in agreed.not_finite.items():
-            raise self._not_finite(loss, rank)
-        first = min(agreed.rounds)
-        others = [rank for rank, number in agreed.rounds.items() if number != agreed.rounds[first]]
-        if others:
-            raise left_out_step(others, first)
-        if agreed.unlike >= 0 and "rates" not in self._said:
-            self._said.add("rates")
-            self._say(unlike_rates(agreed.unlike, first))
-        self._equal_losses = self._equal_losses + 1 if agreed.alike else 0
-        if self._equal_losses == _SUSPICIOUS and "alike" not in self._said:
-            self._said.add("alike")
-            self._say(
-                "all workers have the same loss, so they seem to train on the same data: without a loader of the team "
-                "each must draw its own, for example after torch.manual_seed(seed + team.rank)"
-            )
+        self._notices.refused = loss  # all workers raise it together
 
     def _find_changes(self) -> int:
         """The digest of parameters that the script has changed itself since the last update; 0 if there are none."""
@@ -251,15 +294,19 @@ class SynchronousTrainer(Trainer):
         others = [rank for rank in ranks if digests[rank] != first[rank % each]]
         if others and self.version > self._initial_version:
             raise changed_unlike(self._changed, others, ranks[0])
-        here = self._members.machines[self._members.machine]
-        if any(not set(ranks) & set(machine) for machine in self._members.machines):
-            self._members.mirror([slot.parameter for slot in self._layout.slots])
-            self._find_changes()
-            ranks = sorted(here)
+        machines, shared = self._members.machines, self._shared
+        here = machines[self._members.machine]
         if self._rank in [rank for rank in ranks if rank in here][:each]:
-            self._shared.commit(self._changed)
+            shared.commit(self._changed)
         self._wait(BarrierKind.PUBLISH)
-        self._shared.discard()
+        shared.discard()
+        if len(machines) > 1 and (others or any(not set(ranks) & set(machine) for machine in machines)):
+            # Machines have other values than the lead's, or a worker there has had no samples and changed nothing.
+            self._members.mirror([slot.parameter for slot in self._layout.slots])
+            if self._rank == here[0]:
+                shared.commit(shared.changed())
+            self._wait(BarrierKind.PUBLISH)
+            shared.discard()
 
     @abstractmethod
     def _update_parameters(self, agreed: StepAgreement) -> int:
@@ -281,21 +328,34 @@ class SynchronousTrainer(Trainer):
         """Update a shard with the mean gradient, which one of the gradient buffers holds already."""
         anywhere = agreed.anywhere()
         used = None if anywhere is None else [anywhere] * sources
-        scale = agreed.factor if self._exposed else 1.0  # else it is part of the weights of the sum
-        return shard.update([(source, 1.0)], used, scale * (1.0 if self._clip_factor is None else self._clip_factor))
+        state = self._making
+        scale = agreed.factor if state.exposed else 1.0  # else it is part of the weights of the sum
+        return shard.update([(source, 1.0)], used, scale * (1.0 if state.clip_factor is None else state.clip_factor))
 
     def _resize(self, before: int, now: int) -> None:
         """The team has another number of workers."""
-        self._weight.resize(before, now)
+        for state in self._distinct:
+            state.weight.resize(before, now)
+        self._reader.divided = now > 1
         self._rate = self._rate.of(now)
 
-    @abstractmethod
     def _reduce(self, agreed: StepAgreement) -> int:
         """Make the mean gradient of this worker's shard; returns the bytes read from other workers."""
+        try:
+            return self._reduction.shard(agreed.weights, agreed.used)
+        except TeamError as error:
+            if len(self._members.machines) == 1:
+                raise
+            self._failure = error
+            return 0
 
-    @abstractmethod
     def _shard_norm(self, agreed: StepAgreement, norm: float) -> float:
         """The norm of that mean, raised to `norm` so that shards can be added; the norm itself for inf."""
+        return self._reduction.norm(norm, agreed.anywhere())
+
+    def _wait(self, kind: BarrierKind, length: int = 0, failure: TeamError | None = None) -> BarrierKind:
+        failure, self._failure = failure or self._failure, None
+        return super()._wait(kind, length, failure)
 
     def _first_source(self, agreed: StepAgreement) -> int:
         """The rank of the first worker that contributes a gradient."""
@@ -304,7 +364,7 @@ class SynchronousTrainer(Trainer):
     def _clip(self, limit: float = float("nan"), norm: float = 2.0) -> torch.Tensor:
         """Make the mean gradient of this worker's shard, and compute the norm of the whole."""
         start = time.perf_counter()
-        agreed = self._table.read()
+        agreed = self._agree()
         read = self._reduce(agreed)
         self._recorder.add(Reduce(self._rank, start, time.perf_counter() - start, read))
         # Passive workers know neither limit nor norm; the first contributing worker's count.
@@ -326,12 +386,12 @@ class SynchronousTrainer(Trainer):
     def _set_clip_factor(self, parts: list[float], limit: float, norm: float) -> torch.Tensor:
         """Clip at the next update; returns the norm of all parts."""
         total = combine_norms(parts, norm) ** (1.0 if norm == float("inf") else 1.0 / norm)
-        self._clip_factor = min(1.0, limit / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ computes it
+        self._making.clip_factor = min(1.0, limit / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ computes it
         return torch.tensor(total, dtype=self._layout.flats[0].dtype)
 
     # -- state as plain torch knows it -------------------------------------------------------------------------------
 
-    def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    def load(self, model: Any, optimizer: Any) -> None:
         # No worker may still compute on these values, and none may go on before all of them are loaded.
         self._wait(BarrierKind.BARRIER)
         super().load(model, optimizer)
@@ -351,15 +411,17 @@ class SynchronousTrainer(Trainer):
         state.import_all()
 
     def _state_dict(self) -> dict[str, Any]:
-        return super()._state_dict() if self._state is None else self._state.state_dict()
+        return super()._state_dict() if self._state is None else self._state.state_dict(self._patch.optimizer)
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
-        super()._load_state_dict(state)
-        if self._state is not None:
-            self._state.import_all()
+        if self._state is None:
+            super()._load_state_dict(state)
+        else:
+            self._state.load_state_dict(self._patch.optimizer, state)
 
     def close(self) -> None:
         self._gradients.detach()
+        self._reader.close()
         super().close()
         if self._state is not None:
             self._state.export(copy=True)

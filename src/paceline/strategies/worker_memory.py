@@ -8,20 +8,23 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from paceline.cluster.membership import Members
 from paceline.config import RunSpec, parse_compression, place_servers
 from paceline.errors import UsageError
 from paceline.parameters.compression import Feedback, codec_class
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import Hyperparameters
+from paceline.parameters.kept_version import KeptVersion
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.parameters.whole import WholeOptimizer
 from paceline.parameters.worker_table import SLOT, WorkerTable
 from paceline.policies import Policy
 from paceline.server.memory import RunMemory
-from paceline.server.shard import describe_optimizer, describe_parameters, make_layout, memory_sizes
-from paceline.strategies.base import Options, TrainerContext
-from paceline.transport import Memory
+from paceline.server.record import ServerRecord
+from paceline.server.shard import describe_optimizers, describe_parameters, make_layout, memory_sizes
+from paceline.strategies.context import Options, TrainerContext
+from paceline.transport import BarrierKind, Memory
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -45,12 +48,13 @@ def describe_run(
         servers=tuple(place_servers(servers, [list(ranks) for ranks in machines])),
         timeouts=context.members.barrier.timeouts,
         folder=str(context.folder) if context.recorder.on else None,
-        optimizer=describe_optimizer(optimizer),
+        optimizers=describe_optimizers(optimizer),
         parameters=describe_parameters(*parameters),
         strategy=str(policy),
         corrections=tuple(context.launch.corrections or policy.corrections),
         scale_lr=options.scale_lr,
         warmup=options.warmup,
+        version=context.version,
         minibatch=1.0 if options.batch is None else options.batch / sum(map(len, machines)),
         **fields,
     )
@@ -99,8 +103,13 @@ class WorkerMemory:
         state = share(self.shards[0].memory_size())
         for shard in self.shards:
             shard.place(state)
+        kept = share(KeptVersion.memory_size(self.layout, self.shards[0].memory_size()))
+        self.kept = KeptVersion(self.layout, kept)
+        undo = self.shards[0].undo_size()
+        record = share(ServerRecord.memory_size(self.layout, len(spec.servers), undo))
+        ServerRecord.lay_out(record, self.layout, undo)
         gradient_memory, version_memory, table_memory, flags, buffers = parts
-        self.run = RunMemory(gradient_memory, version_memory, table_memory, flags, buffers, state)
+        self.run = RunMemory(gradient_memory, version_memory, table_memory, flags, buffers, state, kept, record)
 
     def _make_gradients(self, memory: Memory, own: list[bool] | None) -> Gradients:
         """In shared memory, where the servers read them, or in private memory, to be compressed."""
@@ -118,3 +127,13 @@ class WorkerMemory:
         self.feedback = Feedback(codec, self._rank, gradients.own)
         self.gradient_size = codec.bytes
         return gradients
+
+    def mirror_state(self, members: Members) -> None:
+        """Copy the lead's optimizer state, if it has one, to every machine; all workers call it."""
+        if len(members.machines) == 1:
+            return
+        state = self.run.state
+        marks = bytes([any(state.bytes(start, stop - start)) for s in self.shards for start, stop in s.owned()[:1]])
+        if any(members.gather(marks, BarrierKind.ALLOCATE)[0]):
+            whole = state.tensor(0, state.size, torch.uint8)
+            members.mirror([whole] if members.local.rank == 0 else [torch.empty_like(whole)])

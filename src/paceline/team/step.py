@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.parameters.gradient_weight import SUM
-
-if TYPE_CHECKING:
-    from paceline.team.team import Team
+from paceline.parameters.loss_reader import SUM
+from paceline.team.training import Training
 
 
 class Step:
     """`with team.step():`. It is made once, since it may be entered thousands of times a second."""
 
-    __slots__ = ("_accumulating", "_team", "cancelled")
+    __slots__ = ("_accumulating", "_training", "cancelled")
 
-    def __init__(self, team: Team, accumulating: bool) -> None:
-        self._team, self._accumulating = team, accumulating
+    def __init__(self, training: Training, accumulating: bool) -> None:
+        self._training, self._accumulating = training, accumulating
         self.cancelled = False
         """True if the step was cancelled, so that the rest of its block did not run."""
 
     def __enter__(self) -> Self:
-        trainer = self._team._trainer
+        trainer = self._training.trainer
         self.cancelled = False
+        self._training.accumulations += self._accumulating
         if trainer is None:
             return self
         if self._accumulating:
-            self._team._accumulations += 1
             trainer.accumulate(True)
         if trainer.cancels:
             trainer.enter_step()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        trainer = self._team._trainer
+        trainer = self._training.trainer
+        self._training.accumulations -= self._accumulating
         if trainer is None:
             return False
         if self._accumulating:
-            self._team._accumulations -= 1
-            trainer.accumulate(self._team._accumulations > 0)
+            trainer.accumulate(self._training.accumulations > 0)
         self.cancelled = trainer.cancels and trainer.leave_step(error)
         return self.cancelled
 

@@ -1,80 +1,40 @@
-"""`join()` and `Team`: all that a training script uses, in one file since it is one class."""
+"""`Team`: all that a training script uses, in one file since it is one class."""
 
 from __future__ import annotations
 
 import atexit
-import functools
-import os
-import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline.cluster.event_forwarding import EventForwarding
-from paceline.cluster.membership import Members, join_team
-from paceline.cluster.process import import_compiler_late, keep_freed_memory
-from paceline.config import (
-    AllReduce,
-    Launch,
-    Place,
-    Strategy,
-    Timeouts,
-    between_replicas,
-    check_workers,
-    parse_strategy,
-)
-from paceline.data import TeamLoader
-from paceline.data.leased_loader import LeasedLoader
-from paceline.data.loader import batch_growth, check_loader
+from paceline.cluster.preemption import was_told
+from paceline.config import AllReduce, Launch, Place, Strategy, Timeouts, parse_strategy
+from paceline.config.example_inputs import example_inputs as parse_inputs
+from paceline.data.loader import batch_growth, check_loader, users_own
+from paceline.data.user_loader import UserLoader
 from paceline.errors import FORK, UsageError
-from paceline.events import Join, Leave, Metric
-from paceline.events.recorder import Recorder, folder_of
-from paceline.events.stopwatch import Stopwatch
-from paceline.events.summary import merge
+from paceline.events import Metric
+from paceline.parameters.joint import as_one_model, as_one_optimizer, models_of, parts_of
 from paceline.parameters.variables import Mirrored, PerReplica, total
-from paceline.policies import Policy
-from paceline.strategies import Make, Options, Trainer, TrainerContext
-from paceline.strategies.backward_patch import BackwardPatch
-from paceline.strategies.base import check
-from paceline.strategies.batch_norm import TeamBatchNorm, has_batch_norm, synchronise
-from paceline.team.alike import check_alike
-from paceline.team.checkpoints import Checkpoints, compact, write
-from paceline.team.loaders import LoaderTeam
-from paceline.team.setup_checks import check_setup, choose_trainer
+from paceline.strategies import Options, Trainer
+from paceline.team import current
+from paceline.team.checkpoints import Checkpoints, write
+from paceline.team.setup_checks import check_setup, check_steps, give_values
 from paceline.team.step import Step, item_count
+from paceline.team.team_logging import setup_event
+from paceline.team.training import Training
+from paceline.team.worker import Worker
 from paceline.transport import BarrierKind
 
-_joined: Team | None = None
 _Value = TypeVar("_Value", float, torch.Tensor)
-
-
-def join(strategy: str | Strategy | None = None, *, name: str | None = None, timeouts: Timeouts | None = None) -> Team:
-    """Joins the team that this process was started for; a team of one when started with plain `python`.
-
-    strategy: how to train, unless `paceline run --strategy` says otherwise; all-reduce by default.
-    name: the run's folder under `runs/`, where `paceline run` has not named one; without either, none is written.
-    timeouts: how long to wait for other processes.
-    """
-    global _joined
-    if _joined is None:
-        _joined = Team(Place.from_environment(), Launch.from_environment(), strategy, name, timeouts)
-    return _joined
-
-
-def _forked() -> None:
-    """Called in every fork of this process, which is no member of the team."""
-    if _joined is not None:
-        _joined._detach()
-
-
-os.register_at_fork(after_in_child=_forked)
+ANOTHER_RUN = "a run for each with paceline run or paceline.launch"
 
 
 class Team:
@@ -87,55 +47,28 @@ class Team:
         strategy: str | Strategy | None,
         name: str | None,
         timeouts: Timeouts | None,
+        loggers: str | Sequence[str] = (),
     ) -> None:
-        self.rank, self.local_rank, self._started_with = place.rank, place.local_rank, place.world_size
+        self.rank, self.local_rank = place.rank, place.local_rank
         self.strategy = parse_strategy(launch.strategy or strategy or AllReduce())
-        between, replicas = between_replicas(self.strategy, self._started_with)
-        if isinstance(between, Policy):
-            if launch.joins is None:
-                between.for_workers(range(replicas))  # refuses what cannot be
-        elif launch.servers or launch.corrections or launch.compress:
-            raise UsageError(
-                f"--servers, --correct and --compress are for a parameter server, which '{self.strategy}' does not have"
-            )
-        if self._started_with > 1 or launch.strategy:  # with plain python any script's own strategy is a team of one
-            check_workers(self.strategy, self._started_with)
-        self._launch = launch
-        self.device = _device(place.local_rank)
-        self._folder = _folder(launch, name)
-        self._writes_summary = launch.folder is None and self._folder is not None
-        reforms = launch.elastic and isinstance(self.strategy, AllReduce)
-        self._members: Members = join_team(place, launch, timeouts or launch.timeouts, self._say, elastic=reforms)
-        self._checkpoints = Checkpoints(self._members, self._folder)
-        import_compiler_late()
-        if self._started_with > 1:
-            keep_freed_memory()
-        self._trainer: Trainer | None = None
-        self._recorder = Recorder(self._streams_folder() if launch.record else None, self.rank)
-        self._stopwatch = Stopwatch(self._recorder, self.rank, launch.slow.get(self.rank), launch.seed)
-        self._backward_patch: BackwardPatch | None = None
-        self._accumulations = 0
-        """Nested accumulating steps that the script is in."""
-        self._step, self._accumulating_step = Step(self, False), Step(self, True)
-        self._loaders = LoaderTeam(self.rank, self._started_with, self._members, self._recorder, self._stopwatch)
-        self._closed = self._detached = False
-        where = (socket.gethostname(), str(self.device), str(self.strategy))
-        self._recorder.add(Join(self.rank, time.perf_counter(), os.getpid(), *where, time.time()))
+        self._worker = Worker(place, launch, self.strategy, name, timeouts, loggers)
+        self.device, self._members, self._recorder = self._worker.device, self._worker.members, self._worker.recorder
+        self._checkpoints = Checkpoints(self._members, self._worker.folder)
+        self._training = Training(self._worker)
+        self._step, self._accumulating_step = Step(self._training, False), Step(self._training, True)
+        self._closed = False
+        self._alone = place.world_size == 1 and launch == Launch()
+        """True if no launcher has started this process."""
+        self._options = (name, timeouts, loggers)
+        self._joined_again: tuple[str | Strategy | None, str | None, Timeouts | None, str | Sequence[str]] | None = None
+        """Arguments of a `join` since the last `setup`."""
         atexit.register(self._leave)
-
-    def _streams_folder(self) -> Path | None:
-        """The folder of this worker's events; on other machines than rank 0's, a relay or the lead forwards them."""
-        if self._folder is None:
-            return None
-        if self._members.connections is not None and self._launch.record and not isinstance(self.strategy, Policy):
-            EventForwarding(self._members, self._folder)
-        return folder_of(self._folder, self._members.machine if self._launch.joins is None else self._launch.machine)
 
     @property
     def world_size(self) -> int:
         """The number of workers; with a parameter server it may change."""
         now = self._trainer.present if self._trainer is not None else None
-        return self._started_with if now is None else now
+        return self._worker.size if now is None else now
 
     @property
     def is_lead(self) -> bool:
@@ -144,14 +77,19 @@ class Team:
 
     @property
     def lead(self) -> int:
-        return 0 if self._trainer is None else self._trainer.lead
+        """The rank of the worker that prints and saves."""
+        return self._training.lead
+
+    @property
+    def _trainer(self) -> Trainer | None:
+        return self._training.trainer
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     def setup(
         self,
-        model: torch.nn.Module,
-        optimizer: Optimizer,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
         *loaders: DataLoader[Any],
         global_batch: int | None = None,
         balance: bool = False,
@@ -161,8 +99,14 @@ class Team:
         warmup: int = 0,
         loss: Callable[..., Any] | None = None,
         on_nan: str = "raise",
+        steps_per_epoch: int | None = None,
+        example_inputs: Any = None,
+        init: Callable[[torch.nn.Module], object] | str | Path | None = None,
     ) -> tuple[Any, ...]:
         """Put the team behind a model, its optimizer and its loaders; returns them, to be used as before.
+
+        A GAN's two models, an actor and a critic, an encoder with an optimizer of its own:
+        `(G, D), (og, od), loader = team.setup([G, D], [og, od], loader)`. Each optimizer steps when the script says so.
 
         global_batch: samples of one step of all workers together; by default the loader's batch_size, so that a team
             trains as one process does.
@@ -174,69 +118,70 @@ class Team:
             ("linear"), or its root ("sqrt"), reached over `warmup` updates.
         on_nan: what to do when a loss is not finite: "raise" an error that names the worker, "skip" the update (also if
             only a gradient is not finite), or "ignore" it as plain torch does.
+        steps_per_epoch: steps of all workers together after which an epoch of a loader without a length ends; the next
+            epoch goes on from there.
+        example_inputs: a tensor, a tuple or a dict of the model's arguments, by which layers are split over workers; by
+            default the loader's first batch, and without a loader the model's first call.
         loss: the loss function, from which a split of the model is planned; the loop calls it as before.
+        init: for a model made under `torch.device("meta")`: a function that initialises what a module has itself, or a
+            checkpoint; by default the modules' own `reset_parameters`.
         """
-        if self._detached:
+        if self._training.detached:
             raise UsageError(FORK)
-        if self._trainer is not None:
-            raise UsageError("setup was called before; a team trains one model with one optimizer")
-        check_setup(self.strategy, model, optimizer, loaders, loss, on_nan, sync_batch_norm)
-        if sync_batch_norm and between_replicas(self.strategy, self.world_size)[1] > 1:
-            model = synchronise(model, self._exchange_statistics)
-        elif between_replicas(self.strategy, self.world_size)[1] > 1 and has_batch_norm(model):
-            self._say_once(
-                "batch norm layers use each worker's part of a batch, not the whole one as in one process; "
-                "setup(sync_batch_norm=True) lets them use the whole under all-reduce and mesh"
-            )
-        options = Options(gradients, scale_lr, warmup, batch_growth(loaders, global_batch), loss, loaders)
-        context = TrainerContext(
-            members=self._members,
-            strategy=self.strategy,
-            launch=self._launch,
-            folder=self._folder,
-            recorder=self._recorder,
-            stopwatch=self._stopwatch,
-            device=self.device,
-            say=self._say_once,
-        )
-        kind = choose_trainer(self.strategy, self._launch, self._members)
-        self._model, self._optimizer = model, optimizer
-        self._make_trainer = functools.partial(self._make, kind, options, context, on_nan)
-        if self._launch.joins is None:
-            check_alike(self._members, model, optimizer, loaders, options)
-        self._make_trainer()
-        shared = [self._loaders.share(loader, global_batch, balance) for loader in loaders]
-        return (model, optimizer, *shared)
-
-    def _make(self, kind: Make, options: Options, context: TrainerContext, on_nan: str) -> None:
-        """Make the trainer of the model and its optimizer as they are now."""
-        self._trainer = trainer = kind(self._model, self._optimizer, options, context)
-        trainer.on_nan, trainer.on_add_param_group = on_nan, self._add_param_group
-        self._loaders.attach(trainer)
-        self._backward_patch = BackwardPatch(self._stopwatch, trainer)
-
-    def _add_param_group(self, group: dict[str, Any]) -> None:
-        """The script adds parameters to the optimizer, as all workers do: train them from now on, too."""
-        if isinstance(between_replicas(self.strategy, 1)[0], Policy) and self._started_with > 1:
+        if self._training.begun and self._alone and self._joined_again is not None:
+            self._begin_anew(*self._joined_again)
+        if self._training.begun:
             raise UsageError(
-                f"under '{self.strategy}' the server knows the optimizer's parameters from setup on; add the group "
-                "before team.setup, with requires_grad=False until it is to be trained, or use all-reduce"
+                "setup was called before; several models go into one call, as setup([a, b], [of_a, of_b], …). "
+                + ("Call paceline.join() again to begin anew" if self._alone else f"Start {ANOTHER_RUN}")
             )
-        trainer = self._training()
-        version = trainer.version
-        if self._backward_patch is not None:
-            self._backward_patch.undo()
-        trainer.close()
-        type(self._optimizer).add_param_group(self._optimizer, group)
-        check(self._model, self._optimizer)
-        self._make_trainer()
-        trainer = self._training()
-        trainer.version = version
+        loaders = tuple(map(users_own, loaders))
+        one_model, one_optimizer = not isinstance(model, Sequence), not isinstance(optimizer, Sequence)
+        model, optimizer = as_one_model(model), as_one_optimizer(optimizer)
+        check_setup(self.strategy, model, optimizer, loaders, loss, on_nan, sync_batch_norm, steps_per_epoch)
+        model = self._training.share_batch_norm(model, synchronised=sync_batch_norm)
+        growth, inputs = batch_growth(loaders, global_batch), parse_inputs(example_inputs)
+        meta = give_values(model, init, self.strategy, self._members)
+        options = Options(gradients, scale_lr, warmup, growth, loss, loaders, inputs, meta)
+        self._training.begin(model, optimizer, options, on_nan)
+        if self.rank == 0:
+            self._recorder.add(setup_event(model, optimizer, loaders, global_batch, self.world_size))
+        self._joined_again = None
+        sharing: dict[str, Any] = {"global_batch": global_batch, "balance": balance, "steps": steps_per_epoch}
+        shared = [self._training.loaders.share(loader, **sharing) for loader in loaders]
+        models = model if one_model else tuple(models_of(model))
+        return (models, optimizer if one_optimizer else parts_of(optimizer), *shared)
 
-    def loader(self, loader: DataLoader[Any], *, global_batch: int | None = None) -> TeamLoader | LeasedLoader:
-        """This worker's share of one more loader."""
+    def _begin_anew(
+        self, strategy: str | Strategy | None, name: str | None, timeouts: Timeouts | None, loggers: str | Sequence[str]
+    ) -> None:
+        """Leave this team of one, whose model is plain torch again, and join a new one."""
+        before = self._options
+        self.close()
+        more = (name or before[0], timeouts or before[1], loggers or before[2])
+        Team.__init__(self, Place.from_environment(), Launch(), strategy or self.strategy, *more)
+        current.enter(self)
+
+    def loader(
+        self,
+        loader: DataLoader[Any],
+        *,
+        global_batch: int | None = None,
+        per_worker: bool = False,
+        steps_per_epoch: int | None = None,
+    ) -> UserLoader:
+        """This worker's share of one more loader.
+
+        per_worker: the loader's batch is one worker's, as under DistributedDataParallel. Where batches are divided, all
+            workers then take equally many of an epoch; a last rest of fewer samples than workers joins the one before.
+        steps_per_epoch: as of `setup`.
+        """
+        loader = users_own(loader)
         check_loader(loader)
-        return self._loaders.share(loader, global_batch, balance=False)
+        check_steps(steps_per_epoch, [loader])
+        return self._training.loaders.share(
+            loader, global_batch=global_batch, per_worker=per_worker, steps=steps_per_epoch
+        )
 
     def step(self, accumulate: bool = False, weight: float | torch.Tensor | str | None = None) -> Step:
         """One step of training, as a `with` block.
@@ -249,15 +194,20 @@ class Team:
         weight: how much this worker's gradient counts, relative to the others': the number of items that its loss is a
             mean over, or "sum" for a loss that is a sum. By default it is read from the loss.
         """
-        if self._trainer is not None:
-            self._trainer.weight = None if weight is None else item_count(weight)
+        self._training.set_weight(None if weight is None else item_count(weight))
         return self._accumulating_step if accumulate else self._step
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the norm of the team's gradient, between backward and step; returns the norm before."""
         if not max_norm > 0:
             raise UsageError(f"max_norm is {max_norm}; it must be above 0")
-        return self._training().clip(float(max_norm), float(norm_type))
+        trainer = self._training.current()
+        if len(parts_of(self._training.optimizer)) > 1:
+            raise UsageError(
+                "the team has several optimizers; clip the gradient of each with "
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), …), which is the team's gradient, too"
+            )
+        return trainer.clip(float(max_norm), float(norm_type))
 
     def report(self, **metrics: float | torch.Tensor) -> None:
         """Tell the progress line and the run's folder: `team.report(loss=loss, accuracy=…)`."""
@@ -278,15 +228,15 @@ class Team:
 
     def barrier(self) -> None:
         """Wait until all workers are here."""
-        self._gather(b"", BarrierKind.BARRIER)
+        self._training.gather(b"", BarrierKind.BARRIER)
 
     def mirrored(self, tensor: torch.Tensor, aggregation: str = "mean") -> Mirrored:
         """A value kept equal on all workers, at first the lead's; `assign` combines the workers' values."""
-        return Mirrored(tensor, self._gather, aggregation)
+        return Mirrored(tensor, self._training.gather, aggregation)
 
     def per_replica(self, value: Any) -> PerReplica:
         """Each worker's own value, with those of all others."""
-        return PerReplica(value, self.rank, self._gather)
+        return PerReplica(value, self.rank, self._training.gather)
 
     def sum(self, value: _Value) -> _Value:
         """The sum of all workers' values, on every worker; all must call it.
@@ -303,11 +253,7 @@ class Team:
         return found / count
 
     def _total(self, value: _Value) -> tuple[_Value, int]:
-        return total(value, self._gather, self._started_with // self._loaders.replicas)
-
-    def _gather(self, payload: bytes, kind: BarrierKind = BarrierKind.GATHER) -> list[bytes]:
-        payloads = self._trainer.gather(payload, kind) if self._trainer is not None else None
-        return self._members.gather(payload, kind) if payloads is None else payloads
+        return total(value, self._training.gather, self._training.workers_per_replica)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -315,27 +261,26 @@ class Team:
     def checkpoint(self) -> Path | None:
         """The newest checkpoint of this run, for `load`: not None if the team was started again.
 
-        None for a worker that joins a run that has begun.
+        None for a worker that joins a run that has begun, and in a run that goes on from a snapshot.
         """
-        return self._checkpoints.newest() if self._launch.joins is None else None
+        goes_on = self._worker.launch.joins is not None or self._worker.launch.resume is not None
+        return None if goes_on else self._checkpoints.newest()
 
-    def save(self, path: str | Path | None = None, **extra: Any) -> Path:
+    def save(self, path: str | Path | None = None, *, block: bool = True, **extra: Any) -> Path:
         """Write a checkpoint that plain `torch.load` reads: `model`, `optimizer`, `version` and `extra`.
 
         The lead writes it. The others need not call it, unless the model is sharded over machines: then each has a part
         of it. Without a path it goes to the run's `checkpoints/`.
+
+        block: with False the training goes on at once; the checkpoint is of the next version, and is written in the
+            background.
         """
-        trainer = self._training()
+        trainer = self._training.current()
         own, path = path is None, self._checkpoints.path(path, trainer.version)
-        content: dict[str, Any] = {}
-        if self.is_lead or trainer.lockstep:
-            with trainer.frozen():
-                content = {
-                    **extra,
-                    "model": compact(self._model.state_dict()),
-                    "optimizer": compact(self._optimizer.state_dict()),
-                    "version": trainer.version,
-                }
+        if not block and self._training.snapshots.possible:
+            self._training.snapshots.request(path, extra)
+            return path
+        content = {**extra, **self._training.state()} if self.is_lead or trainer.lockstep else {}
         if self.is_lead:
             write(path, content, private=own)
         return path
@@ -345,7 +290,10 @@ class Team:
 
         Machines that do not have the file get its content from rank 0.
         """
-        trainer = self._training()
+        trainer = self._training.current()
+        if self._training.resuming is not None:
+            self._training.resuming.call_off()
+            self._training.resuming = None
         content = self._checkpoints.read(Path(path), lead=self.is_lead)
         trainer.load(content.pop("model"), content.pop("optimizer"))
         trainer.version = int(content.pop("version", trainer.version))
@@ -357,44 +305,39 @@ class Team:
         """Leave the team; model and optimizer are plain torch again, with the newest values."""
         if self._closed:
             return
-        if self._trainer is not None:
-            self._trainer.close()
-        if self._backward_patch is not None:
-            self._backward_patch.undo()
-        for module in self._model.modules() if self._trainer is not None else ():
-            if isinstance(module, TeamBatchNorm):
-                module.exchange = None
+        self._finish_snapshots()
+        self._training.close()
         self._leave()
+
+    def _finish_snapshots(self) -> None:
+        for path, extra in self._training.snapshots.finish():
+            if self.is_lead and not self._training.current().lockstep:
+                self.save(path, **extra)  # no update has come after it was asked for
 
     def _leave(self) -> None:
         """Leave the team; also called when the script ends without `close`."""
-        global _joined
         if self._closed:
             return
+        if getattr(sys, "last_value", None) is not None:
+            self._training.snapshots.abandon()
+        self._finish_snapshots()
         self._closed = True
         atexit.unregister(self._leave)
+        if was_told():
+            self._worker.say_preempted(holds=self._trainer is not None and self._trainer.holds_server)
         if self._trainer is not None:
             self._trainer.leave()
-        self._recorder.add(Leave(self.rank, time.perf_counter()))
-        self._recorder.close()
-        self._members.leave()
+        self._worker.leave()
         if self._trainer is not None:
             self._trainer.wait_until_forwarded()
-        if self.is_lead and self._folder is not None and (self._writes_summary or len(self._members.machines) > 1):
-            self._members.wait_until_left()
-        if self._writes_summary and self.is_lead and self._folder is not None:
-            merge(self._folder, self._started_with)
-        if _joined is self:
-            _joined = None
+        self._worker.finish(lead=self.is_lead)
+        current.leave(self, several=self._worker.size > 1)
 
     def _detach(self) -> None:
         """Lets this process, a fork of a worker, do nothing in the worker's name."""
-        self._closed = self._detached = True
-        trainer, self._trainer = self._trainer, None
-        if trainer is not None:
-            trainer.detach()
-        self._members.detach()
-        self._recorder.detach()
+        self._closed = True
+        self._training.detach()
+        self._worker.detach()
 
     def __enter__(self) -> Team:
         return self
@@ -404,43 +347,11 @@ class Team:
     ) -> None:
         if error is not None and self._trainer is not None:
             self._trainer.abandon()
+            self._training.snapshots.abandon()
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError("a team cannot be copied to another process; call paceline.join() there")
 
     def __repr__(self) -> str:
         return f"Team(rank={self.rank}, world_size={self.world_size}, strategy='{self.strategy}')"
-
-    def _exchange_statistics(self, value: torch.Tensor) -> list[torch.Tensor]:
-        copied = self._trainer is not None and self._trainer.weightless
-        own = b"" if copied else value.numpy().tobytes()
-        parts = self._members.gather(own, BarrierKind.STATISTICS)
-        each = self.world_size // self._loaders.replicas  # workers of a replica; those with the same part exchange
-        parts = parts[self.rank % each :: each]
-        return [torch.frombuffer(bytearray(part), dtype=value.dtype) for part in parts if part]
-
-    def _training(self) -> Trainer:
-        if self._detached:
-            raise UsageError(FORK)
-        if self._trainer is None:
-            raise UsageError("the team has no model yet; call team.setup(model, optimizer, …) first")
-        return self._trainer
-
-    def _say(self, message: str) -> None:
-        print(f"paceline: {message}", file=sys.stderr, flush=True)
-
-    def _say_once(self, message: str) -> None:
-        if self.is_lead:
-            self._say(message)
-
-
-def _device(local_rank: int) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
-
-
-def _folder(launch: Launch, name: str | None) -> Path | None:
-    if launch.folder is not None:
-        return Path(launch.folder)
-    name = launch.name or name
-    return None if name is None else Path("runs") / name
