@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.events import read
+from paceline.events import Event, read
 from paceline.report import timeline
+from paceline.report.race import Runner, race
 
 SCRIPT = Path(__file__).resolve().with_name("train_paceline.py")
 DRAWN = ["--slow", "all:0.02+exp(0.02)", "--slow", "3:0.06+exp(0.06)", "--seed", "2"]
@@ -60,6 +61,20 @@ FIGURES = {
 }
 
 
+RACE = ["--slow", "all:0.02+exp(0.01)", "--slow", "3:0.08+exp(0.04)", "--seed", "1"]
+"""Steps of drawn length, those of the last worker four times as long."""
+
+
+def racing() -> str:
+    """The same second under two strategies."""
+    runners = {
+        "all-reduce": "all-reduce: every update waits for worker 3",
+        "k-batch-sync:k=4": "k-batch-sync:k=4: an update takes the first four minibatches, from any worker",
+    }
+    runs = [Runner(title, recorded(strategy, RACE, "--epochs", "4")) for strategy, title in runners.items()]
+    return race("Four workers, worker 3 four times slower: one second of two real runs", runs, 1.0)
+
+
 SCALED = [
     "--workers",
     "2",
@@ -97,25 +112,27 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def recorded(strategy: str, slow: list[str], *arguments: str) -> list[Event]:
+    """The events of a run of four workers."""
+    with tempfile.TemporaryDirectory() as work:
+        command = [sys.executable, "-m", "paceline", "run", str(SCRIPT), "--workers", "4", "--quiet"]
+        command += ["--strategy", strategy, *slow, "--name", "figure", "--", *arguments]
+        subprocess.run(command, check=True, cwd=work, stdout=subprocess.DEVNULL)
+        return list(read(Path(work) / "runs" / "figure" / "events.jsonl"))
+
+
 def main(folder: Path, names: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     chosen = {name: figure for name, figure in FIGURES.items() if not names or name in names}
     for number, (name, figure) in enumerate(chosen.items(), start=1):
         print(f"{number} of {len(chosen)}: {name}", flush=True)
-        with tempfile.TemporaryDirectory() as work:
-            command = [sys.executable, "-m", "paceline", "run", str(SCRIPT), "--workers", "4", "--quiet"]
-            command += ["--strategy", figure.strategy, *figure.slow, "--name", "figure"]
-            code = subprocess.run(
-                [*command, "--", "--epochs", "2", *figure.arguments], check=False, cwd=work, stdout=subprocess.DEVNULL
-            ).returncode
-            if code:
-                return code
-            events = list(read(Path(work) / "runs" / "figure" / "events.jsonl"))
+        events = recorded(figure.strategy, figure.slow, "--epochs", "2", *figure.arguments)
         drawn = timeline(events, figure.title, figure.updates, staleness=figure.staleness)
         (folder / f"{name}.svg").write_text(drawn)
-    if not names or "elastic" in names:
-        print("elastic", flush=True)
-        (folder / "elastic.svg").write_text(elastic())
+    for name, draw in {"elastic": elastic, "race": racing}.items():
+        if not names or name in names:
+            print(name, flush=True)
+            (folder / f"{name}.svg").write_text(draw())
     return 0
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config.distributions import Exponential
 from paceline.planner.choose import worth
 from paceline.simulate.cluster import Failures, SimulatedCluster
-from paceline.simulate.distributions import Exponential
 from paceline.simulate.predict import simulate
 from paceline.simulate.result import Result
 from paceline.topologies import Link
