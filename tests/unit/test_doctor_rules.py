@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import resource
 import socket
 import threading
 
 import pytest
+from rich.console import Console
 
+from paceline.cli.doctor import _table
 from paceline.doctor import libraries, links, machine
 from paceline.doctor.findings import Diagnosis, Finding, Machine, cannot, limits, ok, worst
 from paceline.transport.keys import Secret
@@ -40,6 +43,34 @@ def test_a_distant_member_is_named_once() -> None:
     (finding,) = links.judge(matrix(4, 50e-6, _13=1e-3, _31=1e-3), matrix(4, 1e9))
     assert "1 and 3 are 1,000 µs apart" in finding.found
     assert finding.found.count("apart") == 1
+
+
+MBIT = 1e6 / 8
+
+
+def test_the_slow_one_of_three_hosts_is_named() -> None:
+    """At 200, 100 and 20 Mbit/s: the median link is a slow one, and no link is much slower than that."""
+    rates = matrix(3, 20 * MBIT, _01=100 * MBIT, _10=100 * MBIT)
+    hosts = ["vm (10.0.0.1)", "vm (10.0.0.2)", "vm (10.0.0.3)"]
+    (finding,) = links.judge(matrix(3, 1e-4), rates, hosts)
+    assert finding.verdict == "works with limits"
+    assert "vm (10.0.0.3) is slow: at most 2.5 MB/s to and from any other, which have 12.5 MB/s" in finding.found
+    assert finding.found.count("is slow") == 1 and "carries" not in finding.found
+
+
+def test_hosts_with_equal_links_are_ok_however_quick_their_own_workers_are() -> None:
+    """Two workers each on three machines: inside a machine they are 100 times as quick."""
+    hosts = ["a", "a", "b", "b", "c", "c"]
+    rates: list[list[float | None]] = [
+        [None if a == b else 1e10 if hosts[a] == hosts[b] else 1e8 for b in range(6)] for a in range(6)
+    ]
+    (finding,) = links.judge(matrix(6, 1e-4), rates, hosts)
+    assert finding.verdict == "ok"
+
+
+def test_of_two_hosts_nobody_can_tell_which_is_slow() -> None:
+    (finding,) = links.judge(matrix(2, 1e-4), matrix(2, 1e6), ["a", "b"])
+    assert finding.verdict == "ok"
 
 
 def test_without_a_key_it_says_what_to_set() -> None:
@@ -131,3 +162,9 @@ def test_a_check_that_breaks_is_a_finding() -> None:
     assert (first.what, first.verdict) == ("broken check", "works with limits")
     assert "no such thing" in first.found
     assert second.verdict == "ok"
+
+
+def test_what_is_found_is_printed_as_it_is() -> None:
+    out = io.StringIO()
+    _table(Console(file=out, width=200), [limits("Ray", "pip install 'paceline[ray]'", "echo [always]")])
+    assert "pip install 'paceline[ray]'" in out.getvalue() and "echo [always]" in out.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,13 @@ class Ddp(Contestant):
         model = nn.parallel.DistributedDataParallel(work.build())
         tuned = OPTIMIZERS[optimizer](model.parameters())
         self.step = plain_step(work, model, tuned, work.batch_of(batch, team.rank), precision)
+
+
+def end_process_group() -> None:
+    """Ends DDP's process group, whose threads must not outlive the interpreter; the contestant is not used again."""
+    if torch.distributed.is_initialized():
+        gc.collect()  # DDP's model refers to itself, and holds the group
+        torch.distributed.destroy_process_group()
 
 
 class Paceline(Contestant):

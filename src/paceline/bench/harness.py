@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,12 @@ from paceline.config import Launch
 from paceline.errors import PacelineError, UsageError
 
 Result = TypeVar("Result")
+Show = Callable[[str], None]
+"""Shows how far a measurement is."""
+
+
+def _nothing(_words: str) -> None:
+    """Shows nothing."""
 
 
 @functools.cache
@@ -33,26 +40,26 @@ def _environment(precision: str) -> dict[str, str]:
     return WITHOUT_AMX
 
 
-def measure(task: TrainTask, workers: int, strategy: str | None = None, label: str = "") -> TrainTimes:
-    """Time contestants in turns on this number of workers."""
-    return _run("worker.py", task, TrainTimes, workers, strategy, label, _environment(task.precision))
+def measure(task: TrainTask, workers: int, strategy: str | None = None, show: Show = _nothing) -> TrainTimes:
+    """Time contestants in turns on this number of workers; `show` is given each round's number."""
+    return _run("worker.py", task, TrainTimes, workers, strategy, show, _environment(task.precision))
 
 
-def measure_memory(task: MemoryTask, workers: int, label: str = "") -> MemoryUse:
+def measure_memory(task: MemoryTask, workers: int) -> MemoryUse:
     """Measure the memory of one contestant on this number of workers."""
-    return _run("memory.py", task, MemoryUse, workers, None, label)
+    return _run("memory.py", task, MemoryUse, workers)
 
 
-def measure_collectives(task: CollectiveTask, workers: int, label: str = "") -> CollectiveTimes:
+def measure_collectives(task: CollectiveTask, workers: int, show: Show = _nothing) -> CollectiveTimes:
     """Time contestants' collectives in turns on this number of workers; one of them may be OpenMPI."""
     if "mpi" not in task.contestants:
-        return _run("collectives.py", task, CollectiveTimes, workers, None, label)
+        return _run("collectives.py", task, CollectiveTimes, workers, show=show)
     # mpirun starts OpenMPI's processes, so each turn is a run of its own.
     ours = msgspec.structs.replace(task, contestants=[name for name in task.contestants if name != "mpi"], rounds=1)
     together: CollectiveTimes = {}
     for number in range(task.rounds):
-        said = f"{label} run {number + 1} of {task.rounds}:"
-        times = _run("collectives.py", ours, CollectiveTimes, workers, None, said)
+        show(f"round {number + 1} of {task.rounds}")
+        times = _run("collectives.py", ours, CollectiveTimes, workers)
         times["mpi"] = {size: [once] for size, once in _run_mpi(task, workers).items()}
         for name, by_size in times.items():
             for size, seconds in by_size.items():
@@ -82,15 +89,13 @@ def _run(
     task: TrainTask | MemoryTask | CollectiveTask,
     result: type[Result],
     workers: int,
-    strategy: str | None,
-    label: str,
+    strategy: str | None = None,
+    show: Show = _nothing,
     environment: dict[str, str] | None = None,
 ) -> Result:
-    say = _say if sys.stderr.isatty() else lambda _line: None
-
     def output(rank: int, _stream: str, line: bytes) -> None:
         if rank == 0 and line.startswith(b"round"):
-            say(f"{label} {line.decode()}")
+            show(line.decode().strip())
 
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         result_path = Path(folder) / "result.json"
@@ -101,16 +106,10 @@ def _run(
             workers=workers,
             environment=environment or {},
         )
-        say(f"{label} starting")
         launch = Launch(strategy=strategy, folder=folder)
         statuses = LocalEngine(job).run(launch, EngineCallbacks(output=output))
-        say("")
         for status in statuses:
             if status.failed:
                 reason = status.exit_report.traceback if status.exit_report else status.description
                 raise PacelineError(f"the benchmark failed: {reason}")
         return msgspec.json.decode(result_path.read_bytes(), type=result)
-
-
-def _say(line: str) -> None:
-    print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 import paceline
-from paceline.bench.contestants import OPTIMIZERS, Ddp, Paceline, plain_step
+from paceline.bench.contestants import OPTIMIZERS, Ddp, Paceline, end_process_group, plain_step
 from paceline.bench.tasks import MemoryTask, MemoryUse
 from paceline.bench.workloads import WORKLOADS
 from paceline.cluster.process import proportional_memory, release_freed_memory, return_freed_memory
@@ -46,11 +46,13 @@ def main() -> None:
         for _ in range(3):
             ddp.step()
         after = _settled()
+        del ddp
     sums = team.per_replica([parameters, after - before]).values
     if team.is_lead:
         result = MemoryUse(sum(one for one, _ in sums), sum(two for _, two in sums))
         Path(task.output).write_bytes(msgspec.json.encode(result))
     team.barrier()
+    end_process_group()
 
 
 def _warm_up(optimizer: str) -> None:

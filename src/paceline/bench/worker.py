@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 import paceline
-from paceline.bench.contestants import CONTESTANTS, Contestant
+from paceline.bench.contestants import CONTESTANTS, Contestant, end_process_group
 from paceline.bench.tasks import TrainTask, TrainTimes
 from paceline.bench.workloads import WORKLOADS
 from paceline.cluster.process import keep_freed_memory, return_freed_memory
@@ -37,6 +37,8 @@ def main() -> None:
             print(f"round {number + 1} of {task.rounds}", file=sys.stderr, flush=True)
     if team.is_lead:
         Path(task.output).write_bytes(msgspec.json.encode(seconds))
+    contestants.clear()
+    end_process_group()
 
 
 def _time(team: paceline.Team, contestant: Contestant, count: int) -> float:

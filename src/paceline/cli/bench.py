@@ -27,7 +27,11 @@ from paceline.bench.tasks import (
     MemoryTask,
     TrainTask,
 )
+from paceline.cli import panels
+from paceline.cli.panels import PanelCommand
+from paceline.cli.status import StatusLine
 from paceline.config import one_of, parse_strategy
+from paceline.config.units import duration
 from paceline.errors import UsageError
 
 app = typer.Typer(
@@ -37,12 +41,16 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Option(help=f"The model to train: {', '.join(MODELS)}.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-Rounds = Annotated[int, typer.Option(help="Number of rounds in which the contestants take turns.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object instead of a table.", rich_help_panel=panels.OUTPUT)
+]
+Rounds = Annotated[
+    int, typer.Option(help="Number of rounds in which the contestants take turns.", rich_help_panel=panels.MEASUREMENT)
+]
 Optimizer = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
 
 
-@app.command()
+@app.command(cls=PanelCommand)
 def train(
     model: Model = "small",
     workers: Annotated[int, typer.Option("--workers", "-w", help="Number of workers.")] = 2,
@@ -54,7 +62,9 @@ def train(
     optimizer: Optimizer = "sgd",
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16 (autocast).")] = "fp32",
     rounds: Rounds = 9,
-    seconds: Annotated[float, typer.Option(help="Approximate seconds of each turn.")] = 1.0,
+    seconds: Annotated[
+        float, typer.Option(help="Approximate seconds of each turn.", rich_help_panel=panels.MEASUREMENT)
+    ] = 1.0,
     json: Json = False,
 ) -> None:
     """Train a model with a team and with a peer, in turns, and print the ratio of their speeds.
@@ -64,7 +74,8 @@ def train(
     one_of("--against", against, PEERS)
     task = _train_task(model, ["paceline", against], workers, batch, optimizer, precision, rounds, seconds)
     chosen = str(parse_strategy(strategy))
-    result = measure(task, workers, chosen, label=f"{model}, {workers} workers:")
+    with StatusLine(f"measuring {model}, {workers} workers") as status:
+        result = measure(task, workers, chosen, status.detail)
     ours, theirs = result["paceline"], result[against]
     facts: dict[str, Any] = {
         "model": model,
@@ -82,12 +93,12 @@ def train(
     table = Table("", "best round", "median round", title=f"{model}, {workers} workers, batch {task.batch} each")
     for name in ("paceline", against):
         times = result[name]
-        table.add_row(name, f"{min(times) * 1e3:.3g} ms/step", f"{statistics.median(times) * 1e3:.3g} ms/step")
+        table.add_row(name, f"{duration(min(times))}/step", f"{duration(statistics.median(times))}/step")
     closing = f"{chosen} makes {facts['ratio']:.2f} times as many steps per second as {against}"
     _print(facts, json, table, closing)
 
 
-@app.command()
+@app.command(cls=PanelCommand)
 def scaling(
     model: Model = "mlp25m",
     workers: Annotated[str, typer.Option("--workers", "-w", help="Numbers of workers, as 1,2,4.")] = "1,2",
@@ -96,8 +107,12 @@ def scaling(
     precision: Annotated[str, typer.Option(help="Of fp32, bf16, fp16, as fp32,bf16.")] = "fp32",
     optimizer: Optimizer = "sgd",
     rounds: Rounds = 9,
-    seconds: Annotated[float, typer.Option(help="Approximate seconds of each turn.")] = 1.0,
-    plot: Annotated[Path | None, typer.Option(help="Write the curves to this HTML file.")] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Approximate seconds of each turn.", rich_help_panel=panels.MEASUREMENT)
+    ] = 1.0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the curves into this HTML file.", rich_help_panel=panels.OUTPUT)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Print scaling efficiency: the time of an iteration of plain torch over that in a team, at the same batch.
@@ -117,8 +132,9 @@ def scaling(
             for count in _numbers("--workers", workers):
                 contestants = ["paceline", "single", "alone", "alone-keeping"]
                 task = _train_task(model, contestants, count, size, optimizer, precise, rounds, seconds)
-                label = f"{model}, {count} workers, batch {size}, {precise}:"
-                best = {name: min(times) for name, times in measure(task, count, chosen, label).items()}
+                with StatusLine(f"measuring {model}, {count} workers, batch {size}, {precise}") as status:
+                    measured = measure(task, count, chosen, status.detail)
+                best = {name: min(times) for name, times in measured.items()}
                 points.append(
                     {
                         "workers": count,
@@ -145,10 +161,10 @@ def scaling(
             f"{point['speedup']:.2f}",
             f"{point['throughput']:,.0f}",
         )
-    _print(facts, json, table, f"the curves are in {plot}" if plot else None)
+    _print(facts, json, table, f"figure: {plot}" if plot else None)
 
 
-@app.command()
+@app.command(cls=PanelCommand)
 def memory(
     model: Model = "mlp25m",
     workers: Annotated[int, typer.Option("--workers", "-w", help="Number of workers.")] = 2,
@@ -163,10 +179,10 @@ def memory(
         raise UsageError(f"--workers is {workers}; it must be at least 2")
     one_of("--optimizer", optimizer, OPTIMIZERS)
     one_of("--model", model, MODELS)
-    taken = {
-        name: measure_memory(MemoryTask(model=model, contestant=name, optimizer=optimizer), workers, f"{name}:")
-        for name in ("paceline", "ddp")
-    }
+    taken = {}
+    for name in ("paceline", "ddp"):
+        with StatusLine(f"measuring the memory of {name}, {workers} workers"):
+            taken[name] = measure_memory(MemoryTask(model=model, contestant=name, optimizer=optimizer), workers)
     ours, theirs = taken["paceline"], taken["ddp"]
     facts = {
         "model": model,
@@ -185,7 +201,7 @@ def memory(
     _print(facts, json, table, closing)
 
 
-@app.command("collectives")
+@app.command("collectives", cls=PanelCommand)
 def collectives_(
     workers: Annotated[int, typer.Option("--workers", "-w", help="Number of workers.")] = 2,
     sizes: Annotated[str, typer.Option(help="Bytes of the tensors, as 1K,1M,25M.")] = "1K,100K,1M,25M,100M",
@@ -193,8 +209,12 @@ def collectives_(
     against: Annotated[str, typer.Option(help="gloo, mpi (OpenMPI, all_reduce only) or none.")] = "gloo",
     topology: Annotated[str, typer.Option(help=f"Of paceline.collectives: {', '.join(TOPOLOGIES)}.")] = "auto",
     rounds: Rounds = 5,
-    seconds: Annotated[float, typer.Option(help="Approximate seconds of each turn.")] = 0.2,
-    plot: Annotated[Path | None, typer.Option(help="Write the curves to this HTML file.")] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Approximate seconds of each turn.", rich_help_panel=panels.MEASUREMENT)
+    ] = 0.2,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the curves into this HTML file.", rich_help_panel=panels.OUTPUT)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Time a collective through torch.distributed, through paceline.collectives, and with a peer, in turns.
@@ -229,7 +249,8 @@ def collectives_(
         rounds=rounds,
         seconds=seconds,
     )
-    times = measure_collectives(task, workers, f"{operation}, {workers} workers:")
+    with StatusLine(f"measuring {operation}, {workers} workers") as status:
+        times = measure_collectives(task, workers, status.detail)
     facts = _collective_facts(task, workers, against, times)
     if plot is not None:
         draw_collectives(facts, plot)
@@ -248,7 +269,7 @@ def collectives_(
                 ratio,
             )
         table.add_section()
-    _print(facts, json, table, f"the curves are in {plot}" if plot else None)
+    _print(facts, json, table, f"figure: {plot}" if plot else None)
 
 
 def _collective_facts(task: CollectiveTask, workers: int, against: str, times: CollectiveTimes) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def with_links(
         first, comma, second = what.partition(",")
         if not (who.isdecimal() and int(who) < cluster.workers and comma):
             raise UsageError(
-                f"--link '{spec}': it must be RANK:LATENCY,BANDWIDTH, a rank from 0 to {cluster.workers - 1}"
+                f"--link is '{spec}'; it must be RANK:LATENCY,BANDWIDTH, a rank from 0 to {cluster.workers - 1}"
             )
         links[int(who)] = Link(quantities.seconds("--link", first), quantities.rate("--link", second))
     cluster = dataclasses.replace(cluster, links=tuple(sorted(links.items())))
@@ -46,13 +46,13 @@ def with_trouble(
     if spells is not None:
         parts = spells.split(",")
         if len(parts) != 3 or not parts[0].replace(".", "", 1).isdecimal():
-            raise UsageError(f"--spells '{spells}': it must be FACTOR,EVERY,LASTING, as 4,60s,5s")
+            raise UsageError(f"--spells is '{spells}'; it must be FACTOR,EVERY,LASTING, as 4,60s,5s")
         every, lasting = (quantities.seconds("--spells", part) for part in parts[1:])
         cluster = dataclasses.replace(cluster, spells=Spells(float(parts[0]), every, lasting))
     if failures is not None:
         parts = failures.split(",")
         if len(parts) != 2:
-            raise UsageError(f"--failures '{failures}': it must be EVERY,RESTART, as 1h,30s")
+            raise UsageError(f"--failures is '{failures}'; it must be EVERY,RESTART, as 1h,30s")
         every, restart = (quantities.seconds("--failures", part) for part in parts)
         cluster = dataclasses.replace(cluster, failures=Failures(every, restart))
     return cluster
@@ -68,7 +68,8 @@ def _factors(specs: list[str], cluster: SimulatedCluster) -> tuple[float, ...]:
             factor = 0.0
         if not (who.isdecimal() and int(who) < cluster.workers and 0 < factor < float("inf")):
             raise UsageError(
-                f"--slow '{spec}': it must be RANK:FACTOR, a rank from 0 to {cluster.workers - 1} and a factor above 0"
+                f"--slow is '{spec}'; it must be RANK:FACTOR, a rank from 0 to {cluster.workers - 1} and a factor "
+                "above 0"
             )
         factors[int(who)] = factor
     return tuple(factors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +11,12 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import paceline.doctor
+from paceline.cli import panels
 from paceline.cli.engines import ON_METAVAR
+from paceline.cli.status import StatusLine
 from paceline.cluster.engines import find_engine
 from paceline.cluster.engines.base import EngineCallbacks, Job
 from paceline.cluster.supervision import ExitStatus, Interrupted
@@ -32,13 +36,20 @@ def doctor(
             "--workers",
             "-w",
             help="Number of workers to start, to measure the links between them. [default: 1; 2 in a cluster]",
+            rich_help_panel=panels.WORKERS,
         ),
     ] = None,
     on: Annotated[
         str,
-        typer.Option(metavar=ON_METAVAR, help="Where to start them; in a cluster they are spread over its nodes."),
+        typer.Option(
+            metavar=ON_METAVAR,
+            help="Where to start them; in a cluster they are spread over its nodes.",
+            rich_help_panel=panels.ENGINES,
+        ),
     ] = "local",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables.", rich_help_panel=panels.OUTPUT)
+    ] = False,
 ) -> None:
     """Check this machine, or every machine of a cluster and the links between them, and print what to change.
 
@@ -54,7 +65,8 @@ def doctor(
         # Not above: it imports torch, which neither help nor the doctor of a cluster needs here.
         from paceline.doctor.member import diagnose
 
-        diagnosis = diagnose(place)
+        with StatusLine("checking this machine") if place.rank == 0 else contextlib.nullcontext() as status:
+            diagnosis = diagnose(place, status.show if status is not None else lambda _words: None)
     else:
         diagnosis = _on_workers(on, workers or 2)
     if diagnosis is None:  # the lead prints it
@@ -70,12 +82,16 @@ def doctor(
 def _on_workers(on: str, workers: int) -> Diagnosis:
     """The diagnosis of workers that are started as those of a run."""
     printed: list[bytes] = []
+    status = StatusLine(f"starting {workers} workers")
 
     def output(rank: int, stream: str, line: bytes) -> None:
-        if rank == 0 and stream == "stdout" and line.startswith(b"{"):
-            printed.append(line)
+        if rank == 0 and stream == "stdout":
+            if line.startswith(b"{"):
+                printed.append(line)
+            else:
+                status.show(line.decode(errors="replace"))
 
-    with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
+    with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder, status:
         launch = Launch(folder=folder, record=False, timeouts=Timeouts(join=180.0))
         engine = find_engine(on)(Job(script=_MEMBER, workers=workers, on=on))
         try:
@@ -124,9 +140,9 @@ def _table(console: Console, findings: list[Finding]) -> None:
     for column in range(3):
         table.add_column(no_wrap=column < 2, overflow="fold")
     for finding in findings:
-        table.add_row(finding.what, f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]", finding.found)
+        table.add_row(finding.what, f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]", Text(finding.found))
         if finding.change:
-            table.add_row("", "[dim]to change[/]", finding.change)
+            table.add_row("", "[dim]to change[/]", Text(finding.change))
     console.print(table)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from paceline.cli import panels
 from paceline.cluster.engines import ENGINES, selectors
 from paceline.cluster.engines.base import Engine
 from paceline.errors import UsageError
@@ -44,7 +45,10 @@ def _parameters() -> list[inspect.Parameter]:
                     option.name,
                     inspect.Parameter.POSITIONAL_OR_KEYWORD,
                     default=[] if option.repeatable else option.default,
-                    annotation=Annotated[kind, typer.Option(metavar=option.metavar, help=option.help)],
+                    annotation=Annotated[
+                        kind,
+                        typer.Option(metavar=option.metavar, help=option.help, rich_help_panel=panels.ENGINES),
+                    ],
                 ),
             )
     return list(found.values())

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import errno
 import importlib
-import resource
 import sys
 from importlib import metadata
 from typing import Annotated
 
 import typer
 
-from paceline.errors import PacelineError, UsageError
+from paceline.cli.panels import PanelCommand
+from paceline.errors import PacelineError, UsageError, too_few_files
+from paceline.requirements import unmet_by
 
 VERBS = {
-    "run": "run",
-    "scale": "scale",
-    "report": "report",
-    "live": "live",
-    "simulate": "simulate_command",
-    "plan": "plan",
-    "doctor": "doctor",
-    "key": "key",
-    "bench": "app",
+    "run": ("run", "Train"),
+    "scale": ("scale", "Train"),
+    "report": ("report", "See"),
+    "live": ("live", "See"),
+    "log": ("log", "See"),
+    "plan": ("plan", "Choose"),
+    "simulate": ("simulate_command", "Choose"),
+    "bench": ("app", "Choose"),
+    "doctor": ("doctor", "Machines"),
+    "key": ("key", "Machines"),
 }
-"""Verbs, each with the name of its function in the module of the same name."""
+"""Verbs, each with the name of its function in the module of the same name, and its panel in the help."""
 
 
 def assemble(asked: str | None) -> typer.Typer:
@@ -40,11 +42,12 @@ def assemble(asked: str | None) -> typer.Typer:
     app.callback()(_options)  # also so that the verb's name is needed even if it is the only one
     light = ["key"] if asked == "--version" else VERBS  # which needs none of them
     for verb in [asked] if asked in VERBS else light:
-        found = getattr(importlib.import_module(f"paceline.cli.{verb}"), VERBS[verb])
+        name, panel = VERBS[verb]
+        found = getattr(importlib.import_module(f"paceline.cli.{verb}"), name)
         if isinstance(found, typer.Typer):
-            app.add_typer(found, name=verb)
+            app.add_typer(found, name=verb, rich_help_panel=panel)
         else:
-            app.command(verb)(found)
+            app.command(verb, cls=PanelCommand, rich_help_panel=panel)(found)
     return app
 
 
@@ -65,11 +68,14 @@ def _options(
 def main() -> None:
     """Entry point of the console script. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     try:
-        code = assemble(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
+        asked = sys.argv[1] if len(sys.argv) > 1 else None
+        if asked in VERBS:
+            _check_torch()
+        code = assemble(asked)(standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
         code = 130
     except typer.TyperException as error:
-        code = _complain(error.format_message(), error.exit_code)
+        code = _complain(_sentence(error), error.exit_code)
     except UsageError as error:
         code = _complain(str(error), 2)
     except PacelineError as error:
@@ -82,10 +88,28 @@ def main() -> None:
     sys.exit(code or 0)
 
 
+def _check_torch() -> None:
+    """Refuses a torch that is missing or too old, without importing it."""
+    try:
+        problem = unmet_by(metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        problem = "Paceline needs torch, which is not installed: see https://pytorch.org/get-started"
+    if problem is not None:
+        raise UsageError(problem)
+
+
+def _sentence(error: typer.TyperException) -> str:
+    """A complaint about the command line, with a way out."""
+    message = error.format_message().rstrip(".").replace(". Did you", "; did you")
+    context = getattr(error, "ctx", None)
+    if message and context is not None and not message.endswith("?"):
+        message += f"; see {context.command_path} --help"
+    return message[:1].lower() + message[1:]
+
+
 def _system_error(error: OSError) -> str:
     if error.errno == errno.EMFILE:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"{limit} open files, which is the limit here, are too few; raise it with ulimit -n"
+        return too_few_files()
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import quantities
 from paceline.config import Pipeline, one_of
+from paceline.config.units import duration, size
+from paceline.doctor.findings import Diagnosis
 from paceline.errors import UsageError
 from paceline.graph.model_profile import ModelProfile
 from paceline.graph.partition import Device, Partition, partition, replicated
+from paceline.graph.predicted_step import LinkTraffic, predicted_step, traffic
 from paceline.pipeline.script_profile import profile_script
 from paceline.report.partition import partition_figure
-from paceline.schedules import SCHEDULES, bubble, shareable
-from paceline.schedules.timing import ScheduleTiming, evaluate
+from paceline.schedules import bubble, shareable
+from paceline.schedules.timing import ScheduleTiming
 
 
 class PartitionOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +36,7 @@ class PartitionOptions(msgspec.Struct, frozen=True, kw_only=True):
     memory: str | None
     latency: str | None
     bandwidth: str | None
+    links: Path | None
     replicate: bool
     figure: Path | None
     json: bool
@@ -43,21 +47,19 @@ def show_partition(script: Path, arguments: Sequence[str], options: PartitionOpt
     devices = _devices(options)
     if options.replicate:
         one_of("with --replicate, --schedule", options.schedule, shareable())
-    latency = 0.0 if options.latency is None else quantities.seconds("--latency", options.latency)
     console = Console(stderr=True)
     with console.status("tracing the model and measuring its operations"):
         profile = profile_script(script, arguments, options.microbatches)
     # A batch that cannot be divided passes through the stages as one microbatch.
     microbatches = max(1, min(options.microbatches, profile.batch // profile.microbatch))
     if options.replicate:
-        same = {"bandwidth": devices[0].bandwidth, "memory": devices[0].memory}
-        found = replicated(profile.problem(), options.stages, microbatches=microbatches, latency=latency, **same)
+        same = {name: getattr(devices[0], name) for name in ("bandwidth", "latency", "memory")}
+        found = replicated(profile.problem(), options.stages, microbatches=microbatches, **same)
         devices = [msgspec.structs.replace(devices[0], count=stage.devices) for stage in found.stages]
     # As a run does it, so that the cut is the same.
     cut = partition(
         profile.problem(len(devices)),
         devices,
-        latency=latency,
         schedule=options.schedule,
         microbatches=microbatches,
         slack=0.02,
@@ -65,7 +67,8 @@ def show_partition(script: Path, arguments: Sequence[str], options: PartitionOpt
     counts = [device.count for device in devices]
     workers = "+".join(map(str, counts)) if max(counts) > 1 else ""
     spec = dataclasses.replace(asked, stages=len(counts), workers=workers)
-    schedule = predicted(profile, cut, devices, spec.schedule, microbatches, latency)
+    schedule = predicted_step(profile.costs, cut, devices, spec.schedule, microbatches)
+    links = traffic(cut, devices, microbatches)
     formula = None if spec.shared else bubble(options.schedule, len(cut.stages), microbatches)
     title = f"{script.name} in {len(cut.stages)} stages, {microbatches} microbatches, {options.schedule}"
     if options.figure is not None:
@@ -76,6 +79,7 @@ def show_partition(script: Path, arguments: Sequence[str], options: PartitionOpt
             "slowest": cut.slowest,
             "seconds_per_step": float(schedule.makespan.mean()),
             "bubble": schedule.bubble,
+            "links": msgspec.to_builtins(links),
             "formula": formula,
             "strategy": str(spec),
             "workers": sum(spec.by_stage),
@@ -86,7 +90,7 @@ def show_partition(script: Path, arguments: Sequence[str], options: PartitionOpt
         }
         print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
         return
-    _print(profile, cut, schedule, formula, title)
+    _print(profile, cut, schedule, formula, title, links)
     if options.figure is not None:
         print(f"figure: {options.figure}")
     text = f"pipeline:stages={spec.stages},microbatches={spec.microbatches},schedule={spec.schedule}"
@@ -107,9 +111,15 @@ def _devices(options: PartitionOptions) -> list[Device]:
     paces = _of_each(options.stages, "--pace", options.paces, 1.0, pace)
     memories = _of_each(options.stages, "--memory", _listed(options.memory), math.inf, quantities.size)
     rates = _of_each(options.stages, "--bandwidth", _listed(options.bandwidth), math.inf, quantities.rate)
+    delays = _of_each(options.stages, "--latency", _listed(options.latency), 0.0, quantities.seconds)
+    if options.links is not None:
+        if options.bandwidth is not None or options.latency is not None:
+            raise UsageError("--links has bandwidths and latencies; leave out --bandwidth and --latency")
+        measured = _measured(options.links, options.stages)
+        rates, delays = [rate for rate, _ in measured], [delay for _, delay in measured]
     devices = [
-        Device(pace=pace, memory=memory, bandwidth=rate)
-        for pace, memory, rate in zip(paces, memories, rates, strict=True)
+        Device(pace=pace, memory=memory, bandwidth=rate, latency=delay)
+        for pace, memory, rate, delay in zip(paces, memories, rates, delays, strict=True)
     ]
     if options.replicate and any(device != devices[0] for device in devices):
         raise UsageError(
@@ -133,40 +143,39 @@ def _of_each(
             default = read(name, value)
             continue
         if not who.isdecimal() or int(who) >= stages:
-            raise UsageError(f"{name} '{text}': write STAGE:VALUE, with a stage from 0 to {stages - 1}")
+            raise UsageError(f"{name} is '{text}'; it must be STAGE:VALUE, a stage from 0 to {stages - 1}")
         values[int(who)] = read(name, value)
     return [values.get(stage, default) for stage in range(stages)]
 
 
-def predicted(
+def _measured(path: Path, stages: int) -> list[tuple[float, float]]:
+    """Bandwidth and latency of each stage's link to the one before, as `paceline doctor --json` has measured them."""
+    try:
+        links = msgspec.json.decode(path.read_bytes(), type=Diagnosis).links
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"--links is '{path}', which is no output of paceline doctor --json: {error}") from None
+    if links is None or len(links.hosts) < stages:
+        found = 0 if links is None else len(links.hosts)
+        raise UsageError(f"'{path}' has links between {found} workers, and there are {stages} stages; measure as many")
+    found_links = [(math.inf, 0.0)]
+    for before, stage in itertools.pairwise(range(stages)):
+        ways = ((before, stage), (stage, before))  # values go one way and gradients the other
+        if links.hosts[before] == links.hosts[stage]:
+            found_links.append((math.inf, 0.0))  # through memory
+        else:
+            rates, delays = [links.bandwidth[a][b] for a, b in ways], [links.latency[a][b] for a, b in ways]
+            found_links.append((min(rate or math.inf for rate in rates), max(delay or 0.0 for delay in delays)))
+    return found_links
+
+
+def _print(
     profile: ModelProfile,
     cut: Partition,
-    devices: Sequence[Device],
-    schedule: str,
-    microbatches: int,
-    latency: float = 0.0,
-) -> ScheduleTiming:
-    """The timing of one step, by the simulator."""
-    forward, backward = [], []
-    for stage, device in zip(cut.stages, devices, strict=True):
-        costs = profile.costs[stage.first : stage.last]
-        forward += [sum(cost.forward for cost in costs) / device.pace] * device.count
-        backward += [sum(cost.backward for cost in costs) / device.pace] * device.count
-    weights = np.array([backward]) / 2 if SCHEDULES[schedule].splits_backward else None
-    rest = np.array([backward]) / 2 if weights is not None else np.array([backward])
-    over = max(stage.bytes / device.bandwidth for stage, device in zip(cut.stages, devices, strict=True))
-    return evaluate(
-        "1f1b" if SCHEDULES[schedule].has_chunks else schedule,
-        microbatches,
-        np.array([forward]),
-        rest,
-        weights,
-        transfer=latency + over,
-        workers=[device.count for device in devices],
-    )
-
-
-def _print(profile: ModelProfile, cut: Partition, schedule: ScheduleTiming, formula: float | None, title: str) -> None:
+    schedule: ScheduleTiming,
+    formula: float | None,
+    title: str,
+    links: Sequence[LinkTraffic],
+) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, 120)
     cuts = len(profile.cuts)
@@ -190,12 +199,15 @@ def _print(profile: ModelProfile, cut: Partition, schedule: ScheduleTiming, form
             f"{1e3 * sum(cost.backward for cost in costs):.3g}",
             f"{stage.parameters / 1e6:.3g} MB",
             f"{stage.memory / 1e6:.3g} MB",
-            f"{stage.bytes / 1e3:.3g} kB" if number else "–",
+            size(stage.bytes) if number else "–",
         )
     console.print(table)
     step = float(schedule.makespan.mean())
+    for link in links:
+        busy = f", {duration(link.seconds)} of each step" if link.seconds else ""
+        console.print(f"stage {link.stage - 1} to {link.stage}: {size(link.bytes)} per step each way{busy}")
     usual = "" if formula is None else f", with stages of equal length {formula:.1%}"
     console.print(
-        f"slowest stage {cut.slowest * 1e3:.3g} ms per microbatch; a step {step * 1e3:.3g} ms; "
+        f"slowest stage {duration(cut.slowest)} per microbatch; a step {duration(step)}; "
         f"bubble {schedule.bubble:.1%}{usual}"
     )

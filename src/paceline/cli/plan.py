@@ -16,9 +16,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli import quantities
+from paceline.cli import panels, quantities
 from paceline.cli.clusters import with_links
+from paceline.cli.status import StatusLine
 from paceline.config import Mesh, Pipeline, name_and_options, parse_strategy, search_beside, strategy_class
+from paceline.config.units import duration
 from paceline.errors import UsageError
 from paceline.planner.candidates import asked_for
 from paceline.planner.choose import Choice, rank, simplest
@@ -43,38 +45,64 @@ def plan(
         Path | None, typer.Argument(help="The training script, to profile it for some seconds.", show_default=False)
     ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGS…]", help="Arguments for the script, after --.")
-    ] = None,
-    learn: Annotated[
-        list[Path] | None,
-        typer.Option("--from", metavar="RUN", help="Learn from recorded runs, instead of a profile. Repeatable."),
+        list[str] | None, typer.Argument(metavar="-- ARGS", help="Arguments for the script, after --.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-w", help="Number of workers. [default: 2, or as in --from]")
+        int | None,
+        typer.Option(
+            "--workers", "-w", help="Number of workers. [default: 2, or as in --from]", rich_help_panel=panels.WORKERS
+        ),
     ] = None,
     goal: Annotated[
         str,
         typer.Option(
             help="'loss' (close to the lowest that was observed), a loss such as 'loss=0.3', or 'throughput'. "
-            "[default: loss where the script reports one, else throughput]"
+            "[default: loss where the script reports one, else throughput]",
+            rich_help_panel=panels.GOAL,
         ),
     ] = "",
     memory: Annotated[
         str | None,
         typer.Option(
             help="Limit of parameters, gradients and versions together: 2GB. With --partition, of each device: "
-            "2GB,1:1GB if one has less."
+            "2GB,1:1GB if one has less.",
+            rich_help_panel=panels.GOAL,
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Seconds of each of the two profile runs.")] = 15.0,
-    slow: Annotated[
-        list[str] | None, typer.Option(metavar="WHO:HOW", help="As in paceline run, for the profile. Repeatable.")
+    learn: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Learn from recorded runs, instead of a profile. Repeatable.",
+            rich_help_panel=panels.PROFILE,
+        ),
     ] = None,
-    latency: Annotated[str | None, typer.Option(help="Plan for links with this latency, one way: 50us.")] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds of each of the two profile runs.", rich_help_panel=panels.PROFILE)
+    ] = 15.0,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHO:HOW", help="As in paceline run, for the profile. Repeatable.", rich_help_panel=panels.PROFILE
+        ),
+    ] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="Plan for links with this latency, one way: 50us.", rich_help_panel=panels.LINKS)
+    ] = None,
     bandwidth: Annotated[
         str | None,
         typer.Option(
-            help="Plan for links of this bandwidth: 1Gbit/s. With --partition 1Gbit/s,2:1Mbit/s if one is slower."
+            help="Plan for links of this bandwidth: 1Gbit/s. With --partition 1Gbit/s,2:1Mbit/s if one is slower.",
+            rich_help_panel=panels.LINKS,
+        ),
+    ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --partition: the links between the stages' machines, as written by paceline doctor --json.",
+            rich_help_panel=panels.LINKS,
         ),
     ] = None,
     strategy: Annotated[
@@ -84,39 +112,65 @@ def plan(
             "-s",
             help="Also rank this strategy, for instance your own as module:Class or module:Class:option=value. "
             "Repeatable.",
+            rich_help_panel=panels.GOAL,
         ),
     ] = None,
     split: Annotated[
-        bool, typer.Option("--split", help="Also rank strategies that split the model over devices.")
+        bool,
+        typer.Option(
+            "--split", help="Also rank strategies that split the model over devices.", rich_help_panel=panels.MODEL
+        ),
     ] = False,
     layers: Annotated[
         int | None,
-        typer.Option(help="With --split: layers that a tensor split has to agree on. [default: by the script's model]"),
+        typer.Option(
+            help="With --split: layers that a tensor split has to agree on. [default: by the script's model]",
+            rich_help_panel=panels.MODEL,
+        ),
     ] = None,
     activations: Annotated[
         str | None,
-        typer.Option(help="With --split: bytes of activations between two layers. [default: by the script's model]"),
+        typer.Option(
+            help="With --split: bytes of activations between two layers. [default: by the script's model]",
+            rich_help_panel=panels.MODEL,
+        ),
     ] = None,
     partition: Annotated[
-        bool, typer.Option("--partition", help="Only find the best cut of the script's model into stages.")
+        bool,
+        typer.Option(
+            "--partition",
+            help="Only find the best cut of the script's model into stages.",
+            rich_help_panel=panels.PARTITION,
+        ),
     ] = False,
     stages: Annotated[
-        int, typer.Option(help="With --partition: number of stages, or of devices with --replicate.")
+        int,
+        typer.Option(help="Number of stages, or of devices with --replicate.", rich_help_panel=panels.PARTITION),
     ] = 2,
-    microbatches: Annotated[int, typer.Option(help="With --partition: microbatches of a batch.")] = 8,
-    schedule: Annotated[str, typer.Option(help=f"With --partition: one of {', '.join(SCHEDULES)}.")] = "1f1b",
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a batch.", rich_help_panel=panels.PARTITION)] = 8,
+    schedule: Annotated[
+        str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.", rich_help_panel=panels.PARTITION)
+    ] = "1f1b",
     pace: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="STAGE:PACE", help="With --partition: a device's pace; 1:0.5 is half as fast. Repeatable."
+            metavar="STAGE:PACE",
+            help="A device's pace; 1:0.5 is half as fast. Repeatable.",
+            rich_help_panel=panels.PARTITION,
         ),
     ] = None,
     replicate: Annotated[
-        bool, typer.Option("--replicate", help="With --partition: several devices may share a stage.")
+        bool,
+        typer.Option("--replicate", help="Several devices may share a stage.", rich_help_panel=panels.PARTITION),
     ] = False,
-    figure: Annotated[Path | None, typer.Option(help="With --partition: draw it into this SVG file.")] = None,
-    seed: Annotated[int, typer.Option(help="Seeds the simulation, and the slowness that is drawn.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    figure: Annotated[
+        Path | None,
+        typer.Option(help="Draw it into this SVG file.", rich_help_panel=panels.PARTITION),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the simulation, and of random slowness.", rich_help_panel=panels.PROFILE)
+    ] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=panels.OUTPUT)] = False,
 ) -> None:
     """Rank all strategies for a script and a goal, by simulation from a short profile, and print the line to run.
 
@@ -139,12 +193,15 @@ def plan(
             memory=memory,
             latency=latency,
             bandwidth=bandwidth,
+            links=links,
             replicate=replicate,
             figure=figure,
             json=json,
         )
         show_partition(script, arguments or [], options)
         return
+    if links is not None:
+        raise UsageError("--links is for --partition; without it give --latency and --bandwidth")
     if (script is None) == (not learn):
         raise UsageError("give either a script to profile, or recorded runs with --from RUN")
     if not seconds > 0:
@@ -154,19 +211,18 @@ def plan(
     wanted = _goal(goal)
     with_links(SimulatedCluster(workers=1), latency, bandwidth, [], None)  # before a profile, which takes its time
     _with_options(Model(), layers, activations)
-    console = Console(stderr=True)
     if learn:
         known = [calibrate(path) for path in learn]
     else:
         assert script is not None
-        known = _profile(console, script, arguments or [], 2 if workers is None else workers, slow or [], seconds, seed)
+        known = _profile(script, arguments or [], 2 if workers is None else workers, slow or [], seconds, seed)
     convergence, target = _target(known, wanted)
     cluster = with_links(known[0].for_workers(workers), latency, bandwidth, [], None)
     if latency is not None or bandwidth is not None:
         cluster = dataclasses.replace(cluster, per_machine=1)
-    model, cuts, split = _split(console, script if split else None, arguments or [], cluster.workers, split)
+    model, cuts, split = _split(script if split else None, arguments or [], cluster.workers, split)
     model = _with_options(model, layers, activations)
-    with console.status("simulating") as status:
+    with StatusLine("simulating all strategies") as status:
         choices = rank(
             cluster,
             convergence=convergence,
@@ -176,7 +232,7 @@ def plan(
             split=split,
             seed=seed,
             also=[one for spec in strategy or [] for one in asked_for(spec, cluster.workers)],
-            tick=lambda done, every: status.update(f"simulating {done} of {every} strategies"),
+            tick=lambda done, every: status.show(f"simulating {done} of {every} strategies"),
         )
     for choice in choices:
         if (cut := cuts.get(_stages(choice.strategy))) is not None:
@@ -225,14 +281,17 @@ def _goal(text: str) -> float | str:
 
 
 def _profile(
-    console: Console, script: Path, arguments: list[str], workers: int, slow: list[str], seconds: float, seed: int
+    script: Path, arguments: list[str], workers: int, slow: list[str], seconds: float, seed: int
 ) -> list[Calibration]:
     if not script.is_file():
         raise UsageError(f"there is no script at {script}")
     if workers < 1:
         raise UsageError(f"--workers is {workers}; it must be at least 1")
     options = [word for spec in slow for word in ("--slow", spec)] + ["--seed", str(seed)]
-    with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder, console.status("profiling") as status:
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder,
+        StatusLine("starting the script, to profile it") as status,
+    ):
         runs = profile(
             script,
             arguments,
@@ -240,13 +299,13 @@ def _profile(
             options,
             seconds,
             Path(folder),
-            lambda what, share: status.update(f"profiling under {what}: {share:.0%}"),
+            lambda what, share: status.show(f"profiling under {what}: {share:.0%}"),
         )
         return [calibrate(run) for run in runs]
 
 
 def _split(
-    console: Console, script: Path | None, arguments: list[str], workers: int, split: bool
+    script: Path | None, arguments: list[str], workers: int, split: bool
 ) -> tuple[Model, Mapping[int, SplitKnowledge], bool]:
     """The script's model, its best cuts by number of stages, and True if it can be split."""
     if script is None:
@@ -255,7 +314,7 @@ def _split(
     from paceline.planner.learn import MICROBATCHES, learn  # only here: it loads torch
 
     try:
-        with console.status("tracing the model and measuring its operations"):
+        with StatusLine("tracing the model and measuring its operations"):
             return *learn(profile_script(script, arguments, MICROBATCHES), workers), True
     except UsageError as error:
         print(f"paceline: models that are split are left out: {error}", file=sys.stderr)
@@ -321,14 +380,14 @@ def _print(
     table = Table(title=f"by {what}", box=None)
     table.add_column("strategy", no_wrap=True)
     heads = ["× all-reduce", *([] if target is None else ["s to goal", "95 % within"])]
-    for head in (*heads, "samples/s", "ms per update", "staleness"):
+    for head in (*heads, "samples/s", "per update", "staleness"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("why")
     for choice in choices[:_SHOWN]:
         row = [choice.spoken, "–" if choice.gain is None else f"{choice.gain:.2f}"]
         if target is not None:
             row += [_number(choice.score), f"{_number(choice.low)} – {_number(choice.high)}"]
-        row += [f"{choice.samples_per_second:.4g}", f"{1e3 * choice.seconds_per_update:.3g}", f"{choice.staleness:.2f}"]
+        row += [f"{choice.samples_per_second:.4g}", duration(choice.seconds_per_update), f"{choice.staleness:.2f}"]
         note = "" if choice.runnable else " (simulated only)"
         table.add_row(*row, choice.reason + note, style="bold" if choice is best else None)
     console.print(table)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from paceline.config.distributions import LONGEST
 from paceline.errors import UsageError
-from paceline.simulate.distributions import LONGEST
 
 _SIZES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0, "d": 86400.0}

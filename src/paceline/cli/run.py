@@ -2,51 +2,47 @@
 
 from __future__ import annotations
 
-import datetime
+import dataclasses
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
+from paceline.cli import panels
 from paceline.cli.engines import ON_HELP, ON_METAVAR, RESTARTS_DEFAULT, check_given, with_engine_options
-from paceline.cli.folders import RunFolder, check_name
-from paceline.cli.live import LivePage
-from paceline.cli.progress import Progress, shown
+from paceline.cli.log import LOG_HELP, PUSH_HELP
 from paceline.cluster.engines import detected_engine, find_engine
 from paceline.cluster.engines.base import Engine, EngineCallbacks, Job
-from paceline.cluster.supervision import ExitReport, ExitStatus, Interrupted, failures
-from paceline.config import (
-    Launch,
-    Strategy,
-    Timeouts,
-    capacity,
-    check_workers,
-    parse_compression,
-    parse_correction,
-    parse_servers,
-    parse_slowness,
-    parse_strategy,
-    search_beside,
-)
-from paceline.config.launch import LONGEST
-from paceline.errors import UsageError, names
-from paceline.events.private import write_private
-from paceline.events.summary import Summariser, Summary, merge
-from paceline.policies import Policy
+from paceline.cluster.preemption import PREEMPTED
+from paceline.cluster.supervision import ExitStatus, Interrupted
+from paceline.config import Launch, search_beside
+from paceline.errors import UsageError
+from paceline.launcher.failure import NEEDED, Failure, warnings
+from paceline.launcher.folders import check_name, make_folder
+from paceline.launcher.options import RunOptions
+from paceline.launcher.progress import Progress
+from paceline.launcher.record import RunRecord
+from paceline.launcher.resumed_run import ResumedRun, name_of
+from paceline.loggers import parse_loggers
+from paceline.loggers.process import Logging, check_gateway
 
 
 @with_engine_options
 def run(
     context: typer.Context,
-    script: Annotated[Path, typer.Argument(help="The training script.", show_default=False)],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGS…]", help="Arguments for the script, after --.")
+    script: Annotated[
+        Path | None,
+        typer.Argument(help="The training script; with --resume, by default that of the run.", show_default=False),
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", "-w", help="Number of workers to start.")] = 2,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGS", help="Arguments for the script, after --.")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", "-w", help="Number of workers to start.", rich_help_panel=panels.WORKERS)
+    ] = 2,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -54,6 +50,7 @@ def run(
             "-s",
             help="The strategy, as name:option=value,…, or your own policy as module:Class:option=value,…; replaces "
             "that of the script. [default: all-reduce]",
+            rich_help_panel=panels.STRATEGY,
         ),
     ] = None,
     servers: Annotated[
@@ -62,6 +59,7 @@ def run(
             metavar="N|lead|all",
             help="Processes that hold a parameter server's parameters: N of their own, the lead, or all workers. "
             "[default: 1]",
+            rich_help_panel=panels.SERVER,
         ),
     ] = None,
     correct: Annotated[
@@ -70,12 +68,14 @@ def run(
             metavar="HOW",
             help="Correction of stale gradients: lr/staleness, drop:above=8, dc-asgd:lambda=0.04, dc-asgd-adaptive, "
             "distance:c=0.1. Repeatable.",
+            rich_help_panel=panels.SERVER,
         ),
     ] = None,
     compress: Annotated[
         str | None,
         typer.Option(
-            help="Compression of pushed gradients: none, bf16, fp16, int8, topk:0.01 (error feedback). [default: none]"
+            help="Compression of pushed gradients: none, bf16, fp16, int8, topk:0.01 (error feedback). [default: none]",
+            rich_help_panel=panels.SERVER,
         ),
     ] = None,
     elastic: Annotated[
@@ -84,45 +84,111 @@ def run(
             "--elastic",
             help="Go on without a worker that is lost, under any strategy; all-reduce then continues from the last "
             "version with the workers that are left. --restarts implies it.",
+            rich_help_panel=panels.FAULTS,
         ),
     ] = False,
     restarts: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Start killed workers again, at most N times. With a parameter server a worker joins the run again; "
-            f"without one, in a cluster, the team starts from its newest checkpoint. [default: {RESTARTS_DEFAULT}]",
+            help="Start killed workers again, at most N times. With a parameter server, or by all-reduce on one "
+            "machine, a worker joins the run again; a team that cannot go on is started again, and goes on from its "
+            "newest snapshot. "
+            f"[default: {RESTARTS_DEFAULT}]",
+            rich_help_panel=panels.FAULTS,
         ),
     ] = None,
-    name: Annotated[
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for a worker before giving up.", rich_help_panel=panels.FAULTS)
+    ] = 300.0,
+    grace: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Time from SIGTERM, to a worker or to the whole run, until it must have left: a worker finishes its "
+            "step, gives its samples back and leaves.",
+            rich_help_panel=panels.FAULTS,
+        ),
+    ] = "30s",
+    snapshot: Annotated[
         str | None,
-        typer.Option(help="The run's folder under runs/. [default: the script's name and the time]"),
+        typer.Option(
+            metavar="TIME|off",
+            help="Time between snapshots, 30s, 5min or 1h: the whole state of the run, written in the background, for "
+            "--resume and --restarts. [default: 30s if one of them or --name is given]",
+            rich_help_panel=panels.FAULTS,
+        ),
     ] = None,
-    all_output: Annotated[
-        bool, typer.Option("--all-output", help="Show the output of all workers, not only of the lead.")
-    ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="Go on from the newest snapshot of a run that has ended, in the middle of an epoch; with its script "
+            "and options, unless others are given: another number of workers, say, or another strategy.",
+            rich_help_panel=panels.FAULTS,
+        ),
+    ] = None,
     slow: Annotated[
         list[str] | None,
         typer.Option(
             metavar="WHO:HOW",
-            help="Slow workers down: 1:4 (rank 1 takes 4 times as long), 'all:exp(0.1)', "
-            "'all:0.05+exp(0.05)', '2:pareto(0.02,2.5)' (seconds per step), 1:3@backward (a part of its step: loading, "
-            "forward, backward, link). Repeatable.",
+            help="Slow workers down: 1:4 (rank 1 takes 4 times as long), 'all:exp(0.1)' (seconds per step, of any "
+            "distribution that simulate knows: constant, exp, pareto, gamma, lognormal), 1:3@backward (a part of its "
+            "step: loading, forward, backward, link). Repeatable.",
+            rich_help_panel=panels.FAULTS,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of random slowness.")] = 0,
-    on: Annotated[str, typer.Option(metavar=ON_METAVAR, help=ON_HELP)] = "local",
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a worker before giving up.")] = 300.0,
+    seed: Annotated[int, typer.Option(help="Seed of random slowness.", rich_help_panel=panels.FAULTS)] = 0,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="The run's folder under runs/. [default: the script's name and the time]",
+            rich_help_panel=panels.RECORDING,
+        ),
+    ] = None,
+    on: Annotated[str, typer.Option(metavar=ON_METAVAR, help=ON_HELP, rich_help_panel=panels.ENGINES)] = "local",
     record: Annotated[
-        bool, typer.Option("--record/--no-record", help="Record events, for reports and the summary.")
+        bool,
+        typer.Option(
+            "--record/--no-record", help="Record events, for reports and the summary.", rich_help_panel=panels.RECORDING
+        ),
     ] = True,
+    log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help=f"{LOG_HELP} Replaces those of the script.", rich_help_panel=panels.RECORDING
+        ),
+    ] = None,
+    push_metrics: Annotated[
+        str | None, typer.Option(metavar="URL", help=PUSH_HELP, rich_help_panel=panels.RECORDING)
+    ] = None,
     live: Annotated[
         bool,
-        typer.Option("--live", help="Serve a web page that shows the run while it goes on; its address is printed."),
+        typer.Option(
+            "--live",
+            help="Serve a web page that shows the run while it goes on; its address is printed.",
+            rich_help_panel=panels.RECORDING,
+        ),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress line and no closing line.")] = False,
+    all_output: Annotated[
+        bool,
+        typer.Option(
+            "--all-output", help="Show the output of all workers, not only of the lead.", rich_help_panel=panels.OUTPUT
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet", "-q", help="Print no progress line and no closing line.", rich_help_panel=panels.OUTPUT
+        ),
+    ] = False,
     json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as one JSON object; the script's output goes to stderr.")
+        bool,
+        typer.Option(
+            "--json",
+            help="Print the summary as one JSON object; the script's output goes to stderr.",
+            rich_help_panel=panels.OUTPUT,
+        ),
     ] = False,
     **engine_options: Any,
 ) -> None:
@@ -133,67 +199,15 @@ def run(
 
     Under torchrun (`torchrun … -m paceline run train.py --strategy …`) the workers that torchrun starts run the script.
 
+    `paceline run --resume NAME` goes on where a run was killed.
+
     Example: `paceline run train.py --workers 4 --slow 3:4 --name first -- --epochs 2`
     """
     engine_class = detected_engine() or find_engine(on)
     check_given(engine_class, context)
-    workers = engine_class.world_size(workers)
-    if workers < 1:
-        raise UsageError(f"--workers is {workers}; it must be at least 1")
-    if not 0 < timeout <= LONGEST:
-        raise UsageError(f"--timeout is {timeout:g}; it must be above 0 and at most {LONGEST:,.0f} seconds")
-    restarts = engine_class.DEFAULT_RESTARTS if restarts is None else restarts
-    if restarts < 0:
-        raise UsageError(f"--restarts is {restarts}; it must be 0 or more")
-    if not script.is_file():
-        raise UsageError(f"there is no script at {script}")
-    search_beside(script)
-    chosen = None if strategy is None else str(_check(strategy, workers))
-    policy = chosen is not None and isinstance(parse_strategy(chosen), Policy)
-    if restarts and not engine_class.RESTARTS_TEAM and chosen is not None and not policy:
-        raise UsageError("--restarts needs a parameter server; under all-reduce the others go on with --elastic")
-    for one in correct or []:
-        parse_correction(one)
-    where = parse_servers(servers or "1")
-    parse_compression(compress or "none")
-    slowness = parse_slowness(slow or [], workers, capacity(workers))
-    launch = Launch(
-        strategy=chosen,
-        timeouts=Timeouts(barrier=timeout, join=max(timeout, Timeouts().join)),
-        slow=slowness,
-        seed=seed,
-        record=record,
-        servers=servers,
-        corrections=correct or [],
-        compress=compress,
-        # Where a team without a server is started again as a whole, it need not survive the loss of a worker.
-        elastic=elastic or (restarts > 0 and (policy or not engine_class.RESTARTS_TEAM)),
-    )
-    engine = engine_class(
-        Job(
-            script=script,
-            arguments=arguments or [],
-            workers=workers,
-            # As far as the command line determines it.
-            servers=where if isinstance(where, int) and (policy or servers is not None) else 0,
-            restarts=restarts,
-            on=on,
-            options=engine_options,
-        )
-    )
-    if engine_class.detected():
-        engine.run(msgspec.structs.replace(launch, name=name and check_name(name)), EngineCallbacks())
-        return
-    own = _make_folder(script, name, engine_class)
-    folder = None if own is None else own.path
-    launch = msgspec.structs.replace(
-        launch, folder=None if folder is None else str(folder.resolve()), record=record and folder is not None
-    )
-    config: dict[str, Any] = {
-        "script": str(script),
-        "arguments": arguments or [],
+    values: dict[str, Any] = {
         "workers": workers,
-        "strategy": chosen,  # until the events tell the script's own strategy
+        "strategy": strategy,
         "servers": servers,
         "correct": correct or [],
         "compress": compress,
@@ -201,94 +215,122 @@ def run(
         "restarts": restarts,
         "slow": slow or [],
         "seed": seed,
-        "cores": len(os.sched_getaffinity(0)),
         "timeout": timeout,
-        "on": on,
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "grace": grace,
     }
-    progress = Progress(folder, workers, all_output=all_output, quiet=quiet or json, apart=json)
-    _write_config(progress, config)
-    page = LivePage(folder) if live and launch.record and folder is not None else None
-    if live and page is None:
+    before = None if resume is None else _run_before(resume, engine_class, script)
+    if before is not None:
+        script, arguments = before.script(script, arguments)
+        if not _on_several_machines(engine_class):  # where others do not see the run's folder
+            values |= {key: value for key, value in before.options.items() if _is_default(context, key)}
+        name = name or before.name
+    elif resume is not None:
+        name = name or name_of(resume)
+    if script is None:
+        raise UsageError("there is no script: paceline run SCRIPT, or paceline run --resume RUN")
+    if not script.is_file():
+        raise UsageError(f"there is no script at {script}")
+    search_beside(script)
+    values["workers"] = engine_class.world_size(values["workers"])
+    if values["restarts"] is None:
+        values["restarts"] = engine_class.DEFAULT_RESTARTS
+    options = RunOptions(
+        **values,
+        record=record,
+        snapshot=snapshot,
+        logging=Logging(parse_loggers(log), push_metrics and check_gateway(push_metrics)),
+        restarts_team=engine_class.RESTARTS_TEAM,
+    )
+    engine = engine_class(
+        Job(
+            script=script,
+            arguments=arguments or [],
+            workers=options.workers,
+            servers=options.server_processes,
+            restarts=options.restarts,
+            on=on,
+            options=engine_options,
+        )
+    )
+    named = name is not None or (restarts or 0) > 0
+    if engine_class.detected():
+        from_run = resume if before is None else str(before.folder)
+        launch = options.launch(None, name and check_name(name), detected=True, named=named, resume=from_run)
+        engine.run(launch, EngineCallbacks())
+        return
+    own = make_folder(script.stem, name, needed_by=engine_class.NAME if engine_class.SEVERAL_MACHINES else "")
+    folder = None if own is None else own.path
+    options = dataclasses.replace(options, record=record and folder is not None)
+    launch = options.launch(
+        None if folder is None else str(folder.resolve()), named=named, resume=_hand_over(before, folder)
+    )
+    config = options.config(script=str(script), arguments=arguments or [], on=on, resume=resume)
+    progress = Progress(folder, options.workers, all_output=all_output, quiet=quiet or json, apart=json)
+    if live and not options.record:
         progress.note("--live shows nothing, as the run is not recorded")
-    code, summary = _carry_out(engine, launch, progress, page, config)
+    if options.logging.arguments and not options.record:
+        progress.note("--log and --push-metrics show nothing, as the run is not recorded")
+    kept = RunRecord(progress, config, options.logging if options.record else None, live=live and options.record)
+    raise typer.Exit(_run(engine, launch, kept, progress, json=json, quiet=quiet))
+
+
+def _run(engine: Engine, launch: Launch, kept: RunRecord, progress: Progress, *, json: bool, quiet: bool) -> int:
+    """Run the engine's job to its end, and tell how it was; returns the exit code."""
+    with kept:
+        try:
+            code = _report_failures(kept.run(engine, launch), progress)
+        except Interrupted as stop:
+            progress.note(f"stopped by {signal.Signals(stop.number).name}; all workers have ended")
+            code = 128 + stop.number
     if json:
-        path = None if folder is None else os.path.relpath(folder)
-        told = {"folder": path, "code": code, **msgspec.to_builtins(summary, str_keys=True)}
+        path = None if progress.folder is None else os.path.relpath(progress.folder)
+        told = {"folder": path, "code": code, **msgspec.to_builtins(kept.summary, str_keys=True)}
         print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
     elif not quiet and code != 2:
-        _close(progress, summary, code)
-    raise typer.Exit(code)
+        progress.close(kept.summary, done=code == 0)
+    return code
 
 
-def _carry_out(
-    engine: Engine, launch: Launch, progress: Progress, page: LivePage | None, config: dict[str, Any]
-) -> tuple[int, Summary]:
-    """Run to the end, also to an early one; returns the exit code, and the summary of the run's events."""
-    code, workers = 0, config["workers"]
+def _run_before(resume: str, engine: type[Engine], script: Path | None) -> ResumedRun | None:
+    """The run to go on from; None on a machine where it was not."""
     try:
-        if page is not None:
-            page.start()
-        with progress:
-            callbacks = EngineCallbacks(output=progress.output, tick=progress.tick, note=progress.note)
-            statuses = engine.run(launch, callbacks)
-        code = _report_failures(statuses, progress)
-    except Interrupted as stop:
-        progress.note(f"stopped by {signal.Signals(stop.number).name}; all workers have ended")
-        code = 128 + stop.number
-    finally:
-        folder = progress.folder
-        summary = Summariser(workers).result() if folder is None else merge(folder, workers, progress.note_once)
-        _write_config(progress, {**config, "strategy": summary.strategy or config["strategy"]})
-        if page is not None:
-            page.stop()
-    return code, summary
+        return ResumedRun(resume)
+    except UsageError:
+        if engine.detected() and script is not None and os.environ.get("GROUP_RANK", "0") != "0":
+            return None  # rank 0's machine has it, and sends the snapshot
+        raise
 
 
-def _check(spec: str, workers: int) -> Strategy:
-    """The strategy, checked for this number of workers."""
-    strategy = parse_strategy(spec)
-    if isinstance(strategy, Policy):
-        strategy.for_workers(range(workers))
-    check_workers(strategy, workers)
-    return strategy
+def _on_several_machines(engine: type[Engine]) -> bool:
+    """True if this is a worker of a team on several machines, each of which is told its options by itself."""
+    return engine.detected() and os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
 
 
-def _write_config(progress: Progress, config: dict[str, Any]) -> None:
-    if progress.folder is not None:
-        with progress.recording():
-            text = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
-            write_private(progress.folder / "config.json", text)
-
-
-def _make_folder(script: Path, name: str | None, engine: type[Engine]) -> RunFolder | None:
-    """The run's folder; None if it cannot be made, which is said."""
-    try:
-        return RunFolder(script, name)
-    except OSError as error:
-        why = f"runs/ cannot be written: {error.strerror or error}"
-        if engine.SEVERAL_MACHINES:
-            raise UsageError(f"{why}; a run on {engine.NAME} needs its folder") from None
-        print(f"paceline: {why}; the run is not recorded", file=sys.stderr)
+def _hand_over(before: ResumedRun | None, folder: Path | None) -> str | None:
+    """Gives the new run the snapshots of the one before; returns where they are."""
+    if before is None:
         return None
+    if folder is None:
+        raise UsageError("--resume needs a folder for the run, and runs/ cannot be written")
+    before.hand_over(folder)
+    return str(folder.resolve())
+
+
+def _is_default(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is None or source.name in ("DEFAULT", "DEFAULT_MAP")
 
 
 def _report_failures(statuses: list[ExitStatus], progress: Progress) -> int:
     """Tell the user once what went wrong; returns the exit code."""
-    # A worker that was started again, or that came too late to join, is no loss.
-    lost = [one for one in statuses if one.spared and not one.restarted and one.exit_report is None]
-    failed = failures(statuses)
-    for status in [one for one in lost if one not in failed]:
-        progress.note(f"warning: {status.description}; the others went on without it")
-    if not failed:
+    for sentence in warnings(statuses):
+        progress.note(sentence)
+    failure = Failure.of(statuses)
+    if failure is None:
         return 0
-    # Causes come before their consequences.
-    causes = [one for one in failed if one.exit_report is None or not one.exit_report.consequence] or failed
-    first = causes[0]
-    report = first.exit_report
+    rank, report = failure.cause.rank, failure.cause.exit_report
     if report is None:
-        where = progress.output_of(first.rank)
-        progress.note(first.description + (f"; its output is in {where}" if where is not None else ""))
+        progress.note(failure.cause.description + (NEEDED if failure.cause.preempted else progress.hint(rank)))
     elif report.usage:
         progress.note(report.message)
         return 2
@@ -296,35 +338,8 @@ def _report_failures(statuses: list[ExitStatus], progress: Progress) -> int:
         progress.note(f"{report.kind}: {report.message}")
     else:
         for line in report.traceback.rstrip().splitlines():
-            progress.output(first.rank, "stderr", line.encode(), force=True)
-        progress.note(f"rank {first.rank} failed: {report.kind}: {report.message}")
-    reports = [(one.rank, one.exit_report) for one in causes[1:]]
-    same = [rank for rank, other in reports if report and other and _error(other) == _error(report)]
-    if same:
-        progress.note(f"{names(same)} failed with the same error")
-    for status in failed:
-        if status is not first and status.rank not in same and status.exit_report is not None:
-            progress.note(f"rank {status.rank} stopped: {status.exit_report.kind}: {status.exit_report.message}")
-    return 1
-
-
-def _error(report: ExitReport) -> tuple[str, str]:
-    return report.kind, report.message
-
-
-def _close(progress: Progress, summary: Summary, code: int) -> None:
-    """Print the main results on one line."""
-    folder, state = progress.folder, "done" if code == 0 else "ended early"
-    if folder is None or progress.unrecorded:
-        print(f"paceline: {state}; how it went is not recorded", file=sys.stderr)
-        return
-    words = [f"{summary.updates} updates"]
-    if summary.samples_per_second:
-        words.append(f"{summary.samples_per_second:,.0f} samples/s")
-    if summary.seconds_per_update:
-        words.append(f"{summary.seconds_per_update * 1e3:.3g} ms per update")
-    words += [f"{name} {shown(value)}" for name, value in summary.last.items()]
-    where = os.path.relpath(folder)
-    print(
-        f"paceline: {state}: {', '.join(words)}; see {where}/summary.json, or: paceline report {where}", file=sys.stderr
-    )
+            progress.output(rank, "stderr", line.encode(), force=True)
+        progress.note(f"rank {rank} failed: {report.kind}: {report.message}")
+    for sentence in failure.notes:
+        progress.note(sentence)
+    return PREEMPTED if failure.cause.preempted else 1

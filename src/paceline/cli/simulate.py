@@ -14,20 +14,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli import quantities
+from paceline.cli import panels, quantities
 from paceline.cli.clusters import with_links, with_trouble
-from paceline.errors import UsageError
+from paceline.cli.traces import given_runs
+from paceline.config.distributions import parse_distribution
+from paceline.errors import UsageError, names
 from paceline.report.page import write_report
 from paceline.report.source import open_run
 from paceline.simulate.calibrate import Calibration, calibrate
 from paceline.simulate.cluster import Cores, SimulatedCluster
 from paceline.simulate.convergence import Convergence, fit_runs
-from paceline.simulate.distributions import parse_distribution
 from paceline.simulate.predict import predict, simulate
 from paceline.simulate.replica import Model
 
 _DRAWN = 200
 """Updates in a drawn timeline."""
+_NAMED = 8
+"""Workers whose gradients are never used that are named; of others there is the number."""
 _WIDTH = 110
 """Characters that a table needs beside the strategies' names; a narrower terminal wraps its lines."""
 
@@ -40,16 +43,21 @@ def simulate_command(
             "-s",
             help="A policy of the parameter server, 'all-reduce:topology=ring', 'pipeline:stages=4,microbatches=8', "
             "'tensor:degree=2' or 'mesh:data=2,pipeline=2,sync=async'. Repeatable. [default: sync]",
+            rich_help_panel=panels.STRATEGY,
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-w", help="Number of workers. [default: 4, or as in --from]")
+        int | None,
+        typer.Option(
+            "--workers", "-w", help="Number of workers. [default: 4, or as in --from]", rich_help_panel=panels.WORKERS
+        ),
     ] = None,
     compute: Annotated[
         str | None,
         typer.Option(
             help="Seconds of a minibatch: 0.1, 'exp(1)', '1+exp(1)', 'pareto(1,2.5)', 'gamma(2,0.5)', "
-            "'lognormal(1,0.3)'. [default: 1+exp(1), or as in --from]"
+            "'lognormal(1,0.3)'. [default: 1+exp(1), or as in --from]",
+            rich_help_panel=panels.WORKERS,
         ),
     ] = None,
     learn: Annotated[
@@ -57,65 +65,126 @@ def simulate_command(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="Take all of these from a recorded run. Repeatable, to fit the convergence as well.",
+            help="Take all of these from a recorded run, or from traces of other programs, one per rank. Repeatable, "
+            "to fit the convergence as well.",
+            rich_help_panel=panels.WORKERS,
         ),
     ] = None,
     slow: Annotated[
         list[str] | None,
-        typer.Option(metavar="RANK:FACTOR", help="Make a worker persistently slower: 3:4. Repeatable."),
+        typer.Option(
+            metavar="RANK:FACTOR",
+            help="Make a worker persistently slower: 3:4. Repeatable.",
+            rich_help_panel=panels.FAULTS,
+        ),
     ] = None,
     spells: Annotated[
         str | None,
-        typer.Option(metavar="FACTOR,EVERY,LASTING", help="Transient slowness: '4,60s,5s'."),
+        typer.Option(
+            metavar="FACTOR,EVERY,LASTING", help="Transient slowness: '4,60s,5s'.", rich_help_panel=panels.FAULTS
+        ),
     ] = None,
     failures: Annotated[
         str | None,
         typer.Option(
-            metavar="EVERY,RESTART", help="Mean time between failures of a worker, and time until it is back: '1h,30s'."
+            metavar="EVERY,RESTART",
+            help="Mean time between failures of a worker, and time until it is back: '1h,30s'.",
+            rich_help_panel=panels.FAULTS,
         ),
     ] = None,
-    size: Annotated[str | None, typer.Option(help="Bytes of a gradient: 100MB.")] = None,
-    compress: Annotated[str | None, typer.Option(help="How gradients are pushed: bf16, int8, topk:0.01.")] = None,
-    latency: Annotated[str | None, typer.Option(help="Latency of every link, one way: 50us.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="Bandwidth of every link, each way: 1Gbit/s.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Bytes of a gradient: 100MB.", rich_help_panel=panels.WORKERS)
+    ] = None,
+    compress: Annotated[
+        str | None, typer.Option(help="How gradients are pushed: bf16, int8, topk:0.01.", rich_help_panel=panels.LINKS)
+    ] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="Latency of every link, one way: 50us.", rich_help_panel=panels.LINKS)
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Bandwidth of every link, each way: 1Gbit/s.", rich_help_panel=panels.LINKS)
+    ] = None,
     link: Annotated[
         list[str] | None,
-        typer.Option(metavar="RANK:LATENCY,BANDWIDTH", help="One worker's own link: '2:10ms,10Mbit/s'. Repeatable."),
+        typer.Option(
+            metavar="RANK:LATENCY,BANDWIDTH",
+            help="One worker's own link: '2:10ms,10Mbit/s'. Repeatable.",
+            rich_help_panel=panels.LINKS,
+        ),
     ] = None,
     per_machine: Annotated[
         int | None,
-        typer.Option(help="Workers that share a machine, its link and its cores. [default: 1, or as in --from]"),
+        typer.Option(
+            help="Workers that share a machine, its link and its cores. [default: 1, or as in --from]",
+            rich_help_panel=panels.WORKERS,
+        ),
     ] = None,
     cores: Annotated[
         int | None,
-        typer.Option(help="Cores of a machine, for all its workers. [default: always enough, or as in --from]"),
+        typer.Option(
+            help="Cores of a machine, for all its workers. [default: always enough, or as in --from]",
+            rich_help_panel=panels.WORKERS,
+        ),
     ] = None,
     servers: Annotated[
-        str, typer.Option(help="Machines that hold the parameters: a number, 'lead' (rank 0's) or 'all'.")
+        str,
+        typer.Option(
+            help="Machines that hold the parameters: a number, 'lead' (rank 0's) or 'all'.",
+            rich_help_panel=panels.SERVER,
+        ),
     ] = "1",
     server_bandwidth: Annotated[
-        str | None, typer.Option(help="Bandwidth of a server's link. [default: as a worker's]")
+        str | None,
+        typer.Option(help="Bandwidth of a server's link. [default: as a worker's]", rich_help_panel=panels.SERVER),
     ] = None,
-    push_seconds: Annotated[str | None, typer.Option(help="A server's time to receive a gradient: 100us.")] = None,
-    update_seconds: Annotated[str | None, typer.Option(help="A server's time for an update: 1ms.")] = None,
+    push_seconds: Annotated[
+        str | None, typer.Option(help="A server's time to receive a gradient: 100us.", rich_help_panel=panels.SERVER)
+    ] = None,
+    update_seconds: Annotated[
+        str | None, typer.Option(help="A server's time for an update: 1ms.", rich_help_panel=panels.SERVER)
+    ] = None,
     overlap: Annotated[
-        float | None, typer.Option(help="Share of a step, at its end, during which its gradient is already being sent.")
+        float | None,
+        typer.Option(
+            help="Share of a step, at its end, during which its gradient is already being sent.",
+            rich_help_panel=panels.LINKS,
+        ),
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples in a minibatch. [default: 1, or as in --from]")] = None,
-    layers: Annotated[int, typer.Option(help="Layers of a model that 'tensor' splits.")] = 1,
-    activations: Annotated[str, typer.Option(help="Bytes of a minibatch's activations between two layers.")] = "0",
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Samples in a minibatch. [default: 1, or as in --from]", rich_help_panel=panels.WORKERS),
+    ] = None,
+    layers: Annotated[
+        int, typer.Option(help="Layers of a model that 'tensor' splits.", rich_help_panel=panels.MODEL)
+    ] = 1,
+    activations: Annotated[
+        str, typer.Option(help="Bytes of a minibatch's activations between two layers.", rich_help_panel=panels.MODEL)
+    ] = "0",
     goal: Annotated[
-        float | None, typer.Option(help="Also predict when this loss is reached, by the convergence of --from.")
+        float | None,
+        typer.Option(
+            help="Also predict when this loss is reached, by the convergence of --from.",
+            rich_help_panel=panels.STRATEGY,
+        ),
     ] = None,
-    updates: Annotated[int, typer.Option(help="Number of updates to simulate.")] = 20_000,
-    seed: Annotated[int, typer.Option(help="Seeds the draws.")] = 0,
-    theory: Annotated[bool, typer.Option("--theory", help="Also print the values of the closed forms.")] = False,
+    updates: Annotated[
+        int, typer.Option(help="Number of updates to simulate.", rich_help_panel=panels.STRATEGY)
+    ] = 20_000,
+    seed: Annotated[int, typer.Option(help="Seed of the simulation.", rich_help_panel=panels.STRATEGY)] = 0,
+    theory: Annotated[
+        bool, typer.Option("--theory", help="Also print the values of the closed forms.", rich_help_panel=panels.OUTPUT)
+    ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Also draw the timelines, marked as predicted, into this folder."),
+        typer.Option(
+            help="Also draw the timelines, marked as predicted, into this folder.", rich_help_panel=panels.OUTPUT
+        ),
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object (a list for several strategies).")
+        bool,
+        typer.Option(
+            "--json", help="Print one JSON object (a list for several strategies).", rich_help_panel=panels.OUTPUT
+        ),
     ] = False,
 ) -> None:
     """Simulate strategies on workers, links and servers as described, with the same policies that the server runs.
@@ -125,7 +194,7 @@ def simulate_command(
     From a real run, for twice as many workers:
     `paceline simulate --from runs/first --workers 8 -s sync -s k-sync:k=6 -s async`
     """
-    known = [calibrate(path) for path in learn or []]
+    known = [calibrate(run.path) for run in given_runs(learn or [])]
     base = known[0].for_workers(workers) if known else SimulatedCluster(workers=4 if workers is None else workers)
     if per_machine is None and (latency is not None or bandwidth is not None):
         per_machine = 1  # each worker has its own link
@@ -216,8 +285,9 @@ def _print(known: list[Calibration], answers: list[dict[str, Any]], theory: bool
         if answer["verdict"]:
             console.print(f"{answer['strategy']}: {answer['verdict']}")
         if answer["starved"]:
-            who = ", ".join(map(str, answer["starved"][:8])) + ("…" if len(answer["starved"]) > 8 else "")
-            console.print(f"{answer['strategy']}: no gradient of worker {who} is ever used")
+            more = len(answer["starved"]) - _NAMED
+            who = names(answer["starved"][:_NAMED]) + (f" and {more} more" if more > 0 else "")
+            console.print(f"{answer['strategy']}: no gradient of {who} is ever used")
 
 
 def _cells(answer: dict[str, Any], theory: bool) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ class LinkFindings(msgspec.Struct, frozen=True, kw_only=True):
     """Measured links between workers; rows send, columns receive, the diagonal is empty."""
 
     hosts: list[str]
-    """Host name of each worker."""
+    """Host name of each worker; of several machines, with its address."""
     latency: list[list[float | None]]
     """Seconds for a short message, one way."""
     bandwidth: list[list[float | None]]

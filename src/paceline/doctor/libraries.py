@@ -77,7 +77,7 @@ def encryption() -> Finding:
     """Checks one encrypted connection over the loopback, as machines open between them."""
     secret, proven, poller = Secret.of(new_key(), "doctor"), list[socket.socket](), Poller()
     try:
-        listener = PortListener(poller, "127.0.0.1", secret, lambda _, peer: proven.append(peer), lambda: None)
+        listener = PortListener(poller, "127.0.0.1", secret, lambda _, peer: proven.append(peer), lambda *_: None)
         caller = begin_call("127.0.0.1", listener.port, secret, "doctor")
         try:
             until = time.monotonic() + _PATIENCE

@@ -13,7 +13,7 @@ import secrets
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -34,6 +34,8 @@ _PATIENCE = 30.0
 _WORD = 32
 _UNEVEN = 4.0
 """A link that is so many times slower than the median is reported."""
+_SLOWER = 2.0
+"""A host whose best link is so many times slower than the others' is reported."""
 
 
 class _Card(msgspec.Struct):
@@ -66,10 +68,16 @@ class NetworkProbe:
             raise JoinError(f"rank {place.rank} did not find rank 0 at {self._host}:{self._port}: {error}") from None
         self._store = PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
-    def measure(self, findings: Machine | None) -> tuple[list[Machine], LinkFindings] | None:
-        """Measure together with the others; returns all results on rank 0, None elsewhere."""
+    def measure(
+        self, findings: Machine | None, tick: Callable[[str], None] = lambda _words: None
+    ) -> tuple[list[Machine], LinkFindings] | None:
+        """Measure together with the others; returns all results on rank 0, None elsewhere.
+
+        tick: is told what is measured.
+        """
         rank, size = self.place.rank, self.place.world_size
-        one = len(set(self._exchange("machine", machine()))) == 1
+        machines = self._exchange("machine", machine())
+        one = len(set(machines)) == 1
         key = os.environ.get(KEY, "").encode()
         word = self._exchange("word", secrets.token_hex(_WORD) if rank == 0 else "")[0]
         secret = Secret.of(None, key + word.encode())  # plain TCP is measured
@@ -81,19 +89,22 @@ class NetworkProbe:
             listener.settimeout(_PATIENCE)
             card = _Card(socket.gethostname(), address, listener.getsockname()[1], findings)
             cards = [msgspec.json.decode(text, type=_Card) for text in self._exchange("card", _json(card))]
-            row = {} if silent else self._take_turns(listener, cards, secret)
+            row = {} if silent else self._take_turns(listener, cards, secret, tick)
         self._store.set(f"row/{rank}", _json(row))
         if rank:
             return None
         # Rank 0 ends last: the store may be in its process.
         rows = [msgspec.json.decode(self._get(f"row/{other}"), type=_Row) for other in range(size)]
-        return [card.findings for card in cards if card.findings is not None], _links(cards, rows)
+        return [card.findings for card in cards if card.findings is not None], _links(cards, rows, machines)
 
-    def _take_turns(self, listener: socket.socket, cards: list[_Card], secret: Secret) -> _Row:
+    def _take_turns(
+        self, listener: socket.socket, cards: list[_Card], secret: Secret, tick: Callable[[str], None]
+    ) -> _Row:
         """Measure the pairs one after the other, so that they do not disturb each other."""
         row: _Row = {}
         for low in range(self.place.world_size):
             for high in range(low + 1, self.place.world_size):
+                tick(f"measuring the link between rank {low} and rank {high}")
                 if self.place.rank == high:
                     card = cards[low]
                     # The lead's machine may know itself only as loopback, which is another machine here.
@@ -201,7 +212,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 # -- findings --------------------------------------------------------------------------------------------------------
 
 
-def _links(cards: list[_Card], rows: list[_Row]) -> LinkFindings:
+def _links(cards: list[_Card], rows: list[_Row], machines: list[str]) -> LinkFindings:
     size = len(cards)
     latency: list[list[float | None]] = [[None] * size for _ in range(size)]
     bandwidth: list[list[float | None]] = [[None] * size for _ in range(size)]
@@ -209,12 +220,21 @@ def _links(cards: list[_Card], rows: list[_Row]) -> LinkFindings:
         for low, (seconds, out, back) in row.items():
             latency[high][low] = latency[low][high] = seconds
             bandwidth[high][low], bandwidth[low][high] = out, back
-    hosts = [card.host for card in cards]
-    return LinkFindings(hosts=hosts, latency=latency, bandwidth=bandwidth, findings=judge(latency, bandwidth))
+    # Hosts may have the same name, so several have their addresses beside it.
+    several = len(set(machines)) > 1
+    hosts = [f"{card.host} ({card.address})" if several else card.host for card in cards]
+    places = [machines.index(machine) for machine in machines]
+    findings = judge(latency, bandwidth, [hosts[place] for place in places])
+    return LinkFindings(hosts=hosts, latency=latency, bandwidth=bandwidth, findings=findings)
 
 
-def judge(latency: list[list[float | None]], bandwidth: list[list[float | None]]) -> list[Finding]:
-    """Findings about the links: those that are much slower than the median are named."""
+def judge(
+    latency: list[list[float | None]], bandwidth: list[list[float | None]], hosts: list[str] | None = None
+) -> list[Finding]:
+    """Findings about the links: slow hosts are named and, between others, links much slower than the median.
+
+    hosts: the host of each worker; None if each has its own.
+    """
     if not any(value for row in bandwidth for value in row):
         found = "not measured: workers on several machines listen only if a key is set"
         return [limits("links", found, f"set {KEY} to the same secret on all machines")]
@@ -222,15 +242,41 @@ def judge(latency: list[list[float | None]], bandwidth: list[list[float | None]]
     rates = {(a, b): value for a, row in enumerate(bandwidth) for b, value in enumerate(row) if value is not None}
     middle, rate = statistics.median(times.values()), statistics.median(rates.values())
     found = f"latency {middle * 1e6:.0f} µs, bandwidth {rate / 1e6:,.0f} MB/s (median)"
-    slow = [pair for pair, value in rates.items() if value * _UNEVEN < rate]
+    narrow = _slow_hosts(rates, hosts) if hosts is not None else {}
+    others = {rank for rank in range(len(latency)) if hosts is None or hosts[rank] not in narrow}
+    slow = [pair for pair, value in rates.items() if value * _UNEVEN < rate and others.issuperset(pair)]
     late = [pair for pair, value in times.items() if value > middle * _UNEVEN and pair[0] < pair[1]]
-    if not slow and not late:
+    if not slow and not late and not narrow:
         return [ok("links", found)]
     change = "look at these links, or choose a policy that does not wait for them (k-async, k-sync)"
-    named = [f"{a} to {b} carries {rates[a, b] / 1e6:,.0f} MB/s" for a, b in slow]
+    named = [
+        f"{host} is slow: at most {own / 1e6:,.3g} MB/s to and from any other, which have {usual / 1e6:,.3g} MB/s"
+        for host, (own, usual) in narrow.items()
+    ]
+    named += [f"{a} to {b} carries {rates[a, b] / 1e6:,.0f} MB/s" for a, b in slow]
     named += [f"{a} and {b} are {times[a, b] * 1e6:,.0f} µs apart" for a, b in late]
     more = f", and {len(named) - 6} more" if len(named) > 6 else ""
     return [limits("links", f"{found}; {'; '.join(named[:6])}{more}", change)]
+
+
+def _slow_hosts(rates: dict[tuple[int, int], float], hosts: list[str]) -> dict[str, tuple[float, float]]:
+    """Hosts whose best link is much slower than the others' best: bytes per second of it, and of the others'.
+
+    A link is as slow as the slower of its two hosts, so a host is judged by its best one. Of two hosts that are on
+    one link only, nobody can tell which is slow.
+    """
+    best: dict[str, float] = {}
+    for (a, b), rate in rates.items():
+        if hosts[a] != hosts[b]:
+            for host in (hosts[a], hosts[b]):
+                best[host] = max(best.get(host, 0.0), rate)
+    found = {}
+    for host, own in best.items():
+        others = [rate for other, rate in best.items() if other != host]
+        usual = statistics.median(others)
+        if len(others) > 1 and own * _SLOWER < usual:
+            found[host] = (own, usual)
+    return found
 
 
 def _json(value: object) -> str:

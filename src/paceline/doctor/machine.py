@@ -142,6 +142,7 @@ def _size(count: float) -> str:
 
 
 Check = Callable[[], Finding]
+Tick = Callable[[str], None]
 CHECKS: tuple[Check, ...] = (
     system,
     cores,
@@ -167,13 +168,17 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def examine(checks: Sequence[Check] = CHECKS) -> Machine:
-    """Run all checks. An unexpected error of a check is a finding as well."""
+def examine(checks: Sequence[Check] = CHECKS, tick: Tick = lambda _words: None) -> Machine:
+    """Run all checks. An unexpected error of a check is a finding as well.
+
+    tick: is told what is checked.
+    """
     findings = []
     for check in checks:
+        what = check.__name__.replace("_", " ")
+        tick(f"checking {what}")
         try:
             findings.append(check())
         except Exception as error:
-            what = check.__name__.replace("_", " ")
             findings.append(limits(what, f"the check failed: {type(error).__name__}: {error}", "see the message"))
     return Machine(host=socket.gethostname(), findings=findings)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.events import Event, Join, Leave, Lost, Message, Metric, Pass
+from paceline.events import Event, Join, Leave, Lost, Message, Metric, Pass, Recovery, Setup, Stages
 from paceline.events.bubbles import Bubbles
 from paceline.report.attribution import WaitAttribution
 from paceline.report.buckets import Buckets
@@ -31,6 +31,7 @@ from paceline.report.rows import (
     pushes_of,
     rows_of,
 )
+from paceline.report.slowness import StepTimes
 
 _FINE = math.log(1.02)
 _BINS = 1500
@@ -142,6 +143,7 @@ class RunAggregate:
         """limit: single intervals to keep for the zoomed timeline."""
         self.tallies: defaultdict[int, Tally] = defaultdict(Tally)
         self.blame = WaitAttribution()
+        self.steps = StepTimes()
         self.detail = Detail(limit)
         self.staleness: Counter[int] = Counter()
         self.curves: dict[str, Curve] = {}
@@ -150,6 +152,10 @@ class RunAggregate:
         """Unix time at the monotonic clock's 0."""
         self.served = False
         """True if gradients are pushed to a server."""
+        self.is_set_up = False
+        """True once the lead has given a model to the team."""
+        self.recoveries: list[Recovery] = []
+        """Servers that were killed and came back."""
         self.joined = math.inf
         """The time at which the first worker joined."""
         self.first, self.last = math.inf, -math.inf
@@ -177,6 +183,8 @@ class RunAggregate:
             if join.start > tally.came:
                 tally.came, tally.state = join.start, "joined"
             self.joined = min(self.joined, join.start)
+        self.is_set_up = self.is_set_up or bool(groups.get(Setup))
+        self.recoveries += groups.get(Recovery, ())
         for kind, word in ((Leave, "left"), (Lost, "died")):
             for event in groups.get(kind, ()):
                 if event.start < self.tallies[event.rank].came:
@@ -190,6 +198,8 @@ class RunAggregate:
                 self.tallies[message.rank].sent += message.bytes
         for one in groups.get(Pass, ()):
             self.bubbles.add(one)
+        for cut in groups.get(Stages, ()):
+            self.bubbles.add_cut(cut)
         rows, pushes = rows_of(groups), pushes_of(groups)
         for rank in np.unique(rows["rank"]):
             self._note_activity(self.tallies[int(rank)], rows[rows["rank"] == rank])
@@ -227,6 +237,7 @@ class RunAggregate:
         self._count_pushes(pushes)
         self._count_updates(rows, pushes)
         self.blame.add(rows, until)
+        self.steps.add(rows)
         self.detail.add(rows, pushes)
 
     def _count(self, rank: int, rows: Rows) -> None:

@@ -8,13 +8,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from paceline.config.units import duration
+from paceline.errors import names
 from paceline.events.bubbles import Bubble
 from paceline.events.summary import Staleness
+from paceline.report.advice import Adviser
 from paceline.report.aggregate import RunAggregate
 from paceline.report.attribution import CAUSES
 from paceline.report.buckets import MOST
 from paceline.report.detail import DetailPiece, covers
 from paceline.report.rows import COMMUNICATING, KINDS, UPDATING, WAITING, Rows, ends, median_span
+from paceline.report.slowness import Pattern, SlownessFinding, WorkerSteps, find_slowness
 
 _TYPICAL = 10
 """Updates in the timeline's first view."""
@@ -22,8 +26,10 @@ _NOTABLE = 0.02
 """Share of the time above which waiting is called notable."""
 _WORTH = 5e-4
 """Share of the time below which waiting counts as none."""
-_SLOW = 1.25
-"""Ratio of a worker's step time to the others' from which on it is called slow."""
+_NUMBERS = 120_000
+"""Shares of time on a page, of all workers together."""
+_FEW_CANCELLED = 0.05
+"""Share of cancelled steps up to which the others describe a worker."""
 _OUTLIER = 3.0
 """Ratio of a step's length to the median from which on it is marked."""
 
@@ -36,17 +42,20 @@ def facts(
     notes: list[str],
     pictures: bool = True,
     columns: int = MOST,
+    advice: bool = True,
 ) -> dict[str, Any]:
     """All facts of one run.
 
     pictures: include the data of the figures.
+    advice: include what would have made it quicker, which takes some simulations.
     columns: the most buckets of the timeline of the whole run.
     """
     ranks = sorted(rank for rank in run.tallies if rank >= 0)
     trained = run.last >= run.first
     span = run.last - run.first if trained else 0.0
     workers = [_worker(run, rank, span) for rank in ranks]
-    _compare(workers)
+    steps = run.steps.workers()
+    findings = _compare(workers, find_slowness(steps))
     total = sum(sum(worker["seconds"].values()) for worker in workers) or 1.0
     waiting = sum(worker["seconds"]["waiting"] for worker in workers)
     first, last = run.update_span
@@ -55,9 +64,10 @@ def facts(
         "name": name,
         "strategy": run.strategy or config.get("strategy"),
         "config": config,
-        "notes": notes,
+        "notes": [*notes, *_recoveries(run)],
         "started": None if run.wall is None or not trained else run.wall + run.first,
         "startup": max(0.0, run.first - run.joined) if trained and run.joined < run.first else None,
+        "starting": None if trained else _starting(run, config.get("workers")),
         "seconds": span,
         "served": run.served,
         "updates": run.updates,
@@ -67,7 +77,8 @@ def facts(
         "bubbles": waiting / total,
         "waiting": waiting,
         "bubble": msgspec.to_builtins(bubble),
-        "verdict": _verdict(workers, waiting / total, bubble),
+        "verdict": _verdict(workers, findings, run.first, waiting / total, bubble),
+        "slowness": [msgspec.to_builtins(finding) for finding in findings],
         "slow": [worker["rank"] for worker in workers if worker["slow"]],
         "workers": workers,
         "servers": [
@@ -85,13 +96,59 @@ def facts(
         },
         "last": {name: curve.last for name, curve in run.curves.items()},
     }
+    if advice:
+        known["advice"] = _advice(run, steps, findings, known)
     if pictures:
         known["curves"] = _curves(run)
         known["timeline"] = _timeline(run, ranks, columns)
     return known
 
 
+def _starting(run: RunAggregate, workers: Any) -> str:
+    """How far a run is that has not trained yet."""
+    joined = sum(tally.came > -np.inf for rank, tally in run.tallies.items() if rank >= 0)
+    if joined and run.is_set_up:
+        return "starting: the model is set up, and the first step is computed"
+    if joined and joined == workers:
+        return f"starting: all {workers} workers have joined"
+    of = f" of {workers}" if isinstance(workers, int) else ""
+    return f"starting: {joined}{of} workers have joined"
+
+
+def _advice(
+    run: RunAggregate, steps: dict[int, WorkerSteps], findings: list[SlownessFinding], known: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Changes that would have made the run quicker; none where steps are cancelled, whose lengths are not known."""
+    cancelled = sum(tally.cancelled for tally in run.tallies.values())
+    done = sum(tally.minibatches for tally in run.tallies.values())
+    if known["config"].get("predicted") or cancelled > _FEW_CANCELLED * done or known["seconds_per_update"] is None:
+        return []
+    adviser = Adviser(steps, findings, known["strategy"] or "", known["seconds_per_update"], known["config"])
+    return [msgspec.to_builtins(one) | {"sentence": one.sentence} for one in adviser.advise()]
+
+
 # -- workers ---------------------------------------------------------------------------------------------------------
+
+
+def _recoveries(run: RunAggregate) -> list[str]:
+    """A sentence about servers that were killed, if any were."""
+    found = [f"server {one.server} at version {one.version}" for one in run.recoveries]
+    if not found:
+        return []
+    some = ", ".join(found[:4]) + (f" and {len(found) - 4} more times" if len(found) > 4 else "")
+    return [f"a killed server came back and went on where it was: {some}"]
+
+
+def headline(facts: dict[str, Any]) -> list[str]:
+    """The few numbers that say how fast a run was."""
+    words = [f"{facts['updates']:,} updates"]
+    if facts["samples_per_second"]:
+        words.append(f"{facts['samples_per_second']:,.0f} samples/s")
+    if facts["seconds_per_update"]:
+        words.append(f"{duration(facts['seconds_per_update'])} per update")
+    if facts["efficiency"] is not None:
+        words.append(f"efficiency {facts['efficiency']:.0%}")
+    return words
 
 
 def _worker(run: RunAggregate, rank: int, span: float) -> dict[str, Any]:
@@ -128,26 +185,30 @@ def _worker(run: RunAggregate, rank: int, span: float) -> dict[str, Any]:
     }
 
 
-def _compare(workers: list[dict[str, Any]]) -> None:
-    """Adds to each worker the ratio of its step time to the others', and whether and why it is slow."""
+def _compare(workers: list[dict[str, Any]], findings: list[SlownessFinding]) -> list[SlownessFinding]:
+    """Adds to each worker the ratio of its step time to the others', and whether and why it is slow.
+
+    Returns the findings that are worth a sentence: of slow workers, those that were waited for, if there was waiting.
+    """
     waits = any(worker["blame"] > 0 for worker in workers)
+    said = [one for one in findings if one.pattern is not Pattern.PERSISTENT]
     for worker in workers:
         others = [other for other in workers if other is not worker and other["pace"]]
         worker["ratio"] = 1.0
         worker["slow"], worker["why"] = _mostly_cancelled(worker), None
+        worker["pattern"] = None
         if not others or not worker["pace"]:
             continue
         worker["ratio"] = worker["pace"] / statistics.median(other["pace"] for other in others)
         blamed = statistics.median(other["blame"] for other in others)
         waited = worker["blame"] >= 2 * blamed and (worker["blame"] > 0 or not waits)
-        if worker["ratio"] < _SLOW or not waited:
-            continue
-        worker["slow"] = True
-        excess = {
-            part: seconds - statistics.median(other["parts"][part] for other in others)
-            for part, seconds in worker["parts"].items()
-        }
-        worker["why"] = max(excess, key=lambda part: excess[part])
+        mine = [one for one in findings if worker["rank"] in one.ranks]
+        if not waited:
+            mine = [one for one in mine if one.pattern is not Pattern.PERSISTENT]
+        said += [one for one in mine if one.pattern is Pattern.PERSISTENT]
+        if mine:
+            worker["slow"], worker["why"], worker["pattern"] = True, mine[0].part, mine[0].pattern.value
+    return sorted(said, key=findings.index)
 
 
 def _mostly_cancelled(worker: dict[str, Any]) -> bool:
@@ -155,21 +216,21 @@ def _mostly_cancelled(worker: dict[str, Any]) -> bool:
     return bool(worker["cancelled"] > worker["minibatches"])
 
 
-def _verdict(workers: list[dict[str, Any]], bubbles: float, bubble: Bubble | None) -> list[str]:
-    """Sentences that name the slow workers, the share of waiting, and a pipeline's bubble."""
+def _verdict(
+    workers: list[dict[str, Any]], findings: list[SlownessFinding], begin: float, bubbles: float, bubble: Bubble | None
+) -> list[str]:
+    """Sentences that name the slow workers, the share of waiting, and a pipeline's bubble.
+
+    begin: the time at which training began.
+    """
     words = []
     whole = sum(worker["seconds"]["waiting"] for worker in workers) or 1.0
-    for worker in sorted(workers, key=lambda worker: -worker["blame"]):
-        if worker["why"] is None:
-            continue
-        sentence = (
-            f"Worker {worker['rank']} is slow: a step of its own takes it {_ms(worker['pace'])}, "
-            f"{worker['ratio']:.1f} times as long as the others', because of {CAUSES[worker['why']]}"
-        )
-        if worker["blame"] / whole > _NOTABLE and bubbles > _NOTABLE:
-            sentence += (
-                f"; the team waited {worker['blame']:.3g} s for it ({worker['blame'] / whole:.0%} of all waiting)"
-            )
+    blame = {worker["rank"]: worker["blame"] for worker in workers}
+    for finding in sorted(findings, key=lambda one: -sum(blame[rank] for rank in one.ranks)):
+        sentence, blamed = _sentence(finding, begin), sum(blame[rank] for rank in finding.ranks)
+        if blamed / whole > _NOTABLE and bubbles > _NOTABLE:
+            it = "it" if len(finding.ranks) == 1 else "them"
+            sentence += f"; the team waited {duration(blamed)} for {it} ({blamed / whole:.0%} of all waiting)"
         elif bubbles > _WORTH:
             sentence += "; the others hardly waited for it"
         words.append(sentence + ".")
@@ -185,11 +246,36 @@ def _verdict(workers: list[dict[str, Any]], bubbles: float, bubble: Bubble | Non
     if bubble is not None:
         equal = f"; with stages of equal length it would be {bubble.formula:.1%}" if bubble.formula is not None else ""
         words.append(f"The pipeline's bubble is {bubble.measured:.1%} of a step{equal}.")
+        if bubble.predicted:
+            words.append(
+                f"From its first pass to its last a step takes {duration(bubble.step)}; {duration(bubble.predicted)} "
+                "were predicted when the model was cut, from its measured operations and links."
+            )
     return words
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+def _sentence(finding: SlownessFinding, begin: float) -> str:
+    """A finding in words, without a full stop."""
+    who, more = f"Worker {finding.ranks[0]}", duration(finding.more)
+    match finding.pattern:
+        case Pattern.PERSISTENT:
+            step = duration(finding.usual + finding.more)
+            what = f"{who} is slow: a step of its own takes it {step}, {finding.ratio:.1f} times as long as the others'"
+        case Pattern.INTERMITTENT:
+            when = f"every {_ordinal(finding.period)} step" if finding.period else f"{finding.share:.0%} of its steps"
+            what = f"{who} is slow now and then: {when} takes it {more} longer"
+        case Pattern.ONE_OFF:
+            after = duration(max(0.0, finding.moment - begin))
+            what = f"{who} was slow once: step {finding.step:,}, {after} after the start, took it {more} longer"
+        case Pattern.ROTATING:
+            share, some = f"{finding.share:.0%} of the steps", names(finding.ranks)
+            what = f"Slowness moves from worker to worker: in {share} one of {some} takes {more} longer"
+    return f"{what}, because of {CAUSES[finding.part]}"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def _rate(run: RunAggregate) -> float | None:
@@ -251,6 +337,7 @@ def _timeline(run: RunAggregate, ranks: list[int], columns: int) -> dict[str, An
     pieces = run.detail.seal()
     lanes = [*ranks, *sorted((rank for rank in run.tallies if rank < 0), reverse=True)]
     count = run.buckets.count(run.last) if run.buckets else 0
+    columns = min(columns, max(200, _NUMBERS // (max(1, len(lanes)) * len(KINDS))))
     together = max(1, -(-count // columns))
     width = run.buckets.width * together if run.buckets else 1.0
     marks = []

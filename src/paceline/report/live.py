@@ -23,13 +23,15 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from paceline.report.metrics import CONTENT_TYPE, metrics
-from paceline.report.page import html, plotly, static
+from paceline.report.page import SCRIPTS, html, static
 from paceline.report.source import RunSource
 
 _INTERVAL = 1.0
 """Seconds between two refreshes."""
 _EXIT_REPORT = 5.0
 """Seconds from the run's end until the server stops, in which open pages learn of the end."""
+_ADVICE = 10.0
+"""Seconds between two simulations for advice."""
 _COLUMNS = 600
 LIMIT = 6000
 """Single intervals that are sent to the page."""
@@ -49,6 +51,7 @@ class CurrentFacts:
         self.source = source
         self._facts: dict[str, Any] = {}
         self._made = 0.0
+        self._advised = 0.0
         self._lock = asyncio.Lock()
 
     async def facts(self) -> dict[str, Any]:
@@ -62,11 +65,15 @@ class CurrentFacts:
 
     def _make(self) -> dict[str, Any]:
         if not self._facts.get("over"):
-            over = not self.source.going
+            over = self.source.over
             self.source.follow(_INTERVAL)
             share = self.source.share
             known = {"over": over and share == 1.0, "now": time.perf_counter(), "read": share}
-            self._facts = self.source.facts(columns=_COLUMNS) | known
+            fresh = known["over"] or time.monotonic() - self._advised >= _ADVICE
+            facts = self.source.facts(columns=_COLUMNS, advice=fresh) | known
+            if fresh:
+                self._advised = time.monotonic()
+            self._facts = {"advice": self._facts.get("advice", [])} | facts
         return self._facts
 
 
@@ -127,13 +134,12 @@ def _name_and_port(host: str) -> tuple[str, str]:
 def application(source: RunSource, token: str | None) -> Starlette:
     current = CurrentFacts(source)
     query = "" if token is None else f"?token={quote(token)}"
-    names = ("plotly.js", "timeline.js", "page.js", "live.js")
+    names = (*SCRIPTS, "live.js")
     page = html("Paceline live", "\n".join(f'<script src="{name}{query}"></script>' for name in names))
-    scripts = {"live.js": lambda: "live();", "plotly.js": plotly}
 
     @functools.cache
     def script(name: str) -> str:
-        return scripts.get(name, lambda: static(name))()
+        return "live();" if name == "live.js" else static(name)
 
     async def index(_: Request) -> Response:
         return Response(page, media_type="text/html")
@@ -164,7 +170,7 @@ async def _stream(current: CurrentFacts) -> AsyncIterator[bytes]:
             return
         # A busy machine refreshes less often; the last refresh comes at once.
         until = time.monotonic() + max(_INTERVAL, 3 * (time.monotonic() - began))
-        while current.source.going and current.source.share == 1.0 and time.monotonic() < until:
+        while not current.source.over and current.source.share == 1.0 and time.monotonic() < until:
             await asyncio.sleep(0.1)
 
 
@@ -200,7 +206,7 @@ def serve(source: RunSource, listener: socket.socket, host: str, token: str | No
             await asyncio.sleep(0.25)
             if os.getppid() != parent:
                 server.should_exit = True  # the launcher is gone
-            elif not source.going and (source.folder / "events.jsonl").exists():
+            elif source.over:
                 over = over or time.monotonic()
                 idle = not server.server_state.connections
                 if idle or time.monotonic() - over > _EXIT_REPORT:

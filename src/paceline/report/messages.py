@@ -8,7 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 from paceline.events import Message
-from paceline.report.svg import LEFT, WIDTH, document
+from paceline.report.svg import LEFT, WIDTH, Figure, document
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers: one per sender.
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7a7a7a"]
@@ -47,7 +47,7 @@ def arrows(messages: Iterable[Message]) -> list[Arrow]:
     ]
 
 
-def draw_messages(messages: Iterable[Message], title: str) -> str:
+def draw_messages(messages: Iterable[Message], title: str) -> Figure:
     """An SVG of all messages of one collective."""
     seen = list(messages)
     known = arrows(seen)

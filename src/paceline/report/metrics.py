@@ -77,6 +77,11 @@ def _staleness(histogram: dict[int, int]) -> Metric:
     return family
 
 
+def collector(facts: dict[str, Any]) -> Collector:
+    """The metrics, as Prometheus's client takes them."""
+    return _Facts(facts)
+
+
 def metrics(facts: dict[str, Any]) -> bytes:
     """The text of the metrics endpoint."""
     text: bytes = generate_latest(_Facts(facts))

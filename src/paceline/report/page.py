@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from paceline.errors import UsageError
+from paceline.report.compare import compare
 
 _STATIC = resources.files("paceline.report") / "static"
 
@@ -20,12 +21,8 @@ def static(name: str) -> str:
     return (_STATIC / name).read_text(encoding="utf-8")
 
 
-def plotly() -> str:
-    """Plotly's script, from its package."""
-    import plotly.offline
-
-    source: str = plotly.offline.get_plotlyjs()
-    return source
+SCRIPTS = ("timeline.js", "figures.js", "page.js")
+"""Of every page, in their order."""
 
 
 def html(title: str, scripts: str) -> str:
@@ -36,8 +33,10 @@ def html(title: str, scripts: str) -> str:
 
 def write_report(path: Path, title: str, runs: list[dict[str, Any]]) -> None:
     """Writes the page for the facts of these runs."""
-    data = msgspec.json.encode({"title": title, "runs": runs}).decode().replace("<", "\\u003c")
-    scripts = [plotly(), static("timeline.js"), static("page.js"), f"report({data});"]
+    comparison = compare(runs) if len(runs) > 1 else None
+    facts = {"title": title, "runs": runs, "comparison": comparison}
+    data = msgspec.json.encode(facts).decode().replace("<", "\\u003c")
+    scripts = [*map(static, SCRIPTS), f"report({data});"]
     safe = (script.replace("</script", "<\\/script") for script in scripts)
     page = html(title, "\n".join(f"<script>{script}</script>" for script in safe))
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from paceline.config.units import duration, size
 from paceline.graph.model_profile import ModelProfile
 from paceline.graph.partition import Partition
 from paceline.report.svg import COLOURS, LEFT, PASSES, WIDTH, document
@@ -25,7 +26,7 @@ def partition_figure(profile: ModelProfile, cut: Partition, schedule: ScheduleTi
     for number, stage in enumerate(cut.stages):
         shapes += _stage(profile, place, number, stage.first, stage.last)
         x = (place[stage.first] + place[stage.last]) / 2
-        words = f"stage {number}: {stage.seconds * 1e3:.3g} ms"
+        words = f"stage {number}: {duration(stage.seconds)}"
         shapes.append(f"<text x='{x:.1f}' y='{_TOP + _BAR + 16}' text-anchor='middle' class='small'>{words}</text>")
         detail = f"{stage.parameters / 1e6:.3g} MB of parameters" + (
             f", × {stage.devices}" if stage.devices > 1 else ""
@@ -36,16 +37,12 @@ def partition_figure(profile: ModelProfile, cut: Partition, schedule: ScheduleTi
             shapes.append(
                 f"<line x1='{x:.1f}' y1='{_TOP - 16}' x2='{x:.1f}' y2='{_TOP + _BAR + 6}' stroke='#222' "
                 "stroke-width='2' stroke-dasharray='5 3'/>"
-                f"<text x='{x:.1f}' y='{_TOP - 20}' text-anchor='middle' class='small'>{_size(stage.bytes)}</text>"
+                f"<text x='{x:.1f}' y='{_TOP - 20}' text-anchor='middle' class='small'>{size(stage.bytes)}</text>"
             )
     bottom = _TOP + _BAR + 60
     workers = schedule.busy.shape[1]
     shapes += _schedule(schedule, workers, bottom)
     return document(title, bottom + 40 + _ROW * workers, shapes) + "\n"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:.3g} MB" if count >= 1e6 else f"{count / 1e3:.3g} kB"
 
 
 def _stage(profile: ModelProfile, place: Sequence[float], number: int, first: int, last: int) -> list[str]:
@@ -55,7 +52,7 @@ def _stage(profile: ModelProfile, place: Sequence[float], number: int, first: in
         cost = profile.costs[one]
         words = (
             f"{profile.names[one]} ({profile.kinds[one]}): {cost.forward * 1e6:.0f} µs forward, "
-            f"{cost.backward * 1e6:.0f} µs backward, {_size(cost.bytes)} out, {_size(cost.parameters)} of parameters"
+            f"{cost.backward * 1e6:.0f} µs backward, {size(cost.bytes)} out, {size(cost.parameters)} of parameters"
         )
         width = max(0.2, place[one + 1] - place[one])
         shapes.append(
@@ -88,7 +85,7 @@ def _arcs(profile: ModelProfile, cut: Partition, place: Sequence[float]) -> list
         colour = "#222222" if crosses else "#bbbbbb"
         shapes.append(
             f"<path d='M{left:.1f} {_TOP} Q{(left + right) / 2:.1f} {high:.1f} {right:.1f} {_TOP}' fill='none' "
-            f"stroke='{colour}'><title>{escape(profile.names[one])}: {_size(profile.costs[one].bytes)}</title></path>"
+            f"stroke='{colour}'><title>{escape(profile.names[one])}: {size(profile.costs[one].bytes)}</title></path>"
         )
     return shapes
 
@@ -97,7 +94,7 @@ def _schedule(schedule: ScheduleTiming, workers: int, top: float) -> list[str]:
     inner = WIDTH - LEFT - _RIGHT
     whole = max(timed.end for timed in schedule.operations)
     shapes = [
-        f"<text x='{LEFT}' y='{top}' class='small'>one step as predicted: {whole * 1e3:.3g} ms, bubble "
+        f"<text x='{LEFT}' y='{top}' class='small'>one step as predicted: {duration(whole)}, bubble "
         f"{schedule.bubble:.1%}</text>"
     ]
     for worker in range(workers):

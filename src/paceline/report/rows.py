@@ -31,6 +31,7 @@ ROW = np.dtype(
         ("on", "i4"),
         ("bytes", "i8"),
         ("skipped", "?"),
+        ("microbatch", "i4"),
     ]
 )
 PUSH = np.dtype(
@@ -85,6 +86,8 @@ def pushes_of(groups: dict[type, list[Any]]) -> Rows:
 def _filled(group: Sequence[Any], dtype: np.dtype[np.void]) -> Rows:
     """A row per event, with the columns that these events have, too; `kind` is another thing in a `Pass`."""
     rows = np.zeros(len(group), dtype)
+    if "microbatch" in (dtype.names or ()):
+        rows["microbatch"] = -1  # of all but passes
     for name in dtype.names or ():
         if name == "kind" or not group or not hasattr(group[0], name):
             continue

@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from paceline.config.units import duration
+from paceline.report.facts import headline
 from paceline.report.rows import KINDS, ROW, Rows, busy_until, ends
 from paceline.report.source import RunSource
 
@@ -19,18 +21,22 @@ _COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red")
 
 def text_report(source: RunSource, facts: dict[str, Any], width: int) -> RenderableType:
     """The report of one run."""
-    head = [f"{facts['name']}: {facts['strategy']}, {len(facts['workers'])} workers, {facts['updates']:,} updates"]
-    if facts["samples_per_second"]:
-        head.append(f"{facts['samples_per_second']:,.0f} samples/s")
-    if facts["seconds_per_update"]:
-        head.append(f"{facts['seconds_per_update'] * 1e3:.3g} ms per update")
-    if facts["efficiency"] is not None:
-        head.append(f"efficiency {facts['efficiency']:.0%}")
+    head = [f"{facts['name']}: {facts['strategy']}, {len(facts['workers'])} workers", *headline(facts)]
     parts: list[RenderableType] = [Text(", ".join(head), style="bold")]
     parts += [Text(note, style="yellow") for note in facts["notes"]]
-    parts += [Text(" ".join(facts["verdict"])), Text("")]
+    parts += [Text(" ".join(facts["verdict"])), *_advice(facts.get("advice") or []), Text("")]
     parts += [_timeline(source, facts["timeline"], min(width, 160)), Text(""), _table(facts)]
     return Group(*parts)
+
+
+def _advice(advice: list[dict[str, Any]]) -> list[RenderableType]:
+    """What would have been quicker, each with the line to run."""
+    lines: list[RenderableType] = [Text("What would be quicker, by simulation of this run:")] if advice else []
+    for one in advice:
+        lines.append(Text(f"· {one['sentence']}"))
+        if one["command"]:
+            lines.append(Text(f"    {one['command']}", style="dim"))
+    return lines
 
 
 def _timeline(source: RunSource, timeline: dict[str, Any], width: int) -> RenderableType:
@@ -48,7 +54,7 @@ def _timeline(source: RunSource, timeline: dict[str, Any], width: int) -> Render
         rank = lane["rank"]
         name = f"worker {rank}" if rank >= 0 else "server" if rank == -1 else f"server {-rank}"
         lines.append(Text.assemble(f"{name:>{_LEFT - 1}} ", _line(rows[rows["rank"] == rank], edges)))
-    length = f"{(end - begin) * 1e3:.3g} ms"
+    length = duration(end - begin)
     lines.append(Text(f"{'':{_LEFT}}0{length:>{columns - 1}}", style="dim"))
     words = "  ".join(f"{look} {kind}" for kind, look in _LOOKS.items())
     lines.append(Text(f"{'':{_LEFT}}{words}; a colour per version", style="dim"))
@@ -80,14 +86,15 @@ def _table(facts: dict[str, Any]) -> Table:
         title_justify="left",
         title_style="",
         box=None,
+        padding=(0, 1, 0, 0),  # so that it fits into 80 columns
         pad_edge=False,
     )
-    table.add_column("worker")
+    table.add_column("worker", no_wrap=True)
     for head in ("compute", "load", "comm.", "update", "wait", "cancel", "other", "pace", "× others", "blamed"):
         table.add_column(head, justify="right", no_wrap=True)
     for worker in facts["workers"]:
         seconds = [f"{worker['seconds'][kind]:.2f}" for kind in (*KINDS, "elsewhere")]
-        pace = "–" if worker["pace"] is None else f"{worker['pace'] * 1e3:.3g} ms"
+        pace = "–" if worker["pace"] is None else duration(worker["pace"])
         style = "bold" if worker["slow"] else ""
         table.add_row(
             str(worker["rank"]), *seconds, pace, f"{worker['ratio']:.2f}", f"{worker['blame']:.2f}", style=style

@@ -49,7 +49,6 @@ class Timeline {
     this.canvas.className = "main";
     this.canvas.tabIndex = 0;
     this.canvas.setAttribute("role", "img");
-    this.canvas.setAttribute("aria-label", "timeline of all workers; wheel or + and − to zoom, drag or arrows to move");
     this.legend = document.createElement("div");
     this.legend.className = "legend";
     box.append(bar, this.strip, this.canvas, this.legend);
@@ -75,6 +74,7 @@ class Timeline {
     if (this.following) this.view = [Math.max(0, data.seconds - this.follow), Math.max(data.seconds, 1e-3)];
     else if (!this.view) this.view = [...data.typical];
     this.legends();
+    this.canvas.setAttribute("aria-label", this.describe());
     this.draw();
   }
 
@@ -88,6 +88,23 @@ class Timeline {
       names.map((kind) => `<span><i style="background:var(--${kind})"></i>${kind}</span>`).join("") +
       `<span><i style="background:var(--waiting)"></i>waiting</span><span><i style="background:var(--track)"></i>not training</span>` +
       `<span>│ an update</span>` + (this.data.slowest.length ? "<span>▾ an unusually slow step</span>" : "");
+  }
+
+  // One worker, whose row stays bright; null for all.
+  choose(rank) {
+    this.chosen = rank;
+    this.draw();
+  }
+
+  // The timeline in words, for those who cannot see it.
+  describe() {
+    const { lanes, kinds, seconds } = this.data;
+    const told = lanes.map((lane) => {
+      const sums = lane.buckets.map((list) => list.reduce((a, b) => a + b, 0) / 1000 / (list.length || 1));
+      const parts = kinds.map((kind, n) => [kind, sums[n]]).filter(([, part]) => part > 0.005).map(([kind, part]) => `${kind} ${(100 * part).toFixed(0)} %`);
+      return `${lane.rank < 0 ? "server" : "worker " + lane.rank}: ${parts.join(", ")}`;
+    });
+    return `Timeline of ${duration(seconds)}. ${told.join("; ")}. Plus and minus zoom, arrow keys move, Home shows the whole run.`;
   }
 
   show(from, to) {
@@ -160,6 +177,12 @@ class Timeline {
     this.drawBuckets(pen, from, to, covered);
     if (this.close) for (const piece of seen) this.drawPiece(pen, piece, from, to, count);
     this.drawMarks(pen, from, to);
+    if (this.chosen !== null && this.chosen !== undefined) {
+      pen.fillStyle = this.colours.paper;
+      pen.globalAlpha = 0.72;
+      lanes.forEach((lane, index) => { if (lane.rank !== this.chosen) pen.fillRect(LEFT, this.y(index) - 7, this.width - LEFT, ROW + 9); });
+      pen.globalAlpha = 1;
+    }
     pen.restore();
     this.drawAxis(pen, from, to, height);
     const gaps = this.close || this.data.whole ? "" : " · shares of time, summed up: zoom in for single steps";
@@ -450,4 +473,32 @@ class Timeline {
     tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
     tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
   }
+}
+
+// A part of a timeline from its typical updates on, `length` seconds long, with rows as thin as many workers need.
+function drawSmall(canvas, data, length) {
+  const width = canvas.clientWidth, ratio = window.devicePixelRatio || 1;
+  if (!width) return;
+  const row = Math.max(3, Math.min(14, Math.floor(120 / data.lanes.length))), height = data.lanes.length * (row + 1);
+  canvas.style.height = height + "px";
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  const small = canvas.getContext("2d");
+  small.setTransform(ratio, 0, 0, ratio, 0, 0);
+  const colours = Object.fromEntries([...data.kinds, "track"].map((name) => [name, css(name)]));
+  const from = Math.max(0, Math.min(data.typical[0], data.seconds - length)), scale = width / (length || 1);
+  data.lanes.forEach((lane, index) => {
+    small.fillStyle = colours.track;
+    small.fillRect(0, index * (row + 1), width, row);
+    for (const piece of data.pieces) {
+      const rows = piece.lanes[lane.rank];
+      if (!rows || piece.end < from || piece.begin > from + length) continue;
+      for (let n = 0; n < rows.start.length; n++) {
+        const x = (piece.begin + rows.start[n] / 1e6 - from) * scale, wide = rows.length[n] / 1e6 * scale;
+        if (x + wide < 0 || x > width) continue;
+        small.fillStyle = colours[data.kinds[rows.kind[n]]];
+        small.fillRect(x, index * (row + 1), Math.max(0.6, wide), row);
+      }
+    }
+  });
 }

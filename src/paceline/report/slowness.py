@@ -1,0 +1,277 @@
+"""Which workers are slow, in which part of a step, and in which pattern: always, now and then, once, or in turns.
+
+A step of a worker reaches from the end of one gradient to the end of the next, without the time in which it waited for
+others or computed what was cancelled. Whether a step is long is judged by the worker's own quick steps, whether a
+worker is slow by the quick steps of the others: a single long step makes nobody slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.report.attribution import CAUSES
+from paceline.report.rows import (
+    CANCELLED,
+    COMMUNICATING,
+    COMPUTING,
+    LOADING,
+    ROW,
+    UPDATING,
+    WAITING,
+    Numbers,
+    Rows,
+    ends,
+)
+
+PARTS = tuple(CAUSES)
+"""Parts of a step, in the order of a step's columns."""
+_ELSEWHERE = PARTS.index("elsewhere")
+SLOW = 1.25
+"""Ratio of a worker's step time to the others' from which on it is called slow."""
+_MOST = 1_000_000
+"""The most steps of all workers that are kept; of a longer run the last ones."""
+_WARM = 2
+"""First steps of a worker that are left out: much is made in them once."""
+_QUICK, _QUICKEST = 0.25, 0.05
+"""Quantiles of a worker's steps: a quick one is not affected by slowness of most steps."""
+_LONGER = 0.35
+"""Share of a quick step by which a long one is longer, at least."""
+_SPREADS = 4.0
+"""Spreads of quick steps by which a long one is longer, at least."""
+_NOTABLE = 0.04
+"""Share of a worker's time that its long steps take more, from which on they are worth a word."""
+_TURNS = 0.6
+"""Share of the workers that are slow now and then, from which on slowness is said to move among them."""
+_APART = 0.4
+"""Share of the long steps' time in which at most two workers have one at once, if slowness moves."""
+_ONCE = 2
+"""Long steps that are still single ones."""
+
+
+class Pattern(Enum):
+    """When a worker is slow."""
+
+    PERSISTENT = "persistent"
+    INTERMITTENT = "intermittent"
+    ONE_OFF = "one-off"
+    ROTATING = "rotating"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlownessFinding:
+    """A finding: these workers are slow in this way."""
+
+    pattern: Pattern
+    ranks: list[int]
+    part: str
+    """The part of the step that is longer: a key of `CAUSES`."""
+    usual: float
+    """Seconds of a usual step: of the others, or its own."""
+    more: float
+    """Seconds by which a slow step is longer."""
+    share: float = 1.0
+    """Of the steps that are slow."""
+    period: int | None = None
+    """If every so many steps one is slow."""
+    step: int = 0
+    """The number of a single slow step, from 1."""
+    moment: float = 0.0
+    """The time at which it began."""
+
+    @property
+    def ratio(self) -> float:
+        """Of a slow step to a usual one."""
+        return (self.usual + self.more) / (self.usual or self.more)
+
+
+class StepTimes:
+    """The steps of each worker, by part, as far as they are kept."""
+
+    def __init__(self) -> None:
+        self._pending: defaultdict[int, Rows] = defaultdict(lambda: np.zeros(0, ROW))
+        self._last_end: dict[int, float] = {}
+        self._steps: defaultdict[int, list[NDArray[np.float64]]] = defaultdict(list)
+        """By worker, arrays with a row per step: its start, then the seconds of its parts."""
+        self._dropped: defaultdict[int, int] = defaultdict(int)
+        self._kept: defaultdict[int, int] = defaultdict(int)
+        self._passes = False
+        """True if steps are made of passes of microbatches, between which there are gaps by design."""
+
+    def add(self, rows: Rows) -> None:
+        """Adds rows in the order of their starts."""
+        for rank in np.unique(rows["rank"][rows["rank"] >= 0]):
+            self._add(int(rank), rows[rows["rank"] == rank])
+
+    def _add(self, rank: int, rows: Rows) -> None:
+        rows = np.concatenate([self._pending[rank], rows])
+        last = np.flatnonzero((rows["kind"] == COMPUTING) & (rows["minibatches"] > 0))
+        if not len(last):
+            self._pending[rank] = rows
+            return
+        done, self._pending[rank] = rows[: last[-1] + 1], rows[last[-1] + 1 :]
+        number = np.searchsorted(last, np.arange(len(done)), "left")
+        self._passes = self._passes or bool((done["microbatch"] >= 0).any())
+
+        def total(chosen: NDArray[np.bool_], seconds: Numbers) -> Numbers:
+            return np.bincount(number[chosen], seconds[chosen], minlength=len(last)).astype(np.float64)
+
+        kind = done["kind"]
+        computing = kind == COMPUTING
+        forward, slowed = total(computing, done["forward"]), total(computing, done["slowed"])
+        link = (kind == COMMUNICATING) | (kind == UPDATING)
+        away = total((kind == WAITING) | (kind == CANCELLED), done["seconds"])
+        finish = ends(done[last])
+        start = np.concatenate([[self._last_end.get(rank, float(done["start"][0]))], finish[:-1]])
+        steps = np.zeros((len(last), 1 + len(PARTS)))
+        steps[:, 0] = start
+        steps[:, 1 + PARTS.index("loading")] = total(kind == LOADING, done["seconds"])
+        steps[:, 1 + PARTS.index("forward")] = forward
+        backward = total(computing, done["seconds"]) - forward - slowed
+        steps[:, 1 + PARTS.index("backward")] = np.maximum(0.0, backward)
+        steps[:, 1 + PARTS.index("slowed")] = slowed
+        steps[:, 1 + PARTS.index("link")] = total(link, done["seconds"])
+        known = steps[:, 1:].sum(axis=1) + away
+        steps[:, 1 + PARTS.index("elsewhere")] = np.maximum(0.0, finish - start - known)
+        self._last_end[rank] = float(finish[-1])
+        self._keep(rank, steps)
+
+    def _keep(self, rank: int, steps: NDArray[np.float64]) -> None:
+        self._steps[rank].append(steps)
+        self._kept[rank] += len(steps)
+        most = _MOST // len(self._steps)
+        while self._kept[rank] - len(self._steps[rank][0]) >= most:
+            dropped = len(self._steps[rank].pop(0))
+            self._kept[rank] -= dropped
+            self._dropped[rank] += dropped
+
+    def workers(self) -> dict[int, WorkerSteps]:
+        """The steps of each worker that has any, without its first ones."""
+        found = {}
+        for rank, blocks in sorted(self._steps.items()):
+            steps, first = np.concatenate(blocks), self._dropped[rank]
+            begin = max(0, min(_WARM - first, len(steps) - 1))
+            if self._passes:
+                steps[:, 1 + PARTS.index("elsewhere")] = 0.0
+            found[rank] = WorkerSteps(steps[begin:, 0], steps[begin:, 1:], first + begin)
+        return found
+
+
+class WorkerSteps:
+    """The steps of one worker: which are long, and how long a quick one is."""
+
+    def __init__(self, starts: Numbers, parts: Numbers, first: int) -> None:
+        self.starts, self.parts, self.first = starts, parts, first
+        self.own: Numbers = parts.sum(axis=1)
+        self.quick = float(np.quantile(self.own, _QUICK))
+        self.quick_inside = float(np.quantile(parts[:, :_ELSEWHERE].sum(axis=1), _QUICK))
+        """Without what the script does between steps."""
+        self.usual: Numbers = np.quantile(parts, _QUICK, axis=0)
+        """Seconds of each part in a quick step."""
+        spread = self.quick - float(np.quantile(self.own, _QUICKEST))
+        excess = self.own - self.quick
+        excess[excess < max(_LONGER * self.quick, _SPREADS * spread)] = 0.0
+        if excess.any():
+            # Half of the excess is in steps of at least that excess: what is much less is of another kind.
+            ordered = np.sort(excess)[::-1]
+            half = ordered[np.searchsorted(np.cumsum(ordered), excess.sum() / 2)]
+            excess[excess < 0.3 * half] = 0.0
+        self.excess: Numbers = excess
+        self.long: NDArray[np.int64] = np.flatnonzero(excess)
+
+    @property
+    def lost(self) -> float:
+        """The share of its time that long steps take more."""
+        return float(self.excess.sum() / (self.own.sum() or 1.0))
+
+    @property
+    def part(self) -> str:
+        """The part of a step in which its long steps are longer."""
+        return PARTS[int(np.argmax((self.parts[self.long] - self.usual).sum(axis=0)))]
+
+    @property
+    def period(self) -> int | None:
+        """If nearly every so many steps one is long: how many."""
+        apart = np.diff(self.long)
+        if len(apart) < 2:
+            return None
+        usual = int(np.median(apart))
+        return usual if usual > 1 and (np.abs(apart - usual) == 0).mean() >= 0.8 else None
+
+
+def find_slowness(workers: dict[int, WorkerSteps]) -> list[SlownessFinding]:
+    """What can be said of these workers, the largest first."""
+    workers = {rank: steps for rank, steps in workers.items() if len(steps.own) > 2}
+    if len(workers) < 2:
+        return []
+    found = [one for rank in workers if (one := _persistent(rank, workers)) is not None]
+    notable = [rank for rank, steps in workers.items() if steps.lost >= _NOTABLE]
+    if _in_turns(notable, workers):
+        found.append(_rotating(notable, workers))
+    else:
+        found += [_now_and_then(rank, workers[rank]) for rank in notable if _stands_out(rank, workers)]
+    return sorted(found, key=lambda one: -one.more * one.share)
+
+
+def _persistent(rank: int, workers: dict[int, WorkerSteps]) -> SlownessFinding | None:
+    """The worker's quick steps are slow: all are."""
+    mine = workers[rank]
+    others = [steps for other, steps in workers.items() if other != rank]
+    excess = mine.usual - np.median([steps.usual for steps in others], axis=0)
+    # Time between steps that nothing is known of may be idle: it only counts if it is what makes the difference.
+    excess[_ELSEWHERE] *= excess[_ELSEWHERE] > excess[:_ELSEWHERE].clip(0.0).sum()
+    part = PARTS[int(np.argmax(excess))]
+    quick, level = mine.quick, statistics.median(steps.quick for steps in others)
+    if part != "elsewhere":
+        quick, level = mine.quick_inside, statistics.median(steps.quick_inside for steps in others)
+    if quick < SLOW * level or quick <= 0:
+        return None
+    return SlownessFinding(Pattern.PERSISTENT, [rank], part, level, quick - level)
+
+
+def _stands_out(rank: int, workers: dict[int, WorkerSteps]) -> bool:
+    """True if the long steps of this worker are not just those that all have."""
+    others = statistics.median(float(steps.excess.sum()) for other, steps in workers.items() if other != rank)
+    return float(workers[rank].excess.sum()) >= 2 * others
+
+
+def _now_and_then(rank: int, steps: WorkerSteps) -> SlownessFinding:
+    more = float(steps.excess[steps.long].mean())
+    share = len(steps.long) / len(steps.own)
+    longest = int(np.argmax(steps.excess))
+    if len(steps.long) <= _ONCE:
+        number, moment = steps.first + longest + 1, float(steps.starts[longest])
+        return SlownessFinding(Pattern.ONE_OFF, [rank], steps.part, steps.quick, more, share, None, number, moment)
+    return SlownessFinding(Pattern.INTERMITTENT, [rank], steps.part, steps.quick, more, share, steps.period)
+
+
+def _in_turns(ranks: list[int], workers: dict[int, WorkerSteps]) -> bool:
+    """True if most workers have long steps, each several, seldom two at once."""
+    ranks = [rank for rank in ranks if len(workers[rank].long) > _ONCE]
+    if len(ranks) < max(2, _TURNS * len(workers)):
+        return False
+    spans = []
+    for rank in ranks:
+        steps = workers[rank]
+        starts = steps.starts[steps.long]
+        spans.append(np.stack([starts, starts + steps.own[steps.long]], axis=1))
+    every = np.concatenate(spans)
+    every = every[np.argsort(every[:, 0])]
+    reached = np.maximum.accumulate(every[:, 1])
+    apart = np.maximum(0.0, every[1:, 1] - np.maximum(every[1:, 0], reached[:-1])).sum() + np.diff(every[0])[0]
+    together = 1.0 - apart / np.diff(every, axis=1).sum()
+    return bool(together <= _APART)
+
+
+def _rotating(ranks: list[int], workers: dict[int, WorkerSteps]) -> SlownessFinding:
+    chosen = [workers[rank] for rank in ranks]
+    parts = sum(((steps.parts[steps.long] - steps.usual).sum(axis=0) for steps in chosen), np.zeros(len(PARTS)))
+    more = statistics.median(float(steps.excess[steps.long].mean()) for steps in chosen)
+    quick = statistics.median(steps.quick for steps in chosen)
+    share = sum(len(steps.long) for steps in chosen) / max(len(steps.own) for steps in chosen)
+    return SlownessFinding(Pattern.ROTATING, sorted(ranks), PARTS[int(np.argmax(parts))], quick, more, min(1.0, share))
