@@ -6,20 +6,29 @@ export OMP_NUM_THREADS ?= 1
 # Every worker is a process of its own: none should compile again what another has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup system demo test tests lint style types bench compatibility clean
+.PHONY: setup system demo test tests lint style types docs bench compatibility clean
 
 setup: $(VENV)/ready
 
-$(VENV)/ready: pyproject.toml constraints.txt
+INSTALL := $(BIN)/pip install --no-compile --progress-bar off --disable-pip-version-check --constraint constraints.txt --editable
+
+$(BIN)/python:
 	@echo "make: creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "make: installing paceline and what its tests need into $(VENV); PyTorch is large"
-	@$(BIN)/pip install --no-compile --progress-bar off --disable-pip-version-check --constraint constraints.txt \
-	  --editable '.[dev,examples]'
+
+# What the demo needs is a part of what the tests need.
+$(VENV)/demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "make: installing paceline, PyTorch and scikit-learn into $(VENV); PyTorch is large: some minutes, once"
+	@$(INSTALL) '.[examples]'
 	@touch $@
 
-demo: setup
-	$(BIN)/python examples/demo.py
+$(VENV)/ready: $(VENV)/demo
+	@echo "make: installing what tests, benchmarks and docs need into $(VENV): Ray, frameworks, tools; some minutes, once"
+	@$(INSTALL) '.[dev,examples]'
+	@touch $@
+
+demo: $(VENV)/demo
+	@$(BIN)/python examples/demo.py
 
 # Each part reports, also if one before it has failed.
 lint: setup
@@ -51,6 +60,12 @@ tests: setup system
 test: setup
 	@$(MAKE) --no-print-directory --keep-going style types tests
 
+# Strict: a link that leads nowhere, or a page that is not in the nav of mkdocs.yml, is an error.
+docs: setup
+	@echo "make: docs (mkdocs)"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "make: open build/site/index.html"
+
 bench: setup
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/collectives.py
@@ -58,6 +73,7 @@ bench: setup
 	$(BIN)/python benchmarks/parameter_server.py
 	$(BIN)/python benchmarks/time_to_accuracy.py
 	$(BIN)/python benchmarks/recording.py
+	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/prediction.py
@@ -67,6 +83,7 @@ bench: setup
 	$(BIN)/python benchmarks/partition.py
 	$(BIN)/python benchmarks/tensor.py
 	$(BIN)/python benchmarks/mesh.py
+	$(BIN)/python benchmarks/split_machines.py
 	$(BIN)/python benchmarks/network.py --servers
 
 # What every script of tests/zoo does under every strategy.
