@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any
 
+from paceline.config.distributions import Exponential
 from paceline.simulate.cluster import SimulatedCluster
-from paceline.simulate.distributions import Exponential
 from paceline.simulate.predict import simulate
 from paceline.topologies import Link
 
@@ -23,7 +23,7 @@ LOOP = ("k-async:k=32", "groups:size=8", "adaptive:of=k-batch-async,start=8")
 BIG = """
 import json, time
 from paceline.simulate.cluster import SimulatedCluster
-from paceline.simulate.distributions import Exponential
+from paceline.config.distributions import Exponential
 from paceline.simulate.predict import simulate
 
 start = time.perf_counter()

@@ -54,8 +54,8 @@ def train(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] = ENVIRONMENT,
 ) -> Path:
-    """Run a script's text under `paceline run` in a folder; returns the folder of the run."""
+    """Run a script's text under `paceline run`, without snapshots, in a folder; returns the folder of the run."""
     (folder / "train.py").write_text(script)
-    words = command("run", "train.py", "--quiet", "--name", "run", *options, "--", *arguments)
+    words = command("run", "train.py", "--quiet", "--name", "run", "--snapshot", "off", *options, "--", *arguments)
     subprocess.run(words, check=True, cwd=folder, env=environment)
     return folder / "runs" / "run"
