@@ -46,12 +46,12 @@ class Promise:
         grows = name == "adaptive"
         if grows:
             name, options = options.get("of", "k-async"), {"k": options.get("start", "1")}
-        k = workers // size if name == "sync" else int(options.get("k", 1))
+        k = -(-workers // size) if name == "sync" else int(options.get("k", 1))
         return cls(name, k, int(options["s"]) if name == "ssp" else None, size, grows, grouped)
 
     def lockstep(self, workers: int) -> bool:
         """Whether everybody is in every update, each with samples of its own."""
-        return not self.grows and self.family in ("sync", "k-sync", "k-async") and self.k == workers // self.size
+        return not self.grows and self.family in ("sync", "k-sync", "k-async") and self.k == -(-workers // self.size)
 
 
 # -- what must always hold -------------------------------------------------------------------------------------------
@@ -86,9 +86,9 @@ class _Replay:
         """Of those, who has trained on nothing yet: nobody waits for them."""
         self.changed = False
         """Whether workers have come or gone."""
-        self.unit = {rank: rank // self.promise.size for rank in range(began)}
+        self.groups = -(-began // self.promise.size)
+        self.unit = {rank: rank * self.groups // began for rank in range(began)}
         """Which group each worker is in, or the worker itself."""
-        self.groups = began // self.promise.size
         self.gone_since_update = False
         self.pushes: dict[int, Push] = {}
         self.free_at: dict[int, int] = {}
@@ -110,7 +110,7 @@ class _Replay:
         """Leases of steps that were cancelled, by who says so."""
         self.given_back: set[int] = set()
         self.last_version = dict.fromkeys(range(workers), 0)
-        units = range(max(workers, began) // self.promise.size)
+        units = range(-(-max(workers, began) // self.promise.size))
         self.at_least, self.at_most = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
         """Bounds of the steps that each has finished: who had nothing to compute is not waited for, and need not
         catch up."""
@@ -262,7 +262,7 @@ class _Replay:
             return
         if self.gone_since_update or (promise.family in _BATCHES and not self.here):
             return
-        if self.lockstep and not self.changed and not self._last_of_epoch(used):
+        if self.lockstep and not self._last_of_epoch(used):
             self._say(f"{what} is of {count} of {self.k}, and is not the last of its epoch")
         if not self.lockstep and self._free_for(used):
             self._say(f"{what} is of {count} of {self.k}, though there are samples left to train on")
@@ -317,13 +317,22 @@ class _Replay:
                 break
         if lease.rank in self.starved:
             self.starved.discard(lease.rank)
-            self._wake(self.unit[lease.rank])
+            self._wake(self.unit[lease.rank], lease.rank in self.fresh)
         self.fresh.discard(lease.rank)
         self.leases[lease.number], self.state[lease.number] = lease, "out"
 
-    def _wake(self, unit: int) -> None:
+    def _wake(self, unit: int, joined: bool) -> None:
+        """Who had nothing to compute was not waited for; it need not catch up, but is waited for again.
+
+        Who has joined counts as the slowest of the others.
+        """
+        if self.promise.bound is None:
+            return
+        floor = max(self.at_most.values()) - self.promise.bound - 1
         active = [self.at_most[self.unit[rank]] for rank in self._holders()]
-        self.at_most[unit] = max(self.at_most[unit], min(active) if active else max(self.at_most.values()))
+        if joined:
+            floor = max(floor, min(active) if active else max(self.at_most.values()))
+        self.at_most[unit] = max(self.at_most[unit], floor)
 
     def _finish(self, numbers: Iterable[int], who: str, before: str) -> None:
         """These have been trained on, or looked at."""

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import process as multiprocessing_process
+from multiprocessing import resource_tracker
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
 from typing import Any, NoReturn
@@ -183,12 +184,14 @@ def _program(words: list[str], options: dict[str, Any], streams: dict[int, int |
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     atexit._clear()
     multiprocessing_process._children.clear()  # type: ignore[attr-defined]
+    # Its number may be one of the program's own files now; the program starts a tracker when it needs one.
+    resource_tracker._resource_tracker.__init__()  # type: ignore[misc]
     atexit.register(multiprocessing_util._exit_function)  # type: ignore[attr-defined]
     if options.get("env") is not None:
         variables = dict(options["env"])
         os.environ.clear()
         os.environ.update(variables)
-    os.chdir(options.get("cwd", "."))
+    os.chdir(options.get("cwd") or ".")
     torch.set_num_threads(1)
     os.execve = _replace  # type: ignore[assignment]
     code: Any = 0

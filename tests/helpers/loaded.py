@@ -10,7 +10,7 @@ from helpers.huge_pages import prepare_to_fork
 from helpers.split_models import MODELS, made
 from paceline.graph.trace.exporting import exported
 
-_ELSEWHERE = ("paceline.__main__", "paceline.bench", "paceline.cli", "paceline.report")
+_ELSEWHERE = ("paceline.__main__", "paceline.bench", "paceline.cli", "paceline.integrations", "paceline.report")
 """Of commands, not of workers."""
 
 for module in pkgutil.walk_packages(paceline.__path__, "paceline."):

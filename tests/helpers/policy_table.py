@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.policies import Arrival, Decision, Order, Policy, parse_policy
@@ -148,9 +148,10 @@ class SspRow(Row):
 class GroupsRow(Row):
     """A group agrees inside itself, and pushes as one worker under the policy between the groups."""
 
-    def __init__(self, workers: int, size: int, between: Row, staleness: float = math.inf) -> None:
-        super().__init__(workers)
-        self.size, self.between, self.staleness = size, between, staleness
+    def __init__(self, sizes: Sequence[int], between: Row, staleness: float = math.inf) -> None:
+        super().__init__(sum(sizes))
+        self.group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
+        self.between, self.staleness = between, staleness
         self.pushed: tuple[tuple[Arrival, ...], ...] = ()
         """What members have pushed, by the push of their group, for those that are not used yet."""
 
@@ -158,9 +159,9 @@ class GroupsRow(Row):
         if self.between.fresh_only and push.version != self.version:
             return Answer(drop=(push,), orders={push.worker: RENEW})
         self.here += (push,)
-        group = push.worker // self.size
-        inside = tuple(one for one in self.here if one.worker // self.size == group)
-        if len(inside) < self.size:
+        group = self.group_of[push.worker]
+        inside = tuple(one for one in self.here if self.group_of[one.worker] == group)
+        if len(inside) < len(self.members(group)):
             return Answer(orders={push.worker: WAIT})
         self.here = tuple(one for one in self.here if one not in inside)
         if self.version - push.version > self.staleness:
@@ -177,12 +178,12 @@ class GroupsRow(Row):
         return Answer(use=use, drop=late, orders=orders)
 
     def took(self, group: int) -> tuple[Arrival, ...]:
-        mine = next(pushes for pushes in self.pushed if pushes[0].worker // self.size == group)
+        mine = next(pushes for pushes in self.pushed if self.group_of[pushes[0].worker] == group)
         self.pushed = tuple(pushes for pushes in self.pushed if pushes is not mine)
         return mine
 
-    def members(self, group: int) -> range:
-        return range(group * self.size, (group + 1) * self.size)
+    def members(self, group: int) -> list[int]:
+        return [worker for worker, its in enumerate(self.group_of) if its == group]
 
     def clone(self) -> Row:
         other = copy.copy(self)

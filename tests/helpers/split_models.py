@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Team
+from paceline import Team, TeamError
 from paceline.config import Launch, Timeouts
 
 WORDS, LENGTH = 61, 12
@@ -153,6 +156,69 @@ def train(team: Team | None, kind: str, steps: int, *, batch: int = 16, seed: in
             if len(losses) == steps:
                 break
     return losses
+
+
+def learned(
+    team: Team | None, before: Path | None, after: Path | None, *, decay: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """The model's values after two epochs, from a checkpoint and to one; in the last batch of each is one sample.
+
+    decay: the script multiplies the parameters with it after each update but the last.
+    """
+    model: Any = made("small", 0 if team is None else team.rank).double()
+    optimizer: Any = adam(model)
+    loader: Any = DataLoader(words(41), batch_size=20)
+    if team is not None:
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+        if before is not None:
+            team.load(before)
+    elif before is not None:
+        content = torch.load(before, weights_only=True)
+        model.load_state_dict(content["model"])
+        optimizer.load_state_dict(content["optimizer"])
+    left = 2 * 3
+    for _ in range(2):
+        for x, y in loader:
+            left -= 1
+            score(model(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter in model.parameters() if decay < 1.0 and left else ():
+                    parameter.mul_(decay)
+    if team is not None:
+        team.barrier()
+        if after is not None and team.is_lead:
+            team.save(after)
+        team.barrier()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same_values(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-9) -> bool:
+    assert list(ours) == list(theirs)
+    return all(torch.allclose(ours[name], theirs[name], rtol=tolerance, atol=tolerance) for name in ours)
+
+
+def struck(team: Team, victim: int, epochs: int) -> tuple[str, str, tuple[int, ...]]:
+    """Name, message and ranks of the error that a worker ends with, if it does, after another died in its third."""
+    model: Any = made("small")
+    loader: Any = DataLoader(MODELS["small"][1](), batch_size=20)
+    model, optimizer, loader = team.setup(model, adam(model), loader)
+    done = 0
+    try:
+        for _ in range(epochs):
+            for x, y in loader:
+                loss = score(model(x), y)
+                if done == 2 and team.rank == victim:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+    except TeamError as error:
+        return type(error).__name__, str(error), tuple(error.ranks)
+    return "", "", ()
 
 
 class _Nap(torch.autograd.Function):

@@ -234,6 +234,26 @@ def _in_use() -> set[str]:
     return found
 
 
+@contextlib.contextmanager
+def stderr() -> Iterator[Callable[[], str]]:
+    """A function that returns what this process and its children have written to stderr inside the block."""
+    with tempfile.TemporaryFile("w+", buffering=1) as file, contextlib.redirect_stderr(file):
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        found = ""
+
+        def read() -> str:
+            return found
+
+        try:
+            yield read
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            found = file.read()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -28,7 +28,7 @@ from helpers.load import allowed
 from helpers.support import answered
 from paceline.cli import main
 from paceline.cluster import membership
-from paceline.cluster.process import import_compiler_late
+from paceline.cluster.compiler import import_compiler_late
 from paceline.config import Launch, Timeouts
 from paceline.transport import Barrier, Memory
 
@@ -138,6 +138,7 @@ def run_spread(
     launch: Launch | None = None,
     timeout: float = 60.0,
     may_die: Sequence[int] = (),
+    joined: bool = True,
 ) -> list[Any]:
     """As `run_team`, on pretended machines: a letter per rank says on which; what would cross a network does so."""
     with socket.socket() as holder:
@@ -153,6 +154,7 @@ def run_spread(
             places=places,
             more=environment,
             may_die=may_die,
+            joined=joined,
         )
 
 
@@ -167,6 +169,7 @@ def _member(
     if places is not None:
         membership.machine = lambda: places[rank]
     forks.fork_servers()
+    atexit._clear()  # of this process are only those that the script registers
     import_compiler_late()  # as where torch is imported by a worker
     gc.freeze()  # or every collection would touch, and so copy, all that was imported before
     torch.set_num_threads(1)

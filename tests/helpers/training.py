@@ -74,7 +74,9 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
 
 
 def under(strategy: str, servers: str | None = "lead", *, barrier: float = 60.0, **more: Any) -> Launch:
-    where = None if strategy == "all-reduce" else servers  # which has no servers
+    where = (
+        None if strategy.startswith(("all-reduce", "pipeline", "tensor", "mesh")) else servers
+    )  # which has no servers
     return Launch(strategy=strategy, servers=where, timeouts=Timeouts(barrier=barrier, join=60.0), **more)
 
 

@@ -223,6 +223,55 @@ def test_torchrun_trains_over_hosts_and_restarts_a_killed_worker(tmp_path: Path)
     assert not (folders[1] / "c.pt").exists()
 
 
+COUNT = """
+import os, pathlib, signal, sys
+import torch, paceline
+torch.manual_seed(0)
+team = paceline.join()
+model = torch.nn.Embedding(48, 1)
+torch.nn.init.zeros_(model.weight)
+loader = torch.utils.data.DataLoader(range(48), 4, shuffle=True)
+model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=1.0), loader)
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+for epoch in range(int(sys.argv[1])):
+    for index in loader:
+        model(index).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if writer := team._training.snapshots._writer:
+            writer.join()  # so that every second version has a snapshot
+        found = [int(path.stem) for path in pathlib.Path("runs/first/snapshots").glob("[0-9]*.pt")]
+        if first and sys.argv[2:] and max(found, default=0) >= 14:
+            os.kill(os.getpid(), signal.SIGKILL)
+team.barrier()
+team.close()
+if team.is_lead:
+    print("counts", sorted({-int(row) for row in model.weight.detach().flatten()}), flush=True)
+"""
+
+
+def test_torchrun_starts_a_team_again_from_its_newest_snapshot_and_resumes_it_over_hosts(tmp_path: Path) -> None:
+    script = write_script(tmp_path, COUNT)
+    folders = [tmp_path / "one", tmp_path / "other"]  # which do not see each other's files
+    for folder in folders:
+        folder.mkdir()
+    with hosts(2) as made:
+        for command, said in [
+            (("--name", "first", "--snapshot", "0s", "--", "3", "dies"), "goes on from snapshot"),
+            (("--resume", "first", "--", "5"), "epochs are over in the run before"),
+        ]:
+            runs = []
+            for node, (host, folder) in enumerate(zip(made, folders, strict=True)):
+                words = ("--max-restarts", 1, "-m", "paceline", "run", script, *command)
+                runs.append(starting(agent(node, made[0].address, 29400, *words, each=1), folder, host=host))
+            with runs[0] as lead, runs[1] as other:
+                outcome = lead.finish(200.0)
+                assert (outcome.code, other.finish(30.0).code) == (0, 0), outcome.err
+            assert said in outcome.err
+            assert f"counts [{command[command.index('--') + 1]}]" in outcome.out
+    assert not (folders[1] / "runs" / "first" / "snapshots").exists()
+
+
 TOLD = """
 import paceline, torch
 team = paceline.join("all-reduce", name="of-the-script")

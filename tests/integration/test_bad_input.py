@@ -35,8 +35,8 @@ def refused(command: list[str | Path], folder: Path, *words: str) -> None:
         (["--strategy", "gossip"], ["unknown strategy 'gossip'", "'all-reduce'"]),
         (["--strategy", "all-reduce:shape=ring"], ["'all-reduce'", "no option 'shape'"]),
         (["--workers", "0"], ["--workers", "0", "at least 1"]),
-        (["--slow", "2:3"], ["--slow '2:3'", "rank from 0 to 1", "'all'"]),
-        (["--slow", "1:often"], ["--slow '1:often'", "factor of at least 1", "exp(MEAN)", "pareto"]),
+        (["--slow", "2:3"], ["--slow is '2:3'", "rank from 0 to 1", "'all'"]),
+        (["--slow", "1:often"], ["--slow is '1:often'", "factor of at least 1", "exp(MEAN)", "pareto"]),
         (["--name", "../elsewhere"], ["--name", "'../elsewhere'", "letters, digits"]),
         (["--timeout", "0"], ["--timeout", "above 0"]),
         (["--timeout", "inf"], ["--timeout is inf", "at most 1,000,000 seconds"]),
@@ -105,20 +105,21 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
 MISTAKES = """
 import sys
 import torch, paceline
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(8))
+from torch.utils.data import DataLoader, TensorDataset
 
 mistake = sys.argv[1]
 models = {"no parameters": torch.nn.Flatten, "no shape": lambda: torch.nn.LazyLinear(1)}
 model = models.get(mistake, lambda: torch.nn.Linear(2, 1))()
 source = model if mistake not in ("no parameters", "another model") else torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
-data = Stream() if mistake == "no length" else TensorDataset(torch.zeros(8, 2), torch.zeros(8, 1))
+data = TensorDataset(torch.zeros(8, 2), torch.zeros(8, 1))
 loader = DataLoader(data, batch_size=2)
-options = {"small batch": {"global_batch": 1}, "gradients": {"gradients": "exact"}}.get(mistake, {})
+options = {
+    "small batch": {"global_batch": 1},
+    "gradients": {"gradients": "exact"},
+    "steps": {"steps_per_epoch": 3},
+    "no steps": {"steps_per_epoch": 0},
+}.get(mistake, {})
 team = paceline.join()
 team.setup(model, optimizer, loader, **options)
 print("this setup should have been refused")
@@ -135,12 +136,13 @@ def test_a_wrong_setup_is_refused_in_one_sentence_for_all_workers(tmp_path: Path
     [
         ("no parameters", ["model has no parameters"]),
         ("no shape", ["lazy parameters", "call it once before setup"]),
-        ("no length", ["loader has no length", "IterableDataset"]),
+        ("steps", ["steps_per_epoch is for a loader without a length", "IterableDataset"]),
+        ("no steps", ["steps_per_epoch is 0", "at least 1"]),
         ("another model", ["optimizer holds 2 parameters that the model does not have"]),
         ("small batch", ["global_batch is 1", "at least the number of workers, 2"]),
         ("gradients", ["gradients is 'exact'", "'local'", "'visible'"]),
     ],
-    ids=["no-parameters", "no-shape", "no-length", "another-model", "small-batch", "gradients"],
+    ids=["no-parameters", "no-shape", "steps", "no-steps", "another-model", "small-batch", "gradients"],
 )
 def test_every_worker_is_told_what_is_wrong_with_its_setup(mistake: str, words: list[str], tmp_path: Path) -> None:
     for kind, message in run_script(write_script(tmp_path, MISTAKES), 2, mistake):

@@ -183,23 +183,19 @@ def test_a_member_may_push_to_itself(groups: Groups) -> None:
     assert groups.run(2, push_to_itself) == [1.0, 2.0]
 
 
-def push_before_anybody_pulls(rank: int) -> tuple[float, float]:
+def push_before_anybody_pulls(rank: int) -> float:
     tensor = torch.arange(float(LARGE)) + rank
-    before = time.monotonic()
     sending = collectives.push(tensor, 1 - rank)
-    pushed = time.monotonic() - before
-    time.sleep(0.3 * rank)
+    distributed.barrier()  # both have pushed, and neither has pulled
     pulled = collectives.pull(torch.empty(LARGE), 1 - rank)
     collectives.wait(sending)
     tensor.zero_()  # which nobody sees any more
-    return pushed, float(pulled[0])
+    return float(pulled[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_push_does_not_wait_for_the_pull(groups: Groups, backend: str) -> None:
-    (first, from_one), (second, from_zero) = groups.run(2, push_before_anybody_pulls, backend=backend)
-    assert max(first, second) < 0.2
-    assert (from_one, from_zero) == (1.0, 0.0)
+    assert groups.run(2, push_before_anybody_pulls, backend=backend) == [1.0, 0.0]
 
 
 def wait_for_some(rank: int, ranks: tuple[int, ...], late: int) -> tuple[float, float]:
@@ -220,9 +216,22 @@ def test_waiting_for_ranks_lasts_until_they_come(hasty: Groups, ranks: tuple[int
     assert all(left >= latest for _, left in times)
 
 
+def wait_for_the_first(rank: int) -> tuple[float, float]:
+    """The last one comes only when the one that is waited for has gone on."""
+    if rank == 1:
+        distributed.recv(torch.empty(1), 0)
+    came = time.monotonic()
+    collectives.wait(0)
+    left = time.monotonic()
+    if rank == 0:
+        distributed.send(torch.ones(1), 1)
+    distributed.barrier()
+    return came, left
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_whoever_is_waited_for_goes_on_at_once(hasty: Groups, backend: str) -> None:
-    times = hasty.run(3, wait_for_some, (0,), 1, backend=backend)
+    times = hasty.run(3, wait_for_the_first, backend=backend)
     assert times[0][1] < times[1][0]
 
 
@@ -617,7 +626,7 @@ def err(rank: int, name: str, tracked: bool) -> tuple[str, str, list[float]]:
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_is_said_in_one_sentence_and_the_group_goes_on(hasty: Groups, name: str, tracked: bool) -> None:
     for kind, text, after in hasty.run(3, err, name, tracked):
-        assert kind == "UsageError", text
+        assert kind in ("UsageError", "InvalidCall"), text
         assert re.search(BAD[name][1], text), text
         assert "\n" not in text
         assert after == [3.0, 3.0]

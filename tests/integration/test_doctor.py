@@ -16,6 +16,7 @@ def test_members_of_one_machine_measure_each_other(tmp_path: Path) -> None:
     with starting([PACELINE, "doctor", "--workers", "3", "--json"], tmp_path) as run:
         outcome = run.finish(170)
     assert outcome.code == 0, outcome.err
+    assert outcome.err.startswith("paceline: starting 3 workers\n")
     facts = json.loads(outcome.out)
     assert facts["verdict"] in ("ok", "works with limits")
     (machine,) = facts["machines"]

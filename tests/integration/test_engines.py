@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class StoreRun(SupervisedRun):
         self._processes.spawn(rank, self.job.script, self.job.arguments, environment, [starter])
 
     def _read_lead(self) -> None:
-        self.serve(msgspec.msgpack.decode(self._ours.recv(1 << 17), type=StartServers))
+        self.take_request(self._ours.recv(1 << 17))
 
     def start_servers(self, request: StartServers) -> None:
         self._joins = request.address or None
@@ -82,8 +83,14 @@ class StoreRun(SupervisedRun):
     def poll(self, seconds: float) -> list[ProcessEnd]:
         return self._processes.poll(seconds)
 
+    def end_worker(self, rank: int) -> None:
+        self._processes.signal(signal.SIGKILL, [rank])
+
     def signal(self, number: int) -> None:
         self._processes.signal(number)
+
+    def preempt(self) -> None:
+        self._processes.preempt()
 
     def stop(self) -> None:
         self._processes.stop()
@@ -127,7 +134,8 @@ def test_a_process_that_torchrun_has_started_is_recognised(monkeypatch: pytest.M
 class Told:
     """Records an engine's calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_tick: Callable[[], None] = lambda: None) -> None:
+        self._on_tick = on_tick
         self.lines: list[tuple[int, str, str]] = []
         self.notes: list[str] = []
         self.ticks: list[float] = []
@@ -144,6 +152,7 @@ class Told:
     def tick(self) -> None:
         self.threads.add(threading.get_ident())
         self.ticks.append(time.monotonic())
+        self._on_tick()
 
     def note(self, sentence: str) -> None:
         self.threads.add(threading.get_ident())
@@ -165,15 +174,17 @@ SPEAKS = """
 import os, sys, time
 print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SEEN")), *sys.argv[1:])
 print("no newline", end="", file=sys.stderr)
-time.sleep(1)
+until = time.monotonic() + 60
+while not os.path.exists("ENOUGH") and time.monotonic() < until:
+    time.sleep(0.01)
 sys.exit(0)
 """
 
 
 @EVERY
 def test_output_ticks_and_exit_statuses_are_reported(name: str, tmp_path: Path) -> None:
-    told = Told()
-    made, launch = engine(name, tmp_path, SPEAKS)
+    told = Told(lambda: (tmp_path / "enough").touch() if len(told.ticks) == 4 else None)
+    made, launch = engine(name, tmp_path, SPEAKS.replace("ENOUGH", str(tmp_path / "enough")))
     statuses = made.run(launch, told.callbacks)
     assert sorted((status.rank, status.code, status.failed) for status in statuses) == [(0, 0, False), (1, 0, False)]
     for rank in (0, 1):

@@ -140,3 +140,28 @@ def test_a_scaler_keeps_one_scale_on_all_workers(strategy: str) -> None:
     for result, own in run_team(scaled, 2, launch=launched(strategy)):
         assert own == scales
         assert apart(result, expected) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "k-batch-async:k=2"])
+def test_to_zero_the_gradients_of_a_model_or_to_move_it_is_not_to_look_at_them(strategy: str) -> None:
+    def work(team: Team) -> int:
+        model: Any = nn.Sequential(nn.Linear(10, 4), nn.Tanh()).double()
+        model, optimizer, loader = team.setup(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(24), batch_size=12)
+        )
+        looks = []
+        access = team._trainer._access
+        access.expose = lambda _number: looks.append(1)
+        for x, y in loader:
+            model.zero_grad()
+            cross_entropy(model(x), y).backward()
+            model[1].zero_grad()
+            model.cpu()
+            optimizer.step()
+            model.zero_grad()
+        model[0].weight.grad = None
+        access.arm()
+        assert model[0].weight.grad is None and looks == [1]
+        return len(looks)
+
+    assert run_team(work, 2, launch=under(strategy)) == [1, 1]

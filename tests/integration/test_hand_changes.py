@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +26,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def launched(strategy: str) -> Launch:
-    return under(strategy, None if strategy.startswith(("all", "tensor", "pipe")) else "lead")
+    return under(strategy, None if strategy.startswith(("all", "tensor", "pipe", "mesh")) else "lead")
 
 
 def step(model: Any, optimizer: Any, batch: Batch) -> None:
@@ -113,6 +118,54 @@ def train(team: Team | None, habit: str) -> list[torch.Tensor]:
 def test_it_counts_once(habit: str, strategy: str) -> None:
     expected = train(None, habit)
     assert apart(run_team(train, 2, habit, launch=launched(strategy))[0], expected) < 1e-9
+
+
+def reading(team: Team | None) -> list[float]:
+    """Reads parameters that were listed once, before and after each step; the workers are late in turns."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(data(48), batch_size=12)
+    if team is not None:
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+    listed, seen = list(model.parameters()), []
+    for number, (x, y) in enumerate(loader):
+        cross_entropy(model(x), y).backward()
+        time.sleep(0.04 * (team is not None and team.rank == number % 2))
+        seen.append(sum(float(parameter.detach().norm()) for parameter in listed))
+        optimizer.step()
+        seen.append(sum(float(parameter.detach().norm()) for parameter in listed))
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "sync", PIPELINE, "mesh:data=1,pipeline=2"])
+def test_what_a_script_reads_is_what_one_process_would_have_there(strategy: str) -> None:
+    plain = reading(None)
+    for seen in run_team(reading, 2, launch=launched(strategy)):
+        assert seen == pytest.approx(plain, rel=1e-12)
+
+
+def averaging(team: Team) -> str:
+    """What an error of the script's own says, that of an average over shards."""
+    model = torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    average = copy.deepcopy(model)
+    loader = DataLoader(data(12, dtype=torch.float32), batch_size=6)
+    model, *_ = team.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    try:
+        for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+            mean.data.lerp_(parameter.data, 0.1)
+    except RuntimeError as error:
+        with contextlib.redirect_stderr(io.StringIO()) as shown:
+            sys.excepthook(type(error), error, None)
+        return shown.getvalue()
+    return ""
+
+
+def test_an_average_over_shards_names_the_way_to_whole_parameters() -> None:
+    for shown in run_team(averaging, 2, launch=launched("tensor:degree=2")):
+        assert "under 'tensor:degree=2' a parameter of the model is this worker's shard of it" in shown
+        assert "read model.state_dict()" in shown
 
 
 @pytest.mark.parametrize("habit", ["decay", "again"])

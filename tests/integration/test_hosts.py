@@ -41,6 +41,14 @@ def _transfer(near: Host, far: Host, size: int) -> float:
     return time.perf_counter() - start
 
 
+def _quickest(near: Host, far: Host, limit: float) -> float:
+    """Seconds of the quickest of some transfers; those are the first ones, unless the machine is busy."""
+    taken = [_transfer(near, far, 5_000_000)]
+    while min(taken) >= limit and len(taken) < 10:
+        taken.append(_transfer(near, far, 5_000_000))
+    return min(taken)
+
+
 def test_hosts_are_separate_reach_each_other_and_are_gone_afterwards() -> None:
     with hosts(3) as (a, b, c):
         names = [host.name for host in (a, b, c)]
@@ -63,10 +71,10 @@ def test_hosts_are_removed_when_a_test_fails() -> None:
 
 def test_links_have_the_rate_that_was_asked_for() -> None:
     with hosts(2, "80mbit") as (a, b):
-        assert 0.4 < _transfer(a, b, 5_000_000) < 0.8
+        assert 0.4 < _quickest(a, b, 0.8) < 0.8
         b.limit("800mbit")
         a.limit(None)
-        assert _transfer(a, b, 5_000_000) < 0.3
+        assert _quickest(a, b, 0.3) < 0.3
 
 
 def test_a_pulled_cable_stops_everything_and_a_plugged_one_lets_it_go_on() -> None:

@@ -57,7 +57,7 @@ def test_losses_of_two_replicas_are_those_of_the_plain_model(kind: str, sync: st
 def test_workers_with_parts_of_a_layer_keep_one_order_though_gradients_come_at_different_times() -> None:
     # Stage 1 has the first gradient 20 ms after its first input, and one of its workers sends it 20 ms later: when
     # stage 0 has ended two passes, after 60 ms in all, only one of its workers has got it.
-    paused = {rank: Slowness(shift=0.03) for rank in (0, 1)} | {3: Slowness(shift=0.02)}
+    paused = {rank: Slowness(length="constant(0.03)") for rank in (0, 1)} | {3: Slowness(length="constant(0.02)")}
     launch = launched("mesh:data=1,pipeline=2,tensor=2,microbatches=5", slow=paused)
     found = run_team(losses, 4, "chain", 6, 20, {}, launch=launch, timeout=100)
     assert apart(found[0], train(None, "chain", 6, batch=20)) < 1e-5

@@ -57,19 +57,25 @@ def train(folder: Path, name: str, strategy: str, slow: str, *arguments: str) ->
 
 def test_a_plan_profiles_the_script_and_knows_its_straggler(tmp_path: Path) -> None:
     write_script(tmp_path, SCRIPT)
-    words = ["plan", "train.py", "--workers", "3", "--seconds", "8", "--json"]
-    words += ["--slow", "all:0.05+exp(0.01)", "--slow", "1:0.3+exp(0.05)"]
-    outcome = paceline(tmp_path, *words, "--", "4000", "100")
-    assert outcome.code == 0, outcome.err
-    told = json.loads(outcome.out)
-    assert told["learned"]["workers"] == 3
-    assert told["learned"]["uneven"]["1"] == pytest.approx(350 / 60, rel=0.2)
-    by = {(one["strategy"], one["balance"]): one for one in told["choices"]}
-    assert by["sync", False]["seconds_per_update"] == pytest.approx(0.35, rel=0.15)
-    assert by["k-sync:k=2", False]["seconds_per_update"] < 0.15
-    assert told["strategy"] not in ("sync", "all-reduce")
-    assert told["run"].endswith("-- 4000 100")
-    assert not (tmp_path / "runs").exists()
+
+    def check(factor: float) -> None:
+        words = ["plan", "train.py", "--workers", "3", "--seconds", f"{8 * factor:g}", "--json"]
+        words += ["--slow", f"all:{0.05 * factor}+exp({0.01 * factor})"]
+        words += ["--slow", f"1:{0.3 * factor}+exp({0.05 * factor})"]
+        outcome = paceline(tmp_path, *words, "--", "4000", "100")
+        assert outcome.code == 0, outcome.err
+        assert "paceline: profiling under " in outcome.err and "paceline: simulating" in outcome.err
+        told = json.loads(outcome.out)
+        assert told["learned"]["workers"] == 3
+        assert told["learned"]["uneven"]["1"] == pytest.approx(350 / 60, rel=0.2)
+        by = {(one["strategy"], one["balance"]): one for one in told["choices"]}
+        assert by["sync", False]["seconds_per_update"] == pytest.approx(0.35 * factor, rel=0.15)
+        assert by["k-sync:k=2", False]["seconds_per_update"] < 0.15 * factor
+        assert told["strategy"] not in ("sync", "all-reduce")
+        assert told["run"].endswith("-- 4000 100")
+        assert not (tmp_path / "runs").exists()
+
+    above_noise(check, (1.0, 4.0))
 
 
 def test_a_script_that_fails_under_the_profile_is_said_to(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -538,7 +539,7 @@ def test_a_second_setup_is_refused() -> None:
             team.setup(model, sgd(model.parameters()))
         return str(caught.value)
 
-    assert "one model" in run_team(work, 2)[0]
+    assert "several models go into one call" in run_team(work, 2)[0]
 
 
 def test_where_memory_cannot_be_shared_torch_distributed_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,3 +583,33 @@ def test_learning_rates_change_after_a_checkpoint_is_loaded(strategy: str, tmp_p
     launch = under(strategy, "lead" if strategy == "sync" else None)
     for result in run_team(work, 2, launch=launch):
         assert result == pytest.approx(work(None), abs=1e-9)
+
+
+def after_a_break(team: Team | None) -> Values:
+    """Leaves the loop over the loader in its middle, and makes steps without it."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 2).double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(*torch.randn(2, 32, 4, dtype=torch.float64)), batch_size=8)
+    if team is not None:
+        model, optimizer, loader = team.setup(model, optimizer, loader)
+    for number, (x, _) in enumerate(loader):
+        if number == 2:
+            break
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    if team is not None and team.rank == 0:
+        time.sleep(0.3)  # the other one has pushed by then
+    for number in range(3):
+        optimizer.zero_grad()
+        model(torch.full((4, 4), number + 1.0, dtype=torch.float64)).pow(2).mean().backward()
+        optimizer.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "sync"])
+def test_steps_after_a_loop_that_was_left_are_made_by_all_workers(strategy: str) -> None:
+    expected = after_a_break(None)
+    for result in run_team(after_a_break, 2, launch=under(strategy, "1" if strategy == "sync" else None)):
+        assert apart(result, expected) < 1e-10

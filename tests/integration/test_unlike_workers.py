@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers.teams import run_team
+from helpers.teams import run_spread, run_team
 from helpers.training import data, under
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -83,7 +85,7 @@ def diverging(team: Team | None, on_nan: str) -> tuple[bool, int]:
         loss.backward()
         optimizer.step()
     finite = all(bool(one.isfinite().all()) for one in model.state_dict().values())
-    return finite, team._training().version if team else 0
+    return finite, team._training.current().version if team else 0
 
 
 @pytest.mark.parametrize("strategy", ["all-reduce", "sync", "async"])
@@ -97,6 +99,13 @@ def test_its_update_can_be_left_out(strategy: str) -> None:
     for finite, version in run_team(diverging, 2, "skip", launch=launched(strategy)):
         assert finite
         assert version == (3 if strategy != "async" else version)
+
+
+def test_over_machines_too_it_is_an_error_or_left_out() -> None:
+    launch = under("mesh:data=2", None)
+    with pytest.raises(AssertionError, match="the loss of rank 1 is nan at update 1"):
+        run_spread(diverging, "ab", "raise", launch=launch)
+    assert run_spread(diverging, "ab", "skip", launch=launch) == [(True, 3), (True, 3)]
 
 
 def test_it_can_be_ignored_as_plain_torch_does() -> None:
@@ -119,15 +128,39 @@ def test_workers_that_draw_the_same_data_are_told(offset: int, capfd: pytest.Cap
     assert capfd.readouterr().err.count("all workers have the same loss") == (not offset)
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce", "sync"])
-def test_rates_that_differ_later_are_said_once(strategy: str, capfd: pytest.CaptureFixture[str]) -> None:
-    def work(team: Team) -> None:
-        model, optimizer, loader = team.setup(model := net(), sgd(model), DataLoader(data(48), batch_size=12))
+def deciding(team: Team) -> int:
+    """A script that decides by its own loss; returns how often that was said to it."""
+    model, optimizer, loader = team.setup(model := net(), sgd(model), DataLoader(data(48), batch_size=12))
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
         for number, (x, y) in enumerate(loader):
+            loss = cross_entropy(model(x), y)
+            if number % 2 == team.rank:  # as a loss would decide
+                loss = 0.1 * loss
             optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
+            loss.backward()
             optimizer.step()
-            optimizer.param_groups[0]["lr"] = 0.1 / (1 + number * team.rank)
+    return errors.getvalue().count("rank 1 computes its loss of a batch in another way than rank 0")
 
-    run_team(work, 2, launch=launched(strategy))
-    assert capfd.readouterr().err.count("rank 1's learning rate") == 1
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "sync", "mesh:data=2,sync=sync", "over machines"])
+def test_losses_that_are_computed_in_different_ways_are_said_once_by_the_lead(strategy: str) -> None:
+    if strategy == "over machines":
+        found = run_spread(deciding, "ab", launch=under("mesh:data=2", None))
+    else:
+        found = run_team(deciding, 2, launch=launched(strategy))
+    assert found == [1, 0]
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "sync", "mesh:data=2,sync=sync"])
+def test_rates_that_differ_later_are_said_once_by_the_lead(strategy: str) -> None:
+    def work(team: Team) -> int:
+        model, optimizer, loader = team.setup(model := net(), sgd(model), DataLoader(data(48), batch_size=12))
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            for number, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + number * team.rank)
+        return errors.getvalue().count("rank 1's learning rate")
+
+    assert run_team(work, 2, launch=launched(strategy)) == [1, 0]

@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from paceline.config.distributions import Constant, Exponential, Gamma
 from paceline.errors import UsageError
 from paceline.events import Compute, Join, Metric, Pull, Push, Update
 from paceline.simulate.calibrate import Calibration, calibrate, survival
 from paceline.simulate.cluster import SimulatedCluster
-from paceline.simulate.distributions import Constant, Exponential, Gamma
 from paceline.simulate.predict import simulate
 from paceline.topologies import Link
 

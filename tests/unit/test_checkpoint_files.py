@@ -144,7 +144,7 @@ def test_a_kill_while_it_is_written_leaves_the_earlier_file_and_nothing_else(
         monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY | os.O_RDWR)  # as where the file system has none
     reached = tmp_path / "reached"
 
-    def hang(_content: Any, file: Any) -> None:
+    def hang(_content: Any, file: Any, **_options: Any) -> None:
         file.write(b"the beginning")
         file.flush()
         reached.touch()
@@ -156,6 +156,7 @@ def test_a_kill_while_it_is_written_leaves_the_earlier_file_and_nothing_else(
         write(path, {**content(), "version": 8})
         os._exit(0)
     while not reached.exists():
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

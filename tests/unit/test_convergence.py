@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
+from paceline.config.distributions import Constant
 from paceline.errors import UsageError
 from paceline.simulate.calibrate import Calibration
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.convergence import fit, fit_runs, observed
-from paceline.simulate.distributions import Constant
 from paceline.simulate.predict import simulate
 
 FLOOR, NOISE, HEIGHT, SCALE, POWER, GAIN, PENALTY = 0.2, 0.08, 2.0, 60.0, 1.2, 0.4, 0.15
@@ -128,3 +128,12 @@ def test_a_loss_that_does_not_fall_is_survived() -> None:
     assert seen is not None
     model = fit([seen])
     assert math.isfinite(float(model.loss(np.array([100.0]), 1.0, 0.0)[0]))
+
+
+def test_the_time_to_a_loss_is_found_though_the_loss_falls_to_nothing() -> None:
+    exact = run(1.0, 0.0)
+    exact.losses[:] = [(version, 8.0 * math.exp(-version / 20) + 1e-14) for version, _ in exact.losses]
+    seen = observed(exact)
+    assert seen is not None
+    found, _ = fit([seen]).updates_to(0.5, 1.0, 0.0)
+    assert found == pytest.approx(20 * math.log(16), rel=0.1)

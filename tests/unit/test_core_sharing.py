@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config.distributions import Constant, Exponential, Gamma
 from paceline.simulate.calibrate import calibrate
 from paceline.simulate.cluster import Cores, SimulatedCluster
-from paceline.simulate.distributions import Constant, Exponential, Gamma
 from paceline.simulate.predict import simulate
 
 TWO = Cores(2)

@@ -21,12 +21,14 @@ from paceline.config import (
 from paceline.errors import UsageError
 from paceline.parameters.corrections import Corrections
 from paceline.parameters.gradients import Gradients
+from paceline.parameters.kept_version import KeptVersion
 from paceline.parameters.layout import Layout
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.server.memory import RunMemory
 from paceline.server.messages import AddGradient, ApplyUpdate, GradientRef
-from paceline.server.shard import Shard, describe_optimizer, describe_parameters, memory_sizes
+from paceline.server.record import ServerRecord
+from paceline.server.shard import Shard, describe_optimizers, describe_parameters, memory_sizes
 from paceline.transport import Memory
 
 
@@ -164,7 +166,7 @@ class OneShard:
             servers=(0,),
             strategy="async",
             timeouts=Timeouts(),
-            optimizer=describe_optimizer(optimizer),
+            optimizers=describe_optimizers(optimizer),
             parameters=describe_parameters(named, optimizer),
             corrections=specs,
             compress=compress,
@@ -173,7 +175,11 @@ class OneShard:
         self.versions = Versions(self.layout, versions, spec.versions)
         self.gradients = Gradients.shared(self.layout, gradients, 0, spec.gradients)
         state = ShardedOptimizer(optimizer, self.layout, self.versions, self.gradients, 0, 1)
-        memory = RunMemory(gradients, versions, table, flags, buffers, Memory.create(state.memory_size()))
+        kept = Memory.create(KeptVersion.memory_size(self.layout, state.memory_size()))
+        record = Memory.create(ServerRecord.memory_size(self.layout, 1, state.undo_size()))
+        ServerRecord.lay_out(record, self.layout, state.undo_size())
+        own = Memory.create(state.memory_size())
+        memory = RunMemory(gradients, versions, table, flags, buffers, own, kept, record)
         self.shard = Shard(spec, 0, memory)
 
     def put(self, worker: int, gradient: torch.Tensor) -> None:

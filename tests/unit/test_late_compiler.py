@@ -9,7 +9,7 @@ from typing import Any
 TRAINING = """
 import sys
 import torch
-from paceline.cluster.process import import_compiler_late
+from paceline.cluster.compiler import import_compiler_late
 
 import_compiler_late()
 import_compiler_late()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from helpers.hosts import Proxy
 
 from paceline.errors import UsageError
+from paceline.transport import handshake
 from paceline.transport.keys import Secret, check_key, demand_key, key_of_run, new_key
 from paceline.transport.links import CHUNK, LinkReceiver, LinkSender, RejectCounter
 from paceline.transport.poller import Poller
@@ -26,8 +28,8 @@ class Pair:
         self.refusals = RejectCounter(self.said.append)
         self.came: list[tuple[int, bytes, bytes | None]] = []
         self.receiver = LinkReceiver(self.there, "bulk", self.refusals, self._take)
-        port = self.receiver.bind("127.0.0.1", Secret.of(key, RUN))
-        self.receiver.open(RUN, [1])
+        self.port = port = self.receiver.bind("127.0.0.1", Secret.of(key, RUN))
+        self.receiver.open(RUN, {1: "10.0.0.9"})
         self.reads = True
         self.proxy = Proxy(("127.0.0.1", port))
         mine = Secret.of(key if sender_key == "same" else sender_key, RUN)
@@ -150,6 +152,25 @@ def test_whoever_has_not_the_key_is_refused_and_counted(pair: Callable[..., Pair
     link.sender.send(b"let me in")
     assert link.until(lambda: link.refusals["not a member"] >= 1)
     assert not link.until(lambda: bool(link.came), 0.5)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.9"])
+def test_a_call_that_breaks_off_is_no_refusal_if_it_is_of_a_host_of_the_run(
+    pair: Callable[..., Pair], host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "SECONDS", 0.3)
+    link = pair(new_key())
+    link.receiver.open(RUN, {1: host})
+    silent = socket.create_connection(("127.0.0.1", link.port))  # as one whose cable was pulled
+    closed = socket.create_connection(("127.0.0.1", link.port))
+    closed.close()
+    expected = 0 if host == "127.0.0.1" else 2
+    assert link.until(lambda: link.refusals.total() == 2, 1.0) == (expected == 2)
+    assert link.refusals["not a member"] == expected
+    with socket.create_connection(("127.0.0.1", link.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert link.until(lambda: link.refusals["not a member"] == expected + 1), "what no member sends always is one"
+    silent.close()
 
 
 def test_keys_belong_to_their_run_and_are_checked() -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import assemble
 from paceline.config import check_workers, parse_strategy
+from paceline.config.distributions import Constant, Exponential
 from paceline.errors import UsageError
 from paceline.events import Metric
 from paceline.graph.costs import Cost
@@ -23,7 +24,6 @@ from paceline.policies import Policy
 from paceline.simulate import predict
 from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.convergence import Convergence, ObservedRun, fit
-from paceline.simulate.distributions import Constant, Exponential
 from paceline.simulate.predict import simulate
 from paceline.simulate.replica import Model
 from paceline.topologies import Link

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.cli.progress import Progress
 from paceline.events import Compute, Event, Leave, Metric, Pass, Update
+from paceline.launcher.progress import Progress
 
 
 def line(folder: Path, *streams: list[Event]) -> str:

@@ -9,19 +9,22 @@ import pytest
 import paceline
 
 HOUSE = Path(paceline.__file__).parent
-LEAVES = {"config", "errors", "events", "policies", "schedules", "topologies"}
+LEAVES = {"config", "errors", "events", "failpoints", "policies", "schedules", "topologies"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "failpoints": {"errors"},
+    "requirements": set(),
     "config": {"errors", "schedules", "topologies"},
     "events": {"config", "errors", "schedules"},
     "policies": {"config", "errors"},
     "schedules": {"errors"},
     "topologies": {"errors"},
-    "transport": {"config", "errors", "topologies"},
-    "cluster": {"config", "errors", "events", "transport"},
-    "parameters": {"config", "errors", "events", "transport", "cluster", "collectives"},
-    "data": {"config", "errors", "events"},
-    "collectives": LEAVES | {"transport", "cluster"},
+    "transport": {"config", "errors", "failpoints", "topologies"},
+    "cluster": {"config", "errors", "events", "failpoints", "transport"},
+    "parameters": {"config", "errors", "events", "failpoints", "transport", "cluster", "collectives"},
+    "data": {"config", "errors", "events", "failpoints"},
+    "observation": {"config", "errors", "events"},
+    "collectives": LEAVES | {"transport", "cluster", "requirements", "observation"},
     "graph": LEAVES,
     "tensor_parallel": {"config", "errors", "transport", "cluster", "parameters", "collectives", "graph"},
     "pipeline": LEAVES | {"cluster", "transport", "parameters", "collectives", "graph", "tensor_parallel"},
@@ -38,13 +41,16 @@ ROOMS: dict[str, set[str]] = {
         "pipeline",
         "tensor_parallel",
     },
-    "team": LEAVES | {"transport", "cluster", "parameters", "data", "strategies"},
+    "team": LEAVES | {"transport", "cluster", "parameters", "data", "strategies", "loggers", "observation"},
+    "integrations": {"team", "data", "parameters", "policies", "config", "errors"},
     "bench": {"team", "topologies", "cluster", "collectives", "transport", "config", "errors", "events"},
     "doctor": {"cluster", "collectives", "transport", "config", "errors"},
     "simulate": LEAVES,
     "planner": LEAVES | {"simulate", "graph"},
     "report": LEAVES | {"simulate", "graph"},
-    "__init__": {"team", "collectives", "config", "errors", "policies"},
+    "loggers": {"config", "errors", "events"},
+    "launcher": LEAVES | {"cluster", "team", "report", "loggers"},
+    "__init__": {"team", "launcher", "collectives", "config", "errors", "policies", "requirements"},
     "__main__": {"cli"},
 }
 ROOMS["cli"] = set(ROOMS) - {"__init__", "__main__"}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.config.distributions import Constant, Exponential
 from paceline.errors import UsageError
 from paceline.schedules import (
     SCHEDULES,
@@ -20,7 +21,6 @@ from paceline.schedules import (
 from paceline.schedules.registry import Schedule
 from paceline.schedules.timing import ScheduleTiming, evaluate
 from paceline.simulate.cluster import SimulatedCluster
-from paceline.simulate.distributions import Constant, Exponential
 from paceline.simulate.predict import predict, simulate
 from paceline.simulate.replica import Model
 from paceline.topologies import Link
@@ -238,3 +238,13 @@ def test_a_model_must_make_sense() -> None:
     for wrong in ({"forward": 0.0}, {"forward": 0.8, "weights": 0.4}, {"layers": 0}, {"activations": -1.0}):
         with pytest.raises(UsageError):
             Model(**wrong)  # type: ignore[arg-type]
+
+
+def test_messages_queue_on_a_link_and_a_slow_one_sets_the_pace() -> None:
+    """With two stages of 1 + 1 s, and a link that one message occupies for 3 s each way."""
+    one = np.ones((1, 2))
+    free = evaluate("gpipe", 8, one, one, links=[(0.0, 0.0), (0.0, 0.0)])
+    assert free.makespan[0] == evaluate("gpipe", 8, one, one).makespan[0]
+    slow = evaluate("gpipe", 8, one, one, links=[(0.0, 0.0), (3.0, 0.5)])
+    # The first leaves at 1 s, the eighth arrives 8 × 3 + 0.5 s later; of its gradients the first is back at 27.5 s.
+    assert slow.makespan[0] == 1 + 8 * 3 + 0.5 + 1 + 1 + 8 * 3 + 0.5 + 1

@@ -113,7 +113,7 @@ def test_trouble_is_described_in_units() -> None:
 
 
 def test_who_is_never_used_is_said_in_words() -> None:
-    assert "no gradient of worker 2 is ever used" in simulate("-s k-sync:k=2 -w 3 --compute 1 --slow 2:5 --updates 20")
+    assert "no gradient of rank 2 is ever used" in simulate("-s k-sync:k=2 -w 3 --compute 1 --slow 2:5 --updates 20")
 
 
 @pytest.mark.parametrize(

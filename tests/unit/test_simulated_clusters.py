@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from paceline.collectives.links import LinkMatrix, best_topology
+from paceline.config.distributions import Constant, Empirical, Exponential
 from paceline.errors import UsageError
 from paceline.policies import Arrival, Decision, Order, Policy, parse_policy
 from paceline.simulate.cluster import Failures, SimulatedCluster, Spells, compressed_share
-from paceline.simulate.distributions import Constant, Empirical, Exponential
 from paceline.simulate.engine import EventLoop
 from paceline.simulate.predict import predict, simulate
 from paceline.simulate.result import Result
@@ -289,7 +289,7 @@ def test_nonsense_is_one_sentence(make: Any, words: str) -> None:
         ("mesh:data=4,sync=k-sync:k=9", "k is 9"),
         ("all-reduce:topology=star", "option 'topology' of strategy 'all-reduce' is 'star'"),
         ("k-sync:k=5", "k is 5"),
-        ("groups:size=3", "size is 3"),
+        ("groups:size=5", "size is 5"),
     ],
 )
 def test_a_strategy_that_cannot_be_is_one_sentence(spec: str, words: str) -> None:

@@ -24,8 +24,8 @@ class Nobody:
 def owners(assignment: StageAssignment, rank: int, parameters: Sequence[nn.Parameter]) -> Ownership:
     size = sum(assignment.counts)
     mailbox: Any = Nobody(rank, size)
-    recorder: Any = None
-    return Ownership(assignment, parameters, StageLinks(mailbox, recorder, range(size)))
+    unused: Any = None
+    return Ownership(assignment, parameters, StageLinks(mailbox, unused, range(size), unused))
 
 
 def test_workers_are_given_to_stages_one_after_the_other() -> None:
@@ -37,14 +37,12 @@ def test_with_several_chunks_every_worker_has_a_stage_again() -> None:
     assignment = StageAssignment.of((1, 1), chunks=2)
     assert assignment.workers == ((0,), (1,), (0,), (1,))
     assert assignment.stages_of(1) == [1, 3]
-    assert not assignment.peers_of(1)
 
 
 def test_those_of_a_stage_take_microbatches_in_turn() -> None:
     assignment = StageAssignment.of((1, 3))
     assert [assignment.worker(0, microbatch) for microbatch in range(4)] == [0, 0, 0, 0]
     assert [assignment.worker(1, microbatch) for microbatch in range(7)] == [1, 2, 3, 1, 2, 3, 1]
-    assert assignment.peers_of(2) == [1, 3]
 
 
 @pytest.mark.parametrize("counts", [(2, 1), (1, 2), (2, 2), (3,), (1, 2, 1)])

@@ -7,13 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.errors import UsageError
-from paceline.policies import parse_policy
-from paceline.schedules import PassTimes, bubble, kept_in_flight, step_seconds
-from paceline.simulate import predict as asked
-from paceline.simulate import theory
-from paceline.simulate.cluster import SimulatedCluster
-from paceline.simulate.distributions import (
+from paceline.config.distributions import (
     Constant,
     Distribution,
     Empirical,
@@ -23,6 +17,12 @@ from paceline.simulate.distributions import (
     Pareto,
     parse_distribution,
 )
+from paceline.errors import UsageError
+from paceline.policies import parse_policy
+from paceline.schedules import PassTimes, bubble, kept_in_flight, step_seconds
+from paceline.simulate import predict as asked
+from paceline.simulate import theory
+from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.engine import EventLoop
 from paceline.simulate.result import Result
 
@@ -246,7 +246,7 @@ def test_a_distribution_is_a_name_with_numbers(spec: str, value: object) -> None
     "spec", ["", "0", "-1", "exp(0)", "exp(-1)", "pareto(1)", "weibull(1,2)", "exp(1", "gamma(0,1)"]
 )
 def test_what_is_no_distribution_is_refused(spec: str) -> None:
-    with pytest.raises(UsageError, match="is not a distribution of seconds; there are SECONDS, exp"):
+    with pytest.raises(UsageError, match="is not a distribution of seconds; there are SECONDS, constant"):
         parse_distribution(spec)
 
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from paceline.collectives import algorithms
 from paceline.collectives.algorithms.messages import Combine, outgoing, split
 from paceline.config import parse_strategy
+from paceline.config.distributions import Constant
 from paceline.errors import UsageError
 from paceline.planner.candidates import candidates
 from paceline.planner.choose import Choice, rank, simplest
 from paceline.simulate.cluster import SimulatedCluster
-from paceline.simulate.distributions import Constant
 from paceline.simulate.predict import simulate
 from paceline.topologies import (
     TOPOLOGIES,

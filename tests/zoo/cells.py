@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -29,13 +30,19 @@ EXACT = {
 INEXACT = {"async": "async", "k-sync": "k-sync:k=1", "k-batch-async": "k-batch-async:k=2", "ssp": "ssp:s=1"}
 """Columns whose strategies update with other gradients than one process; their cells must come to an end."""
 STRATEGIES = EXACT | INEXACT
+COUPLING = "of which each worker has a part"
 SAID = (
     "averaged by numbers of samples",
     "is this worker's own gradient",
+    "a hook of the script on a parameter's gradient is given",
     "they are each worker's own",
     "batch norm layers use each worker's part",
     "which is taken for the number of this worker's items",
     "learning rate, or another value of its optimizer",
+    COUPLING,
+    "computes its loss of a batch in another way",
+    "which is also the number of this worker's samples",
+    "a worker has left an epoch before the others",
 )
 """Of notices that the team does not train as one process would."""
 SECONDS = 40.0
@@ -49,14 +56,19 @@ class Cell(NamedTuple):
     """equal, refused, runs; or what no cell may be: said (differs, and the team says so), wrong, crashed, hangs."""
     text: str = ""
     """The sentence of a refusal, or what is wrong."""
+    said: tuple[str, ...] = ()
+    """The lines that the lead has printed about differences."""
 
 
 @contextlib.contextmanager
 def checkpoints() -> Iterator[None]:
     """A folder for a script's checkpoints, the same for all workers."""
-    with tempfile.TemporaryDirectory(prefix="paceline-zoo-") as folder:
-        os.environ["ZOO_FOLDER"] = folder
+    # A TemporaryDirectory would be removed by the first worker that ends: forks run its exit handlers, too.
+    folder = os.environ["ZOO_FOLDER"] = tempfile.mkdtemp(prefix="paceline-zoo-")
+    try:
         yield
+    finally:
+        shutil.rmtree(folder)
 
 
 def plain(script: Script) -> Result:
@@ -95,17 +107,17 @@ def judged(script: Script, column: str, expected: Result, ends: list[tuple[str, 
     if lost:
         return Cell("crashed", lost[0])
     results = [result for _, (*result, _) in ends]
-    notices = next((text for _, (*_, text) in ends if text), "")
+    said = tuple(line for _, (*_, lines) in ends for line in lines)
     if column in INEXACT or script.within == math.inf:
         fine = all(math.isfinite(float(value.sum())) for values, _ in results for value in values.values())
-        return Cell("runs") if fine else Cell("wrong", "values are not finite")
+        return Cell("runs", "", said) if fine else Cell("wrong", "values are not finite")
     for rank, (values, printed) in enumerate(results):
-        # Under sync a worker may have no part of the last batch; the lead is the one that prints.
-        result = values, printed if rank == 0 or column != "sync" else expected[1]
+        # The lead is the one that prints; under sync a worker may have no part of the last batch.
+        result = values, printed if rank == 0 or (printed and column != "sync") else expected[1]
         difference = apart(result, expected, script.within)
         if difference:
-            return Cell("said" if notices else "wrong", notices or f"rank {rank}: {difference}")
-    return Cell("equal")
+            return Cell("said", said[0], said) if said else Cell("wrong", f"rank {rank}: {difference}")
+    return Cell("equal", "", said)
 
 
 def apart(result: Result, expected: Result, within: float) -> str:
@@ -139,7 +151,7 @@ def _member(_: None, name: str) -> tuple[str, Any]:
             with paceline.join() as team:
                 values, printed = script.train(team)
             said = [line for line in errors.getvalue().splitlines() if any(word in line for word in SAID)]
-            return "done", (values, printed, said[0] if said else "")
+            return "done", (values, printed, said)
         except WorkerLost as error:
             return "lost", f"{type(error).__name__}: {error}"
         except PacelineError as error:

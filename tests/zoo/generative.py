@@ -86,8 +86,9 @@ def gan(team: Any) -> Result:
     optimizer_g: Any = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
     optimizer_d: Any = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.999))
     loader: Any = DataLoader(TensorDataset(noise(16, 6), noise(16, 3, seed=2)), batch_size=8, shuffle=True)
-    critic, optimizer_d, loader = ported(team, critic, optimizer_d, loader)
-    generator, optimizer_g = ported(team, generator, optimizer_g)[:2]
+    (generator, critic), (optimizer_g, optimizer_d), loader = ported(
+        team, [generator, critic], [optimizer_g, optimizer_d], loader
+    )
     criterion = nn.BCEWithLogitsLoss()
     for real, z in loader:
         optimizer_d.zero_grad()

@@ -13,9 +13,12 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import zoo.data
 import zoo.generative
+import zoo.gradients
 import zoo.language
 import zoo.loops
+import zoo.losses
 import zoo.vision  # noqa: F401
 from zoo.cells import EXACT, INEXACT, STRATEGIES, Cell, plain, run_cell
 from zoo.scripts import SCRIPTS
@@ -26,16 +29,14 @@ STALE = "async k-sync k-batch-async ssp"
 REFUSED = {
     "batch norm synchronised": SERVER,
     "contrastive": "pipeline",
-    "lstm without loader": "tensor",
     "lstm": "tensor",
-    "nanogpt": "tensor",
     "padded lm": "tensor",
     "adafactor": "tensor",
     "embedding bag": "tensor",
     "sparse embeddings": "tensor",
     "packed tagger": "pipeline",
     "ctc": "pipeline tensor",
-    "gan": "all-reduce pipeline tensor mesh " + SERVER,
+    "gan": "pipeline tensor",
     "gan of one module": "tensor",
     "wgan clamp": "pipeline tensor " + STALE,
     "gradient penalty": "pipeline",
@@ -55,13 +56,23 @@ REFUSED = {
     "autograd function": "pipeline",
     "multi task": "tensor",
     "mixed weights": "tensor",
-    "reinforce": "pipeline tensor",
-    "gcn": "tensor",
-    "dqn": "tensor",
+    "reinforce": "pipeline",
     "skipped batches": "all-reduce sync mesh",
     "hard examples": "pipeline",
     "root of mean": "pipeline",
     "dice": "pipeline",
+    "decided by mean loss": STALE,
+    "distributed sampler": "all-reduce pipeline tensor mesh " + SERVER,
+    "zipped loaders": "pipeline",
+    "loader with itself": SERVER,
+    "evaluated by lead": "pipeline tensor",
+    "alternating with one left": "all-reduce sync mesh",
+    "actor critic": "tensor",
+    "label propagation": "pipeline",
+    "hard examples by index": "pipeline",
+    "ranking": "pipeline",
+    "gradients by hand": "pipeline",
+    "losses of samples": "pipeline",
 }
 """Columns that refuse a script, in one sentence."""
 
@@ -69,35 +80,32 @@ OWN_GRADIENT = "between `backward` and `step`, `.grad` is a worker's own, which 
 WEIGHT = "the loss is neither a mean nor a sum over samples; the team says once how it weights it"
 LAST_BATCH = "a worker that has no part of the last batch does not come to the step that its gradients wait for"
 
+COUPLED = ("contrastive", "hard examples", "hard examples by index", "ranking")
+"""Scripts whose losses compare samples with each other, or select among them: of no other may that be said."""
+
 KNOWN: dict[tuple[str, str], tuple[str, str]] = {
     ("batch norm", "all-reduce sync mesh"): ("said", "statistics are of a worker's part; use sync_batch_norm=True"),
-    # A worker compares its samples with those of its part only, and nothing is said.
-    ("contrastive", "all-reduce sync mesh"): ("wrong", "a worker has no samples of others to compare its own with"),
+    ("contrastive", "all-reduce sync mesh"): ("said", "a worker has no samples of others to compare its own with"),
     ("gan of one module", "all-reduce sync mesh"): ("said", "the second optimizer's gradients are a worker's own"),
-    # This is a Mismatch about `.grad`, of which the script is not to blame.
     ("accumulation with one left", "sync"): ("refused", LAST_BATCH),
     # `sum / 4` is taken for `sum / len(x)` where a worker has 4 samples.
     ("sum over constant", "all-reduce sync mesh"): ("said", "the number is taken for that of the samples"),
-    # `model.parameters()` of stages on other workers are those of the beginning; nothing is said.
-    ("diffusion", "pipeline"): (
-        "wrong",
-        "parameters of other stages are old unless `state_dict()` reads them",
-    ),
-    # torch's own RuntimeError: "trying to differentiate twice a function that was marked with @once_differentiable".
-    ("gradient penalty", "tensor"): ("crashed", "gradients of gradients do not pass through split layers"),
-    ("plateau on training loss", "all-reduce mesh"): ("said", "a worker knows its part's loss; use `team.mean`"),
-    # The server says it, in a process of its own.
-    ("plateau on training loss", "sync"): ("wrong", "a worker knows its part's loss; use `team.mean`"),
+    ("plateau on training loss", "all-reduce sync mesh"): ("said", "a worker knows its part's loss; use `team.mean`"),
     ("sam", "tensor"): ("said", OWN_GRADIENT),
     ("gradient norms", "tensor"): ("said", OWN_GRADIENT),
     ("noisy gradients", "tensor"): ("said", OWN_GRADIENT),
+    ("clamped by hook", "all-reduce sync mesh"): ("said", "a hook is given a worker's own gradient"),
+    ("clamped by hook", "pipeline"): ("said", "a hook is given the gradient of a microbatch"),
     ("mixed weights", "all-reduce sync mesh"): ("said", WEIGHT),
     ("root of mean", "all-reduce sync mesh"): ("said", WEIGHT),
     ("dice", "all-reduce sync mesh"): ("said", WEIGHT),
-    # The largest losses of each part are not those of the batch, and nothing is said.
-    ("hard examples", "all-reduce sync mesh"): ("wrong", "a worker chooses among the losses of its part"),
-    # Each worker decides by its own loss, and nothing is said.
-    ("decided by loss", "all-reduce sync mesh"): ("wrong", "a worker decides by the loss of its part"),
+    ("hard examples", "all-reduce sync mesh"): ("said", "a worker chooses among the losses of its part"),
+    ("decided by loss", "all-reduce sync mesh"): ("said", "a worker decides by the loss of its part"),
+    ("factor by loss", "all-reduce sync mesh"): ("said", "a worker decides by the loss of its part"),
+    ("weights of batch", "all-reduce sync mesh"): ("said", "a worker knows the labels of its part"),
+    ("mean times length", "all-reduce sync mesh"): ("said", "the number may be a constant; `weight='sum'` is exact"),
+    ("hard examples by index", "all-reduce sync mesh"): ("said", "a worker chooses among the losses of its part"),
+    ("ranking", "all-reduce sync mesh"): ("said", "a worker has no samples of others to compare its own with"),
 }
 """Cells that are not as promised: what happens, and why."""
 
