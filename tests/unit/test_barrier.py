@@ -393,6 +393,28 @@ def test_a_member_that_can_be_spared_is_evicted_when_it_is_late() -> None:
     assert team.run(barrier, barrier) == [BarrierKind.BARRIER] * 2
 
 
+def test_an_eviction_is_told_from_a_death_by_a_member_that_notices_first() -> None:
+    team = Team(3)
+    noticed: list[str | None] = []
+
+    class Slow(Undertaker):
+        def end(self, rank: int, patience: float = 0.0) -> bool:
+            ended = super().end(rank, patience)
+            noticed.append(team.members[1].gone(2))
+            return ended
+
+    team.members[0].watch = team.members[1].watch = Slow({})
+    assert team.members[0].evict(2, "was late")
+    assert noticed == ["was late"]
+
+
+def test_a_member_that_could_not_be_evicted_has_no_reason() -> None:
+    team = Team(2)
+    assert not team.members[0].evict(1, "was late")
+    team.members[0].watch = Undertaker({1: "died"})
+    assert team.members[0].gone(1) == "died"
+
+
 def test_a_member_does_not_count_the_time_in_which_it_was_halted_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     team = Team(2, Timeouts(barrier=1.0))
     member, clock, naps = team.members[0], [100.0], [30.0, 0.1, 0.1]

@@ -136,9 +136,11 @@ class StepCounter:
         A process that has ended writes nothing any more, so that the others may go on with all memory that it shared.
         patience: seconds in which it may end by itself.
         """
-        if self.watch is None or not self.watch.end(rank, patience):
-            return False
+        # The reason comes first: another member may notice that the process has ended before this one goes on.
         self._write_reason(rank, reason)
+        if self.watch is None or not self.watch.end(rank, patience):
+            self._write_reason(rank, "")
+            return False
         _STATUS.pack_into(self._status[rank], 0, self.pid(rank), _EVICTED)
         return True
 
@@ -147,6 +149,7 @@ class StepCounter:
 
         To the others it has taken the next step already, so that they wait for it at the one after that.
         """
+        self._write_reason(rank, "")
         _STATUS.pack_into(self._status[rank], 0, pid, _HERE)
         self._words.write(rank, (self._count + 1) & 0xFFFFFFFF)
 
@@ -172,12 +175,17 @@ class StepCounter:
         """Why `rank` will not come any more, or None while it may."""
         self.look()
         state = _STATUS.unpack_from(self._status[rank])[1]
-        if state in (_FAILED, _EVICTED):
-            reason = bytes(self._status[rank][_STATUS.size :]).partition(b"\0")[0].decode(errors="replace")
-            return f"gave up ({reason})" if state == _FAILED else reason
+        if state == _FAILED:
+            return f"gave up ({self._reason(rank)})"
+        if state == _EVICTED:
+            return self._reason(rank)
         if state == _LEFT:
             return LEFT
-        return self.watch.lost(rank) if self.watch else None
+        lost = self.watch.lost(rank) if self.watch else None
+        return lost and (self._reason(rank) or lost)
+
+    def _reason(self, rank: int) -> str:
+        return bytes(self._status[rank][_STATUS.size :]).partition(b"\0")[0].decode(errors="replace")
 
     def _write_reason(self, rank: int, reason: str) -> None:
         text = reason.encode()[: _REASON - 1]
