@@ -53,9 +53,13 @@ system:
 	  || { echo "make: please install$$missing; this user may not" >&2; exit 1; }
 
 # Tests mostly wait, so three at a time take little more than a third as long; long ones (chaos) come first.
+# One that fails beside others is run again by itself: what fails twice fails, and the rest is named in the first run's last lines.
+PYTEST := $(BIN)/python -m pytest
 tests: setup system
 	@echo "make: tests (pytest, three at a time)"
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/chaos tests/integration tests/unit
+	@$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder tests/chaos tests/integration tests/unit || { \
+	  [ $$? = 1 ] && echo "make: again, one at a time, the tests that have failed beside others (the first to fail again ends it)" \
+	  && $(PYTEST) --exitfirst --last-failed --last-failed-no-failures none tests/chaos tests/integration tests/unit; }
 
 test: setup
 	@$(MAKE) --no-print-directory --keep-going style types tests
