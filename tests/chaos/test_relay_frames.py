@@ -142,6 +142,7 @@ class Rig:
                 gradients=[[(0, SIZE)]],
                 versions=[[(0, SIZE)]],
                 state=[[(0, SIZE)]],
+                kept=[[]],
             ),
         )
         send_parts(connection, _encode(config))

@@ -36,6 +36,16 @@ class KeptVersion:
         """Bytes for values and this much state; the system provides them when they are first written."""
         return _HEAD + sum(-(-flat.size // _HEAD) * _HEAD for flat in layout.flats) + state
 
+    def spans(self, layout: Layout, server: int, state: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The bytes [start, stop) that a server copies; state: those of its state in the memory of all states."""
+        spans = [(self.state + start, self.state + stop) for start, stop in state]
+        offset = _HEAD
+        for flat in layout.flats:
+            start, stop = (offset + place * flat.dtype.itemsize for place in flat.shards[server])
+            spans.append((start, stop))
+            offset += -(-flat.size // _HEAD) * _HEAD
+        return spans
+
     @property
     def complete(self) -> int:
         """The number of the snapshot whose copy is complete; 0 if none is."""

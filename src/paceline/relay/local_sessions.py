@@ -128,6 +128,9 @@ class LocalSessions:
             case messages.BuffersCopied():
                 self._transfers.show(who, lambda: self._coordinator.send(who, message))
                 return
+            case messages.GatherKept():
+                self._transfers.fetch_kept(lambda: setattr(self._context.flags, "gathered", message.number))
+                return
             case messages.Thaw() if message.reload:
                 session.held = []  # the coordinator is frozen until this message, and must get none before it
                 self._transfers.load(who, session.buffer, lambda: self._reloaded(session, message))

@@ -55,9 +55,13 @@ class TransferLayout(msgspec.Struct, frozen=True, kw_only=True):
     """By server, the spans of a version that it writes."""
     state: list[list[Span]]
     """By server, the spans of the optimizer's state that it writes."""
+    kept: list[list[Span]]
+    """By server, the spans of the copy for a snapshot that it writes."""
 
     @classmethod
-    def of(cls, layout: Layout, compressed: int | None, state: list[list[Span]]) -> TransferLayout:
+    def of(
+        cls, layout: Layout, compressed: int | None, state: list[list[Span]], kept: list[list[Span]]
+    ) -> TransferLayout:
         """compressed: bytes of a compressed gradient; None if gradients are not compressed."""
         parameters: list[Span] = [(0, 0)] * len(layout.slots)
         shards: list[list[Span]] = [[] for _ in state]
@@ -77,6 +81,7 @@ class TransferLayout(msgspec.Struct, frozen=True, kw_only=True):
             gradients=shards if compressed is None else [[(0, compressed)] for _ in state],
             versions=shards,
             state=state,
+            kept=kept,
         )
 
 
@@ -115,6 +120,8 @@ class ToMember(_RelayMessage, frozen=True, gc=False):
 
     who: int
     data: bytes
+    marked: int = 0
+    """As `SharedFlags.marked`."""
 
 
 class MemberGone(_RelayMessage, frozen=True, gc=False):
@@ -125,7 +132,7 @@ class MemberGone(_RelayMessage, frozen=True, gc=False):
 
 class Fetch(_RelayMessage, frozen=True, gc=False):
     """Requests the receiver's part of a version; of the optimizer's state if the buffer is -1; of the model's other
-    tensors if it is -2."""
+    tensors if it is -2; of the copy for a snapshot if it is -3."""
 
     number: int
     buffer: int
@@ -173,8 +180,9 @@ class Chunk(_RelayMessage, frozen=True, gc=False):
     """A chunk of a transfer; its bytes are the payload."""
 
     what: str
-    """`gradient`, `version`, `state`; `loaded` and `placed`: version and state that a worker has loaded; `rest`: the
-    model's other tensors, and `shown`: these as a worker has written them for one that joins."""
+    """`gradient`, `version`, `state`; `kept`: the copy for a snapshot; `loaded` and `placed`: version and state that a
+    worker has loaded; `rest`: the model's other tensors, and `shown`: these as a worker has written them for one that
+    joins."""
     number: int
     """The worker's rank, or the number of the fetch."""
     place: int

@@ -269,7 +269,7 @@ class Relay:
         if machine == self._machine:
             self._local.deliver(who, data)
         else:
-            self._control[machine].send(_encode(messages.ToMember(who, data)))
+            self._control[machine].send(_encode(messages.ToMember(who, data, self._context.flags.marked)))
 
     def _close_member(self, who: int) -> None:
         """The coordinator has closed the connection of a member."""
@@ -296,6 +296,7 @@ class Relay:
             case messages.ToMember():
                 if machine != FIRST_MACHINE:
                     raise ValueError("an order that is not the coordinator's")
+                self._context.flags.marked = max(self._context.flags.marked, message.marked)
                 self._local.deliver(message.who, message.data)
             case messages.MemberGone():
                 self._take_gone(machine, message.who)

@@ -26,6 +26,9 @@ from paceline.transport.links import LinkSender
 
 _encode = msgspec.msgpack.Encoder().encode
 Done = Callable[[], None]
+_FETCHED = {-1: "state", -2: "rest", -3: "kept"}
+"""By number of a buffer that is none, what is fetched instead of a version."""
+_REQUESTED = ("version", *_FETCHED.values())
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,7 +65,7 @@ class TransferManager:
     ) -> None:
         self._config, self._control, self._bulk = config, control, bulk
         self._gradients, self._versions = _bytes(memory.gradients), _bytes(memory.versions)
-        self._state, self._rest = _bytes(memory.state), _bytes(memory.buffers)
+        self._state, self._rest, self._kept = map(_bytes, (memory.state, memory.buffers, memory.kept))
         self._rest_spans = cut([(0, memory.buffers.size)])
         me = config.machine
         folder = None if config.spec.folder is None else folder_of(Path(config.spec.folder), me)
@@ -78,6 +81,7 @@ class TransferManager:
         """The chunks of other machines' gradients that come here."""
         self._version_spans = {machine: cut(self._spans(config.layout.versions, machine)) for machine in machines}
         self._state_spans = {machine: cut(self._spans(config.layout.state, machine)) for machine in machines}
+        self._kept_spans = {machine: cut(self._spans(config.layout.kept, machine)) for machine in machines}
         self._chunk_maps = chunk_maps
         self._pushes = {rank: self._push_of(rank) for rank in config.spec.machines[me]}
         self._outgoing: dict[int, deque[Iterator[tuple[bytes, Any]]]] = {machine: deque() for machine in bulk}
@@ -167,6 +171,13 @@ class TransferManager:
         else:
             self._start_fetch(_Fetch("rest", -2, 0, {FIRST_MACHINE}, [done]))
 
+    def fetch_kept(self, done: Done) -> None:
+        """Fetches the copy of a version that the servers have made for a snapshot."""
+        if not self._owners:
+            done()
+        else:
+            self._start_fetch(_Fetch("kept", -3, 0, set(self._owners), [done]))
+
     def show(self, rank: int, done: Done) -> None:
         """Sends these, as a worker of this machine has written them, to the coordinator's machine."""
         if self._config.machine == FIRST_MACHINE:
@@ -188,7 +199,7 @@ class TransferManager:
             self._control[machine].send(_encode(Fetch(number, fetch.buffer, fetch.version)))
 
     def take_fetch(self, machine: int, request: Fetch) -> None:
-        what = {-2: "rest", -1: "state"}.get(request.buffer, "version")
+        what = _FETCHED.get(request.buffer, "version")
         self._enqueue(machine, what, request.number, self._config.machine, request.buffer)
 
     def _enqueue(self, machine: int, what: str, number: int, owner: int, buffer: int = 0) -> None:
@@ -201,6 +212,8 @@ class TransferManager:
             return self._rest_spans, self._rest
         if what in ("state", "placed"):
             return self._state_spans.get(owner, []), self._state
+        if what == "kept":
+            return self._kept_spans.get(owner, []), self._kept
         if what not in ("version", "loaded"):
             raise ValueError("a chunk of nothing known")
         if not 0 <= buffer < self._config.spec.versions:
@@ -236,7 +249,7 @@ class TransferManager:
             self._gradients[start : start + len(payload)] = payload
             return
         buffer, owner = chunk.buffer, me
-        if chunk.what in ("version", "state", "rest"):
+        if chunk.what in _REQUESTED:
             fetch = self._fetches.get(chunk.number)
             if fetch is None or fetch.what != chunk.what or machine not in fetch.waits:
                 return  # of a fetch that was given up
@@ -246,7 +259,7 @@ class TransferManager:
         memory[place : place + len(payload)] = payload
 
     def take_end(self, machine: int, end: TransferEnd) -> None:
-        if end.what in ("version", "state", "rest"):
+        if end.what in _REQUESTED:
             fetch = self._fetches.get(end.number)
             if fetch is None:
                 return

@@ -25,6 +25,7 @@ from paceline.server.messages import (
     KeepWaiting,
     LeaveTeam,
     Left,
+    Notes,
     Notice,
     Ready,
     ReduceShare,
@@ -198,11 +199,16 @@ class ServerClient:
         """One more than the version that was last marked for a snapshot; 0 before the first."""
         return self._flags.marked
 
-    def left(self) -> Left:
-        """By loader, which samples were left of its epoch at that version."""
+    @property
+    def gathered(self) -> int:
+        """As `SharedFlags.gathered`."""
+        return self._flags.gathered
+
+    def left(self) -> tuple[Left, Notes]:
+        """By loader, which samples were left of its epoch at that version; by rank, notes from other machines."""
         self.call(RequestLeft())
         text = receive_parts(self, self._timeouts.barrier)
-        return msgspec.msgpack.decode(text or b"", type=Left)
+        return msgspec.msgpack.decode(text or b"", type=tuple[Left, Notes])
 
     def exchange(self, kind: int, data: bytes) -> dict[int, bytes]:
         """Enters a barrier with a payload; returns all workers' payloads, by rank."""

@@ -51,6 +51,7 @@ from paceline.server.messages import (
     RequestLease,
     RequestLeft,
     RunFailed,
+    SnapshotNote,
     StepCancelled,
     StreamRead,
 )
@@ -129,6 +130,7 @@ class Coordinator:
             Freeze: self._freezing.freeze,
             MarkVersion: self._marking.request,
             RequestLeft: self._marking.answer,
+            SnapshotNote: self._marking.note,
             LeaveTeam: lambda session, _: self._remove(session, "abandoned"),
             MachineLost: self._lose_machine,
         }

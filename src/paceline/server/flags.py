@@ -7,7 +7,8 @@ from paceline.transport.futex import FutexArray
 
 
 class SharedFlags:
-    """Each worker's oldest usable version and its dismissal, the number of workers, and the version marked last."""
+    """Each worker's oldest usable version and its dismissal, the number of workers, and the versions marked
+    and gathered last."""
 
     def __init__(self, memory: Memory, capacity: int) -> None:
         size = FutexArray.STRIDE * capacity
@@ -17,10 +18,11 @@ class SharedFlags:
         self._present = FutexArray(memory.bytes(2 * size, FutexArray.STRIDE), 1)
         self._marked = FutexArray(memory.bytes(2 * size + FutexArray.STRIDE, FutexArray.STRIDE), 1)
         self._left = FutexArray(memory.bytes(2 * (size + FutexArray.STRIDE), size), capacity)
+        self._gathered = FutexArray(memory.bytes(3 * size + 2 * FutexArray.STRIDE, FutexArray.STRIDE), 1)
 
     @staticmethod
     def memory_size(capacity: int) -> int:
-        return FutexArray.STRIDE * (3 * capacity + 2)
+        return FutexArray.STRIDE * (3 * capacity + 3)
 
     @property
     def marked(self) -> int:
@@ -30,6 +32,15 @@ class SharedFlags:
     @marked.setter
     def marked(self, number: int) -> None:
         self._marked.values[0] = number
+
+    @property
+    def gathered(self) -> int:
+        """The number of the last snapshot whose copy the relay has fetched from all machines."""
+        return int(self._gathered.values[0])
+
+    @gathered.setter
+    def gathered(self, number: int) -> None:
+        self._gathered.values[0] = number
 
     @property
     def present(self) -> int:

@@ -9,7 +9,7 @@ import msgspec
 from paceline.parameters.kept_version import KeptVersion
 from paceline.server.flags import SharedFlags
 from paceline.server.leases import LeaseService
-from paceline.server.messages import EpochsLeft, Left, MarkVersion, RequestLeft
+from paceline.server.messages import EpochsLeft, Left, MarkVersion, Notes, RequestLeft, SnapshotNote
 from paceline.server.parts import send_parts
 from paceline.server.sessions import Session
 from paceline.server.updates import Updates
@@ -24,7 +24,7 @@ class VersionMarking:
     3. The lead asks what was left of all epochs at that version, and writes the snapshot.
     """
 
-    STATE = ("_wanted", "_number", "_left")
+    STATE = ("_wanted", "_number", "_left", "_notes")
     """Attributes that change."""
 
     def __init__(self, flags: SharedFlags, updates: Updates, leases: LeaseService, kept: KeptVersion) -> None:
@@ -33,6 +33,8 @@ class VersionMarking:
         self._number = 0
         """Of the snapshot that is being taken: one more than its version; 0 if there is none."""
         self._left: Left = {}
+        self._notes: Notes = {}
+        """By rank, the last note of a worker on another machine."""
 
     def request(self, _session: Session, _message: MarkVersion) -> None:
         self._wanted = True
@@ -48,7 +50,10 @@ class VersionMarking:
             self._updates.keep = True
             self._flags.marked = max(self._flags.marked, self._number)
 
+    def note(self, session: Session, message: SnapshotNote) -> None:
+        self._notes[session.rank] = (message.number, message.data)
+
     def answer(self, session: Session, _message: RequestLeft) -> None:
         with contextlib.suppress(Closed):  # the coordinator notices that
             session.connection.send(EpochsLeft())
-            send_parts(session.connection, msgspec.msgpack.encode(self._left))
+            send_parts(session.connection, msgspec.msgpack.encode((self._left, self._notes)))

@@ -12,6 +12,7 @@ from paceline.data.ledger import Lease
 from paceline.data.stream_epoch import StreamPlan
 
 Left = dict[int, EpochLeft]
+Notes = dict[int, tuple[int, bytes]]
 """By loader, the samples of its epoch that are part of no version."""
 
 
@@ -241,6 +242,20 @@ class RequestLeft(_Message, frozen=True, gc=False):
     """Asks which samples were left of all epochs at the version that was marked last."""
 
 
+class GatherKept(_Message, frozen=True, gc=False):
+    """To a relay: fetches the copies that servers of other machines have made of the marked version. No reply."""
+
+    number: int
+    """Of the snapshot; it is in `SharedFlags.gathered` when all copies are here."""
+
+
+class SnapshotNote(_Message, frozen=True, gc=False):
+    """What a worker of another machine than the coordinator's adds to a snapshot. No reply."""
+
+    number: int
+    data: bytes
+
+
 class ShareReduced(_Message, frozen=True, gc=False):
     """A worker has summed its part of its group's gradient."""
 
@@ -316,7 +331,7 @@ class BarrierDone(_Message, frozen=True, gc=False):
 
 
 class EpochsLeft(_Message, frozen=True, gc=False):
-    """What was left of each loader's epoch follows in parts."""
+    """What was left of each loader's epoch, and the notes of workers, follow in parts."""
 
 
 class ReduceShare(_Message, frozen=True, gc=False):
@@ -416,8 +431,9 @@ class ShardAnswer(_Message, frozen=True, gc=False):
 
 _Membership = Hello | Resume | ShardHello | EnterBarrier | BuffersCopied | LeaveTeam | Dismiss | RunFailed | MachineLost
 _Samples = BeginLease | BeginEpoch | EpochOrder | RequestLease | StreamRead | LeaseDone | LeaveEpoch
-_Gradients = GradientReady | PushGradient | StepCancelled | ShareReduced | Freeze | Thaw | MarkVersion | RequestLeft
-FromWorker = MessagePart | _Membership | _Samples | _Gradients | ShardAnswer
+_Gradients = GradientReady | PushGradient | StepCancelled | ShareReduced | Freeze | Thaw
+_Snapshots = MarkVersion | RequestLeft | GatherKept | SnapshotNote
+FromWorker = MessagePart | _Membership | _Samples | _Gradients | _Snapshots | ShardAnswer
 WithVersion = SessionOpened | Proceed | LeaseGranted | EpochOver | Frozen
 """Messages that name the version that a worker goes on with."""
 _Requests = CancelStep | DrawOrder | CopyBuffers | ReduceShare

@@ -68,7 +68,9 @@ class LocalServers:
     def _open_relay(self, memory: WorkerMemory, coordinator: str) -> None:
         """Open the relays of all machines; all workers call it."""
         compressed = None if memory.feedback is None else memory.gradient_size
-        layout = TransferLayout.of(memory.layout, compressed, [shard.owned() for shard in memory.shards])
+        state = [shard.owned() for shard in memory.shards]
+        kept = [memory.kept.spans(memory.layout, server, spans) for server, spans in enumerate(state)]
+        layout = TransferLayout.of(memory.layout, compressed, state, kept)
         self.relay_addresses, self._relay = open_relay(
             self._members, memory.spec, layout, memory.run, coordinator, self._launch.key
         )

@@ -25,7 +25,7 @@ from paceline.parameters.step_snapshot import StepSnapshot
 from paceline.policies import Policy, parse_policy
 from paceline.server.client import ServerClient
 from paceline.server.flags import SharedFlags
-from paceline.server.messages import GradientReady, MarkVersion, Proceed, SessionOpened
+from paceline.server.messages import GatherKept, GradientReady, MarkVersion, Proceed, SessionOpened, SnapshotNote
 from paceline.server.messages import StepCancelled as CancelledStep
 from paceline.strategies.cancellation import (
     CancelHooks,
@@ -48,6 +48,8 @@ _WEIGHT = struct.Struct("=dqd")  # samples, and kind and items of the loss
 
 class ParameterServerTrainer(ServerTrainer):
     """Trains a whole model with a parameter server."""
+
+    spans = True
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         check_server(optimizer, options)
@@ -82,7 +84,9 @@ class ParameterServerTrainer(ServerTrainer):
         run.client.reduce, run.client.say = self._reduce_share, context.say
         self._pushed = False
         """True if this worker has pushed a gradient."""
-        self.keeps = len(members.machines) == 1
+        self.keeps = True
+        self._gathering = 0
+        """The number of the snapshot whose copy was last requested from other machines."""
         self._leases.on_ask = self._leave_if_dismissed
         more = _with_more(policy)
         self.cancels = policy.cancels or more.cancels
@@ -122,6 +126,10 @@ class ParameterServerTrainer(ServerTrainer):
 
     def _update(self, unscale: float, found_inf: bool) -> None:
         self._check_cancelled()
+        if self.board is not None and self._members.machine:
+            number, data = self.board.unsent(self._rank)
+            if number:
+                self._client.send(SnapshotNote(number, data))
         super()._update(unscale, found_inf)
 
     def _after_push(self, answer: Proceed) -> None:
@@ -277,9 +285,22 @@ class ParameterServerTrainer(ServerTrainer):
 
     def kept(self, number: int) -> Kept | None:
         copy = self._memory.kept
-        if copy.complete != number:
+        if copy.complete != number or not self._is_gathered(number):
             return None
-        return Kept(copy.by_parameter(self._layout), self._state.kept(copy), self._client.left())
+        left, notes = self._client.left()
+        assert self.board is not None
+        for rank, note in notes.items():
+            self.board.write(rank, *note)
+        return Kept(copy.by_parameter(self._layout), self._state.kept(copy), left)
+
+    def _is_gathered(self, number: int) -> bool:
+        """True if the copies of all machines' servers are on this one; requests them once."""
+        if len(self._members.machines) == 1:
+            return True
+        if self._gathering != number:
+            self._gathering = number
+            self._client.send(GatherKept(number))
+        return bool(self._client.gathered == number)
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         """The lead's state is the run's; the others load the hyperparameters only."""

@@ -77,11 +77,16 @@ class SnapshotBoard:
         if self._wanted:
             self._wanted, self.mark = False, version + 2
         mark = self.mark if self.mark == version + 2 else 0
+        number, data = self.unsent(rank)
+        return msgspec.msgpack.encode(_News(mark, number, data)) if mark or number else b""
+
+    def unsent(self, rank: int) -> tuple[int, bytes]:
+        """This worker's bytes, with the number of their snapshot, if other machines do not have them; else 0."""
         number, data = self.read(rank)
         if number in (0, self._sent):
-            number, data = 0, b""
-        self._sent = number or self._sent
-        return msgspec.msgpack.encode(_News(mark, number, data)) if mark or number else b""
+            return 0, b""
+        self._sent = number
+        return number, data
 
     def hear(self, rank: int, news: bytes, *, keeps: bool) -> None:
         """Takes what another machine's worker has told; keeps: this worker needs the bytes of all."""

@@ -291,11 +291,13 @@ class Snapshots:
 
     def _complete(self, trainer: Trainer, captured: _Captured) -> None:
         assert self._board is not None
-        waited = time.monotonic() - captured.since
-        if trainer.together and waited < _PATIENCE and self._board.missing(captured.number):
+        waits = trainer.together and time.monotonic() - captured.since < _PATIENCE
+        if waits and not self._several and self._board.missing(captured.number):
             return
         kept = None if captured.whole is not None else trainer.kept(captured.number)
         if captured.whole is None and kept is None:
+            return
+        if waits and self._board.missing(captured.number):  # other machines' notes may come with the copy
             return
         self._captured, self._requested = None, False
         content = self._content(captured, kept)
