@@ -98,3 +98,64 @@ def test_a_run_over_machines_goes_on_bit_for_bit(tmp_path: Path, places: str, le
     launch = settings(folder=folder, resume=folder)
     for _, _, counts in run_team(train, 2, folder, "01", make, launch=launch, joined=False):
         assert counts == [float(EPOCHS)] * SAMPLES
+
+
+def split(_: None, folder: str, lead: str, at: int | None = None) -> tuple[dict[int, float], Any]:
+    """The losses by version, and the model at the end, of layers that can be split over workers."""
+    team = join(folder, lead)
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    x = torch.randn(48, 6, generator=torch.Generator().manual_seed(1)).double()
+    loader: Any = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH, shuffle=True)
+    made = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model, optimizer, loader = team.setup(model, made, loader, loss=mse_loss)
+    losses = {}
+    for _ in range(EPOCHS):
+        for inputs, wanted in loader:
+            loss = mse_loss(model(inputs), wanted)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[team._training.current().version] = float(loss.detach())
+            writer = team._training.snapshots._writer
+            if writer is not None:
+                writer.join()
+            found = [int(path.stem) for path in snapshots_in(Path(folder))]
+            if at is not None and found and found[0] >= at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    team.barrier()
+    team.close()
+    return losses, [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    ("before", "places", "after", "then"),
+    [
+        ("pipeline:stages=2,microbatches=2", "ab", "pipeline:stages=2,microbatches=2", "ab"),
+        ("tensor:degree=2", "ab", "tensor:degree=2", "ab"),
+        ("mesh:data=1,pipeline=2,tensor=2", "aabb", "pipeline:stages=2,microbatches=4", "aa"),
+        ("mesh:data=2,tensor=2", "aabb", "tensor:degree=2", "ab"),
+    ],
+)
+def test_a_split_model_over_machines_goes_on_and_so_does_another_split(
+    tmp_path: Path, before: str, places: str, after: str, then: str
+) -> None:
+    folder, lead = str(tmp_path / "run"), "01" if places == "aabb" else "0"
+    launch = msgspec.structs.replace(settings(), strategy="all-reduce")
+    ((losses, values),) = run_team(split, 1, folder, "0", launch=launch, joined=False)
+    launch = msgspec.structs.replace(settings(folder=folder, snapshot=0.0), strategy=before)
+    run_spread(split, places, folder, lead, 8, launch=launch, joined=False, may_die=range(len(places)))
+    newest = snapshots_in(tmp_path / "run")[0]
+    version = int(newest.stem)
+    assert version >= 8
+    assert set(torch.load(newest, weights_only=True)[SECTION]["random"]) == set(range(len(places)))
+    launch = msgspec.structs.replace(settings(folder=folder, resume=folder), strategy=after)
+    if "b" in then:
+        results = run_spread(split, then, folder, "0", launch=launch, joined=False)
+    else:
+        results = run_team(split, len(then), folder, "01", launch=launch, joined=False)
+    for again, result in results:
+        assert min(again) == version + 1 and max(again) == max(losses)
+        assert all(abs(losses[number] - loss) < 1e-6 * max(1.0, losses[number]) for number, loss in again.items())
+        for one, other in zip(values, result, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)

@@ -44,6 +44,8 @@ from paceline.transport.call_log import UPDATES
 class MeshTrainer(SynchronousTrainer):
     """Trains one worker's part of a split model, by all-reduce between replicas."""
 
+    spans = True
+
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         check_split(optimizer, options, str(context.strategy))
         members = context.members

@@ -44,6 +44,7 @@ class PipelineTrainer(Trainer):
     """Trains one worker's stages of a model."""
 
     _microbatches = 1
+    spans = True
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
@@ -183,7 +184,7 @@ class PipelineTrainer(Trainer):
         split = self._is_split
         if split:
             self._calls.begin_turn(UPDATES)
-            self._wait(BarrierKind.UPDATE)
+            self._meet()
             self._calls.check_turn(UPDATES)
         start = time.perf_counter()
         with self._state.updating() if split else contextlib.nullcontext():
@@ -194,6 +195,19 @@ class PipelineTrainer(Trainer):
         self._recorder.add(Update(self._rank, start, time.perf_counter() - start, self.version))
         if split:
             self._wait(BarrierKind.PUBLISH)
+
+    def _meet(self) -> None:
+        """Waits until all workers have their gradients, and exchanges between machines what belongs to a snapshot."""
+        board, barrier = self.board, self._barrier
+        news = b"" if board is None else board.news(self._rank, self.version)
+        barrier.note[: len(news)] = news
+        self._wait(BarrierKind.UPDATE, len(news))
+        if board is None or not self._spread:
+            return
+        for rank, note in enumerate(barrier.notes):
+            length = barrier.length(rank)
+            if length and rank not in self._members.machines[self._members.machine]:
+                board.hear(rank, bytes(note[:length]), keeps=self._rank == self.lead)
 
     def enter_backward(self, loss: Any) -> bool:
         super().enter_backward(loss)

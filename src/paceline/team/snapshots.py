@@ -90,6 +90,8 @@ class Snapshots:
         """Updates to wait before a version is marked, so that it is the last one of a batch; how many are left."""
         self._captured: _Captured | None = None
         self._files = None if worker.folder is None else SnapshotFiles(worker.folder)
+        self._copying = 0.0
+        """Seconds that the lead has spent on copying the state that is to be written."""
         self._writer: threading.Thread | None = None
         self._failure = ""
 
@@ -195,7 +197,9 @@ class Snapshots:
                 values = model.state_dict(keep_vars=True).items()
                 models.append({key: _Trained(id(one)) if id(one) in trained else compact(one) for key, one in values})
         else:
+            start = time.monotonic()
             whole = trainer.whole_state(self._model)
+            self._copying = time.monotonic() - start
         return _Captured(
             number=self._number,
             version=trainer.version_of(self._number),
@@ -320,7 +324,7 @@ class Snapshots:
         except Exception as error:
             self._failure = f"the snapshot cannot be written: {type(error).__name__}: {error}"
         if not served and self._interval:
-            took = time.monotonic() - start
+            took = time.monotonic() - start + self._copying
             self._due = start + max(self._interval, took / _SHARE)
 
     def finish(self) -> list[tuple[Path, dict[str, Any]]]:
