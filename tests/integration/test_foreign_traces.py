@@ -131,6 +131,10 @@ def test_report_and_simulate_take_traces(traces: Path) -> None:
     assert together["seconds_per_update"] > SLEPT
     assert together["seconds_per_update"] > alone["seconds_per_update"]
     assert together["learned"]["workers"] == 2
+    told = done([PACELINE, "simulate", *words, "--what-if", "like=1", "--what-if", "link=2", "--json"], folder)
+    like, link = json.loads(told.out)
+    assert like["now"] - like["seconds_per_update"] > 0.8 * SLEPT > like["seconds_per_update"]
+    assert link["now"] >= link["seconds_per_update"] > 0.9 * SLEPT
 
 
 def table(path: Path, late: float, extra: str = "") -> Path:

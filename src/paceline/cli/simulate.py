@@ -17,6 +17,7 @@ from rich.table import Table
 from paceline.cli import panels, quantities
 from paceline.cli.clusters import with_links, with_trouble
 from paceline.cli.traces import given_runs
+from paceline.cli.what_if import what_if
 from paceline.config.distributions import parse_distribution
 from paceline.errors import UsageError, names
 from paceline.report.page import write_report
@@ -68,6 +69,23 @@ def simulate_command(
             help="Take all of these from a recorded run, or from traces of other programs, one per rank. Repeatable, "
             "to fit the convergence as well.",
             rich_help_panel=panels.WORKERS,
+        ),
+    ] = None,
+    mapping: Annotated[
+        Path | None,
+        typer.Option(
+            help="For traces in Chrome's format: which slices are what (JSON).", rich_help_panel=panels.WORKERS
+        ),
+    ] = None,
+    asked: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            metavar="CHANGE",
+            help="Replay the run of --from as it was but for one thing: 'like=5' (worker 5 like the others), "
+            "'speed=5:2' (twice as fast), 'no-stalls', 'link=2' (links twice as fast); several separated by commas. "
+            "Repeatable.",
+            rich_help_panel=panels.STRATEGY,
         ),
     ] = None,
     slow: Annotated[
@@ -193,8 +211,15 @@ def simulate_command(
 
     From a real run, for twice as many workers:
     `paceline simulate --from runs/first --workers 8 -s sync -s k-sync:k=6 -s async`
+
+    The same run with one thing changed: `paceline simulate --from runs/first --what-if like=3 --what-if no-stalls`
     """
-    known = [calibrate(run.path) for run in given_runs(learn or [])]
+    if asked:
+        if strategy or workers is not None:
+            raise UsageError("--what-if replays the run as it was, so it takes no --strategy and no --workers")
+        what_if(learn or [], asked, mapping, json=json)
+        return
+    known = [calibrate(run.path) for run in given_runs(learn or [], mapping)]
     base = known[0].for_workers(workers) if known else SimulatedCluster(workers=4 if workers is None else workers)
     if per_machine is None and (latency is not None or bandwidth is not None):
         per_machine = 1  # each worker has its own link

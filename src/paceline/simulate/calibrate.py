@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -101,8 +101,8 @@ class Calibration:
         )
 
 
-def calibrate(path: Path) -> Calibration:
-    """Calibrates from a run's folder or its events file."""
+def calibrate(path: Path, change: Callable[[Mapping[int, RecordedSteps]], None] | None = None) -> Calibration:
+    """Calibrates from a run's folder or its events file; change: of the steps, to see what it would bring."""
     seen = Recording()
     for block in read_run(path):
         seen.take(block)
@@ -115,6 +115,8 @@ def calibrate(path: Path) -> Calibration:
     cores = _cores(path, count)
     if cores is not None:
         cores = remove_contention(workers, cores)
+    if change is not None:
+        change(workers)
     typical, factors, own, jitter = fit_steps(workers, count)
     latencies = {rank: steps.latency for rank, steps in workers.items()} if seen.served else {}
     usual = float(np.median(list(latencies.values()))) if latencies else 0.0
