@@ -28,6 +28,7 @@ from paceline.report.rows import (
     Rows,
     ends,
 )
+from paceline.simulate.long_steps import QUICK, excess
 
 PARTS = tuple(CAUSES)
 """Parts of a step, in the order of a step's columns."""
@@ -38,14 +39,14 @@ _MOST = 1_000_000
 """The most steps of all workers that are kept; of a longer run the last ones."""
 _WARM = 2
 """First steps of a worker that are left out: much is made in them once."""
-_QUICK, _QUICKEST = 0.25, 0.05
-"""Quantiles of a worker's steps: a quick one is not affected by slowness of most steps."""
-_LONGER = 0.35
-"""Share of a quick step by which a long one is longer, at least."""
-_SPREADS = 4.0
-"""Spreads of quick steps by which a long one is longer, at least."""
-_NOTABLE = 0.04
-"""Share of a worker's time that its long steps take more, from which on they are worth a word."""
+_NOTABLE, _NOTABLE_ONCE = 0.07, 0.04
+"""Share of a worker's time that its long steps take more, from which on they, or single ones, are worth a word."""
+_CHANCE = 4.0
+"""Standard deviations of what chance gives to a worker, from which on its long steps are its own."""
+_STALL = 10.0
+"""Quick steps by which a step is longer that is worth a word in any case."""
+_REGULAR = 0.75
+"""Share of the long steps that come at equal distances, from which on they have a period."""
 _TURNS = 0.6
 """Share of the workers that are slow now and then, from which on slowness is said to move among them."""
 _APART = 0.4
@@ -168,26 +169,23 @@ class WorkerSteps:
     def __init__(self, starts: Numbers, parts: Numbers, first: int) -> None:
         self.starts, self.parts, self.first = starts, parts, first
         self.own: Numbers = parts.sum(axis=1)
-        self.quick = float(np.quantile(self.own, _QUICK))
-        self.quick_inside = float(np.quantile(parts[:, :_ELSEWHERE].sum(axis=1), _QUICK))
+        self.quick = float(np.quantile(self.own, QUICK))
+        self.quick_inside = float(np.quantile(parts[:, :_ELSEWHERE].sum(axis=1), QUICK))
         """Without what the script does between steps."""
-        self.usual: Numbers = np.quantile(parts, _QUICK, axis=0)
+        self.usual: Numbers = np.quantile(parts, QUICK, axis=0)
         """Seconds of each part in a quick step."""
-        spread = self.quick - float(np.quantile(self.own, _QUICKEST))
-        excess = self.own - self.quick
-        excess[excess < max(_LONGER * self.quick, _SPREADS * spread)] = 0.0
-        if excess.any():
-            # Half of the excess is in steps of at least that excess: what is much less is of another kind.
-            ordered = np.sort(excess)[::-1]
-            half = ordered[np.searchsorted(np.cumsum(ordered), excess.sum() / 2)]
-            excess[excess < 0.3 * half] = 0.0
-        self.excess: Numbers = excess
-        self.long: NDArray[np.int64] = np.flatnonzero(excess)
+        self.excess: Numbers = excess(self.own)
+        self.long: NDArray[np.int64] = np.flatnonzero(self.excess)
 
     @property
     def lost(self) -> float:
         """The share of its time that long steps take more."""
         return float(self.excess.sum() / (self.own.sum() or 1.0))
+
+    @property
+    def notable(self) -> bool:
+        """True if its long steps are worth a word."""
+        return self.lost >= (_NOTABLE if len(self.long) > _ONCE else _NOTABLE_ONCE)
 
     @property
     def part(self) -> str:
@@ -201,7 +199,12 @@ class WorkerSteps:
         if len(apart) < 2:
             return None
         usual = int(np.median(apart))
-        return usual if usual > 1 and (np.abs(apart - usual) == 0).mean() >= 0.8 else None
+        if usual < 2:
+            return None
+        # A few steps may be long for another reason, and a few of the series may not be.
+        series = int(np.bincount(self.long % usual).max())
+        expected = 1 + int(self.long[-1] - self.long[0]) // usual
+        return usual if series >= _REGULAR * max(len(self.long), expected) else None
 
 
 def find_slowness(workers: dict[int, WorkerSteps]) -> list[SlownessFinding]:
@@ -210,7 +213,7 @@ def find_slowness(workers: dict[int, WorkerSteps]) -> list[SlownessFinding]:
     if len(workers) < 2:
         return []
     found = [one for rank in workers if (one := _persistent(rank, workers)) is not None]
-    notable = [rank for rank, steps in workers.items() if steps.lost >= _NOTABLE]
+    notable = [rank for rank, steps in workers.items() if steps.notable]
     if _in_turns(notable, workers):
         found.append(_rotating(notable, workers))
     else:
@@ -222,10 +225,10 @@ def _persistent(rank: int, workers: dict[int, WorkerSteps]) -> SlownessFinding |
     """The worker's quick steps are slow: all are."""
     mine = workers[rank]
     others = [steps for other, steps in workers.items() if other != rank]
-    excess = mine.usual - np.median([steps.usual for steps in others], axis=0)
+    more = mine.usual - np.median([steps.usual for steps in others], axis=0)
     # Time between steps that nothing is known of may be idle: it only counts if it is what makes the difference.
-    excess[_ELSEWHERE] *= excess[_ELSEWHERE] > excess[:_ELSEWHERE].clip(0.0).sum()
-    part = PARTS[int(np.argmax(excess))]
+    more[_ELSEWHERE] *= more[_ELSEWHERE] > more[:_ELSEWHERE].clip(0.0).sum()
+    part = PARTS[int(np.argmax(more))]
     quick, level = mine.quick, statistics.median(steps.quick for steps in others)
     if part != "elsewhere":
         quick, level = mine.quick_inside, statistics.median(steps.quick_inside for steps in others)
@@ -235,9 +238,17 @@ def _persistent(rank: int, workers: dict[int, WorkerSteps]) -> SlownessFinding |
 
 
 def _stands_out(rank: int, workers: dict[int, WorkerSteps]) -> bool:
-    """True if the long steps of this worker are not just those that all have."""
-    others = statistics.median(float(steps.excess.sum()) for other, steps in workers.items() if other != rank)
-    return float(workers[rank].excess.sum()) >= 2 * others
+    """True if the long steps of this worker are not just those that all have, or that chance gives to one of them."""
+    mine = workers[rank]
+    others = [steps.excess for other, steps in workers.items() if other != rank]
+    more = float(mine.excess.sum()) - statistics.median(float(one.sum()) for one in others)
+    if more < float(mine.excess.sum()) / 2:
+        return False
+    # Long steps that come by chance: the variance of their sum is the sum of their squares. The worker with most is
+    # left out, since it may be slow, too.
+    squares = sorted(float(np.square(one).sum()) for one in others)
+    chance = statistics.fmean(squares[:-1] if len(squares) > 2 else squares) ** 0.5
+    return more >= _CHANCE * chance or float(mine.excess[mine.long].mean()) >= _STALL * mine.quick
 
 
 def _now_and_then(rank: int, steps: WorkerSteps) -> SlownessFinding:
