@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,28 @@ from paceline.cluster.control import ask
 from paceline.errors import UsageError
 from paceline.events import Lost, Roster
 
-SAMPLES, EPOCHS, WORKERS = 600, 3, 3
+EPOCHS, WORKERS = 3, 3
 SCRIPT = (
     PREAMBLE
     + """
 import torch, paceline
-from helpers.faulted import Counting
+from helpers.counting import Counting
 from torch.utils.data import DataLoader, TensorDataset
 
-options = {"loaders": 0, "ahead": None, "balance": False} | json.loads(sys.argv[1])
+options = {"loaders": 0, "ahead": None, "balance": False, "batch": 6} | json.loads(sys.argv[1])
 notes = pathlib.Path(os.environ["RUN_NOTES"])
 team = paceline.join()
 torch.manual_seed(5)
-model = torch.nn.Sequential(Counting(600))
+model = torch.nn.Sequential(Counting(300))
 model.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 # Every sample adds 1 to its count, however many are in an update. The momentum of `drift` is state to catch up with.
 model.register_parameter("drift", torch.nn.Parameter(torch.zeros(9)))
 groups = [{"params": [model[0].counts, model[0].ballast]}, {"params": [model.drift], "momentum": 0.5}]
 optimizer = torch.optim.SGD(groups, lr=1.0)
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.99**step])
-data = TensorDataset(torch.arange(600))
-loader = DataLoader(data, 6, shuffle=True, num_workers=options["loaders"], prefetch_factor=options["ahead"])
+data = TensorDataset(torch.arange(300))
+processes = {"num_workers": options["loaders"], "prefetch_factor": options["ahead"]}
+loader = DataLoader(data, options["batch"], shuffle=True, **processes)
 model, optimizer, loader = team.setup(model, optimizer, loader, balance=options["balance"])
 number = 0
 for epoch in range(3):
@@ -49,6 +51,8 @@ for epoch in range(3):
         schedule.step()
         model.updates += 1
         number += 1
+        if team.world_size == 3 and team.lead > 1:
+            note("alone")
         if number == 3:
             note(f"training-{team.rank}-{os.getpid()}", pid=os.getpid(), size=team.world_size)
         if not (notes / "go-on.json").exists():  # slower and slower, so as not to end too soon
@@ -61,8 +65,8 @@ note(f"end-{team.rank}", counts=model[0].counts.tolist(), drift=model.drift.toli
 )
 
 
-def command(folder: Path, *words: str, **options: Any) -> list[str]:
-    fixed = [str(write_script(folder, SCRIPT)), "--workers", str(WORKERS), "--strategy", "all-reduce", "--name", "run"]
+def command(folder: Path, *words: str, workers: int = WORKERS, **options: Any) -> list[str]:
+    fixed = [str(write_script(folder, SCRIPT)), "--workers", str(workers), "--strategy", "all-reduce", "--name", "run"]
     return [*fixed, "--timeout", "60", *words, "--", json.dumps(options)]
 
 
@@ -82,7 +86,7 @@ def go_on(run: QuickRun) -> None:
     (run.notes / "go-on.json").write_text("{}")
 
 
-def well(outcome: Outcome, ranks: range = range(WORKERS)) -> list[dict[str, Any]]:
+def well(outcome: Outcome, ranks: Sequence[int] = range(WORKERS)) -> list[dict[str, Any]]:
     """Every sample counts once an epoch, and all workers have the same bits."""
     assert outcome.code == 0, outcome.err
     assert outcome.tracebacks == 0, outcome.err
@@ -121,8 +125,8 @@ def test_an_all_reduce_is_scaled_down_and_up(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "run"
     with playing(command(tmp_path, "--elastic"), tmp_path) as run:
         first = [training(run, rank) for rank in range(WORKERS)]
-        with pytest.raises(UsageError, match="room for 1 to 3; an all-reduce has room for as many as it began with"):
-            ask(folder, 4)
+        with pytest.raises(UsageError, match="8 workers are asked for; this run has room for 1 to 7"):
+            ask(folder, 8)
         assert ask(folder, 1) == "from 3 to 1 workers: ranks 1 and 2 will leave"
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in first[1:]), 60, "two workers to leave")
         assert ask(folder, 3) == "from 1 to 3 workers: ranks 1 and 2 will join"
@@ -132,6 +136,28 @@ def test_an_all_reduce_is_scaled_down_and_up(tmp_path: Path) -> None:
         outcome = run.finish()
     well(outcome)
     assert not any(isinstance(event, Lost) for event in events_of(outcome, "run"))
+
+
+# A batch of 3 has no part for two of five workers.
+@pytest.mark.parametrize("batch", [6, 3])
+def test_an_all_reduce_grows_beyond_its_first_size(batch: int, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "run"
+    with playing(command(tmp_path, "--elastic", workers=2, batch=batch), tmp_path) as run:
+        first = [training(run, rank) for rank in (0, 1)]
+        assert ask(folder, 5) == "from 2 to 5 workers: ranks 2, 3 and 4 will join"
+        for rank in (2, 3, 4):
+            training(run, rank)
+        if batch == 6:  # the lead is one that has joined
+            for pid in first:
+                os.kill(pid, signal.SIGKILL)
+            wait_until((run.notes / "alone.json").exists, 60, "the workers that have joined to be alone")
+        go_on(run)
+        outcome = run.finish()
+    ends = well(outcome, (2, 3, 4) if batch == 6 else range(5))
+    assert ends[0]["lead"] in ((2, 3, 4) if batch == 6 else (0,))
+    events = events_of(outcome, "run")
+    rosters = [event.workers for event in events if isinstance(event, Roster)]
+    assert rosters[-1] == ([2, 3, 4] if batch == 6 else [0, 1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(

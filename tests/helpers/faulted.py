@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.checker import violations
+from helpers.counting import Counting
 from helpers.forks import QuickRun, playing
 from helpers.hosts import hosts
 from helpers.machines import Failure, Spread
@@ -30,8 +31,6 @@ from paceline.events import Join, Push, Recovery, Update, read
 from paceline.failpoints import Fault, draw_fault, parse_faults
 
 WORKERS, SAMPLES, EPOCHS = 3, 90, 2
-_BALLAST = 150_000
-"""Parameters that stay 0, so that an update has several chunks."""
 
 SCRIPT = """
 import json, os, pathlib, sys
@@ -42,19 +41,6 @@ team = paceline.join()
 found = count(team, *map(int, sys.argv[1:]))
 pathlib.Path(os.environ["RUN_NOTES"], f"counts-{team.rank}").write_text(json.dumps(found))
 """
-
-
-class Counting(torch.nn.Module):
-    """Its parameters count, by SGD with a rate of 1, how often the gradient of each sample was applied."""
-
-    def __init__(self, samples: int) -> None:
-        super().__init__()
-        self.counts = torch.nn.Parameter(torch.zeros(samples))
-        self.ballast = torch.nn.Parameter(torch.zeros(_BALLAST))
-
-    def forward(self, numbers: torch.Tensor) -> Any:
-        hot = torch.nn.functional.one_hot(numbers, len(self.counts)).float()
-        return -(hot @ self.counts) - 0.0 * self.ballast.sum()
 
 
 def count(team: Any, samples: int, epochs: int, loaders: int, pause: float = 0.0) -> list[float]:

@@ -29,7 +29,7 @@ from helpers.support import answered
 from paceline.cli import main
 from paceline.cluster import membership
 from paceline.cluster.compiler import import_compiler_late
-from paceline.config import Launch, Timeouts
+from paceline.config import Launch, Timeouts, capacity
 from paceline.transport import Barrier, Memory
 
 
@@ -48,7 +48,7 @@ def run_team(
 
     joined: whether to join the team first; if not, `work` is given None for it.
     """
-    control = Memory.create(Barrier.memory_size(workers))
+    control = Memory.create(Barrier.memory_size(capacity(workers)))
     launch = launch or Launch(timeouts=Timeouts(barrier=60.0, join=60.0))
     settings = {name: getattr(launch, name) for name in launch.__struct_fields__}
     if places is None:

@@ -236,3 +236,31 @@ def test_parts_of_a_worker_that_is_lost_again_are_left_once() -> None:
     assert orphans.take() == [[1], [3], [5]]
     orphans.lose({1}, since=1, until=4, takers=[0])
     assert (orphans.take(), orphans.sharers(4)) == ([[7]], [0])
+
+
+def test_a_worker_that_joins_in_rounds_of_lost_samples_has_parts_of_the_next_epoch() -> None:
+    orphans = OrphanedSamples(2)
+    orphans.begin(0)
+    orphans.note(0, [[0], [1]])
+    orphans.lose({1}, since=0, until=1, takers=[0])
+    orphans.gain(1, 3)  # the epoch has two rounds, and one more with the lost samples
+    orphans.begin(2)
+    assert orphans.sharers(2) == orphans.takers == [0, 1]
+
+
+def test_a_worker_of_a_new_rank_has_parts_from_its_first_round_on() -> None:
+    orphans = OrphanedSamples(2)
+    orphans.begin(0)
+    orphans.note(0, [[0], [1]])
+    orphans.gain(3, 2)
+    newcomer = OrphanedSamples(2)
+    newcomer.restore(orphans.state())
+    for one in (orphans, newcomer):
+        assert [one.sharers(number) for number in (0, 1, 2)] == [[0, 1], [0, 1], [0, 1, 3]]
+        assert (one.takers_of(1), one.takers_of(2)) == ([0, 1], [0, 1, 3])
+    orphans.gain(2, None)
+    orphans.note(2, [[2], [3], [], [4]])
+    orphans.lose({3}, since=2, until=3, takers=[0, 1, 3])
+    assert (orphans.take(), orphans.sharers(3)) == ([[4]], [0, 1])
+    orphans.begin(4)
+    assert orphans.sharers(4) == orphans.takers == [0, 1, 2]

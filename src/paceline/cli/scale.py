@@ -21,7 +21,8 @@ def scale(
 
     New workers run the script from its beginning and join the run at its current version; workers that leave first push
     the gradient that they compute. The run must have been started with `paceline run`, by the same user on the same
-    machine, with a parameter server, or by all-reduce with `--elastic`, which has room for as many as it began with.
+    machine, with a parameter server, or by all-reduce with `--elastic` and at least two workers. It has room for twice
+    as many as it began with, and for at least four more.
 
     Example: `paceline scale first 4`
     """

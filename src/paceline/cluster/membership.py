@@ -18,7 +18,7 @@ from paceline.cluster.process import end_process
 from paceline.cluster.process_set import machine
 from paceline.cluster.rendezvous import MemberList, exchange_ports, find_members, open_store
 from paceline.cluster.team_join import JoinClient
-from paceline.config import Launch, Place, Timeouts
+from paceline.config import Launch, Place, Timeouts, capacity
 from paceline.errors import FORK, JoinError, Mismatch, TeamTimeout, UsageError, WorkerLost, names
 from paceline.transport import Barrier, BarrierKind, ElasticBarrier, MachinesBarrier, Memory, StepCounter
 from paceline.transport.keys import Secret, key_of_run
@@ -88,8 +88,10 @@ class Members:
         roster: MemberList | None = None,
         local: Members | None = None,
         connections: PeerConnections | None = None,
+        room: int | None = None,
     ) -> None:
-        self.rank, self.size = rank, size
+        """room: members that there may be, if more than `size` may come."""
+        self.rank, self.size, self.room = rank, size, room or size
         self.barrier = barrier
         self.machines = roster.machines if roster else [list(range(size))]
         """The ranks on each machine; rank 0's machine is the first."""
@@ -130,7 +132,7 @@ class Members:
             if not keep:
                 given.close_descriptor()
             return given
-        if self.size == 1:
+        if self.size == 1 and self.kept is None:
             return Memory.create(size)
         barrier = self.barrier
         memory = None
@@ -158,6 +160,12 @@ class Members:
         self.kept.append(os.dup(memory.descriptor))
         return memory
 
+    def grow(self, size: int) -> None:
+        """Ranks below this can be members from now on."""
+        if size > self.size:
+            self.size, self.machines = size, [list(range(size))]
+            self.barrier.widen(size)
+
     def enter(self, count: int, gone: set[int]) -> None:
         """Makes a worker that joins a member, after so many barriers of the others; gone: ranks that are not there."""
         barrier = self.barrier
@@ -166,14 +174,16 @@ class Members:
         barrier.begin_at(count)
         barrier.departed, barrier.spare = set(gone), True
         for rank in set(range(self.size)) - gone - {self.rank}:
-            self._liveness.watch(rank, barrier.pid(rank))
+            self.watch(rank, barrier.pid(rank))
         barrier.watch = self._liveness
         barrier.sign_in()
         self.joining = None
 
     def watch(self, rank: int, pid: int) -> None:
-        """A worker has joined as this rank."""
+        """This process is the member of this rank from now on."""
+        assert isinstance(self.barrier, Barrier)
         self._liveness.watch(rank, pid)
+        self.barrier.expect(rank)
 
     def mirror(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the lead's values of these tensors to every member."""
@@ -195,7 +205,7 @@ class Members:
         if self.size == 1:
             return [payload]
         if self.joining is not None:
-            return [payload if rank == self.rank else b"" for rank in range(self.size)]
+            return [payload if rank == self.rank else b"" for rank in range(max(self.size, self.rank + 1))]
         barrier = self.barrier
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
         start = 0
@@ -279,9 +289,10 @@ def join_team(
             _current = _join_local(0, 1, Memory.create(Barrier.memory_size(1)), timeouts, say)
             _current.rank = place.rank
         elif launch.control is not None or place.world_size == 1:
-            size = Barrier.memory_size(place.world_size)
+            room = capacity(place.world_size)
+            size = Barrier.memory_size(room)
             memory = Memory.create(size) if launch.control is None else Memory.inherited(launch.control)
-            _current = _join_local(place.rank, place.world_size, memory, timeouts, say, elastic=elastic)
+            _current = _join_local(place.rank, place.world_size, memory, timeouts, say, elastic=elastic, room=room)
         else:
             store = open_store(place, timeouts)
             key = key_of_run(launch.key)
@@ -301,10 +312,14 @@ def _join_local(
     store: Store | None = None,
     ranks: Sequence[int] | None = None,
     elastic: bool = False,
+    room: int | None = None,
 ) -> Members:
-    """Join the members of this machine."""
+    """Join the members of this machine.
+
+    room: members that the memory has room for, if more than `size` may come.
+    """
     patience = Timeouts(join=timeouts.join, barrier=timeouts.join, notice=timeouts.notice)
-    barrier = Barrier(memory, rank, size, patience, say)
+    barrier = Barrier(memory, rank, size, patience, say, room)
     barrier.ranks = ranks or barrier.ranks
     barrier.sign_in()
     try:
@@ -321,7 +336,7 @@ def _join_local(
     barrier.watch = liveness = LivenessMonitor(barrier)
     # All wait until everyone has opened its pidfds: a process id must not be reused in between.
     barrier.wait(BarrierKind.BARRIER)
-    members = Members(rank, size, barrier, liveness, store)
+    members = Members(rank, size, barrier, liveness, store, room=room if elastic else None)
     if elastic:
         members.kept = [os.dup(memory.descriptor)]
     memory.close_descriptor()
@@ -331,11 +346,11 @@ def _join_local(
 def _join_running(rank: int, address: str, timeouts: Timeouts, say: Callable[[str], None]) -> Members:
     """The team of a worker that joins it later, and is no member yet."""
     client = JoinClient(address, rank, timeouts.join + timeouts.barrier)
-    size, (control, *given) = client.memory()
+    team, (control, *given) = client.memory()
     memory = Memory.inherited(control)
-    barrier = Barrier(memory, rank, size, timeouts, say)
+    barrier = Barrier(memory, rank, max(team.size, rank + 1), timeouts, say, team.room)
     vars(barrier)["wait"] = lambda intent, _length=0: intent
-    members = Members(rank, size, barrier, LivenessMonitor(barrier), None)
+    members = Members(rank, team.size, barrier, LivenessMonitor(barrier), None, room=team.room)
     members.joining, members.given, members.kept = client, given, [memory.descriptor]
     return members
 

@@ -43,7 +43,9 @@ class MemoryGiven(msgspec.Struct, frozen=True, tag=True):
     """Comes with the descriptors of the shared memory."""
 
     size: int
-    """Ranks that the team has room for."""
+    """Workers that the team began with."""
+    room: int
+    """Workers that it has room for."""
 
 
 class EpochPassed(msgspec.Struct, frozen=True, tag=True):
@@ -79,14 +81,14 @@ class JoinRequests:
         self._listener = Listener(address)
         self._applicants: list[_Applicant] = []
 
-    def look(self, size: int, descriptors: Sequence[int], gone: set[int]) -> bool:
-        """Answers workers that ask for memory; True if one wants to enter an epoch."""
+    def look(self, given: MemoryGiven, descriptors: Sequence[int], ranks: Sequence[int]) -> bool:
+        """Answers workers that ask for memory; True if one wants to enter an epoch. ranks: the members."""
         while (connection := self._listener.accept(AskMemory | EnterEpoch, 0)) is not None:
             self._applicants.append(_Applicant(connection))
         for applicant in list(self._applicants):
             try:
                 if applicant.connection.ready:
-                    self._take(applicant, applicant.connection.receive(), size, descriptors, gone)
+                    self._take(applicant, applicant.connection.receive(), given, descriptors, ranks)
             except (Closed, TimeoutError, msgspec.DecodeError):
                 self._drop(applicant)
         return any(applicant.wants for applicant in self._applicants)
@@ -95,15 +97,15 @@ class JoinRequests:
         self,
         applicant: _Applicant,
         message: AskMemory | EnterEpoch,
-        size: int,
+        given: MemoryGiven,
         descriptors: Sequence[int],
-        gone: set[int],
+        ranks: Sequence[int],
     ) -> None:
         if isinstance(message, EnterEpoch):
             applicant.wants = message
-        elif message.rank in gone:
+        elif message.rank < given.room and message.rank not in ranks:
             applicant.rank, applicant.pid = message.rank, message.pid
-            applicant.connection.send(MemoryGiven(size), descriptors)
+            applicant.connection.send(given, descriptors)
         else:
             applicant.connection.send(JoinRefused(f"the team has no place for rank {message.rank}"))
             self._drop(applicant)
@@ -164,8 +166,8 @@ class JoinClient:
             raise self._ended() from None
         self._connection.patience(patience)
 
-    def memory(self) -> tuple[int, list[int]]:
-        """The number of ranks that the team has room for, and the descriptors of its memory."""
+    def memory(self) -> tuple[MemoryGiven, list[int]]:
+        """The sizes of the team, and the descriptors of its memory."""
         failpoints.hit("join.begin")
         try:
             self._connection.send(AskMemory(self._rank, os.getpid()))
@@ -175,7 +177,7 @@ class JoinClient:
             raise self._ended() from None
         if not isinstance(answer, MemoryGiven):
             raise self._refused(answer)
-        return answer.size, descriptors
+        return answer, descriptors
 
     def enter(self, loader: int, epoch: int) -> bytes | None:
         """The state of the team, in this epoch of this loader; None if it has left the epoch behind."""

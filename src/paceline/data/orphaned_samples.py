@@ -44,7 +44,8 @@ class OrphanedSamples:
 
     def begin(self, first: int) -> None:
         """Begins an epoch with this round."""
-        gone = {one.rank for one in self._absences if one.back > first} - self._returning
+        # A round of the epoch before may have a higher number, as the samples of lost workers made it longer.
+        gone = {one.rank for one in self._absences if one.back == _NEVER} - self._returning
         self._absences = [_Absence(rank, first, first) for rank in sorted(gone)]
         self._returning = set()
         self.takers = [rank for rank in range(self._size) if rank not in gone]
@@ -83,7 +84,10 @@ class OrphanedSamples:
                     self._left[number, rank] = parts[rank]
 
     def gain(self, rank: int, back: int | None) -> None:
-        """Adds a worker in the place of a lost one, from this round on, or from the next epoch on."""
+        """Adds a worker from this round on, or from the next epoch on: in the place of a lost one, or one more."""
+        # A rank that was never there is one without rounds; so are those below it, which may come later.
+        self._absences += [_Absence(new, 0, 0) for new in range(self._size, rank + 1)]
+        self._size = max(self._size, rank + 1)
         if back is None:
             self._returning.add(rank)
         else:
@@ -93,10 +97,10 @@ class OrphanedSamples:
 
     def state(self) -> dict[str, Any]:
         """For a worker that joins, which cuts the rounds of the epoch again."""
-        return {"takers": self.takers, "absences": [list(one) for one in self._absences]}
+        return {"size": self._size, "takers": self.takers, "absences": [list(one) for one in self._absences]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.takers = list(state["takers"])
+        self._size, self.takers = state["size"], list(state["takers"])
         self._absences = [_Absence(*one) for one in state["absences"]]
 
     def take(self) -> list[list[Any]]:

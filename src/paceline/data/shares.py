@@ -107,10 +107,16 @@ class Shares:
                 whole = sum(len(part) for part in parts)
                 epoch.given.append((len(mine), len(mine) / whole, number, end))
                 yield mine
-            elif self._team.lockstep or self._custom or number < epoch.back:  # a next batch may be larger
+            elif self._team.lockstep or self._custom or number < epoch.back or self._crowded(number):
+                # A copy that does not count: without it this worker would be a round ahead of the others.
                 epoch.given.append((0, 0.0, number, end))
                 yield next(part for part in parts if part)
         epoch.whole = True
+
+    def _crowded(self, number: int) -> bool:
+        """True if so many workers have joined that a whole round has no part for each of them."""
+        ranks = self.orphans.sharers(number)
+        return len(ranks) > self._whole(ranks)
 
     def _rounds(self, epoch: EpochShares) -> Iterator[tuple[list[list[Any]], int]]:
         """Per round, one list of indices per replica, and where the next round begins."""
@@ -158,7 +164,7 @@ class Shares:
         self, order: list[Any], start: int, number: int, ranks: list[int], *, drops: bool
     ) -> tuple[list[list[Any]], int]:
         """The next round: a batch, or a part of one, for each of these ranks, and the next start; empty if dropped."""
-        parts: list[list[Any]] = [[] for _ in range(self._team.replicas)]
+        parts: list[list[Any]] = [[] for _ in range(max(self._team.replicas, ranks[-1] + 1))]
         total = self._whole(ranks)
         end = self._end(start + total, len(order), len(ranks), drops=drops)
         if end - start < total and drops:
@@ -172,7 +178,8 @@ class Shares:
             drawn = [key for batch in drawn for key in batch]
             if self._per_worker:
                 check_suffices(len(drawn), len(ranks))
-        shares = self._balancer.shares(number) if len(ranks) == len(parts) else even(total, len(ranks))
+        first_ones = ranks == list(range(self._team.replicas))
+        shares = self._balancer.shares(number) if first_ones else even(total, len(ranks))
         first = 0
         for rank, share in zip(ranks, scaled(shares, len(drawn)), strict=True):
             parts[rank] = drawn[first : first + share]

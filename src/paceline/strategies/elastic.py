@@ -38,7 +38,8 @@ from paceline.strategies.synchronous import SynchronousTrainer, check_rate
 from paceline.transport import BarrierKind
 
 _SHARDS_EACH = 4
-"""Shards per worker at the start: those of a lost worker can then be divided among all others."""
+"""Shards per worker at the start: those of a lost worker can then be divided among all others. At least half as many
+if there are as many workers as there is room for."""
 _TRIES = 8
 """Updates that are made again after a broken exchange, though no worker was lost."""
 
@@ -56,16 +57,16 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
                 f"an elastic run by all-reduce needs parameters on the CPU, gradients='local', and an optimizer that "
                 f"treats every element by itself, which {describe(optimizer)} with these options is not"
             )
-        count = members.size * _SHARDS_EACH
+        count = max(members.size * _SHARDS_EACH, members.room * _SHARDS_EACH // 2)
         if members.kept is not None:
             del members.kept[1:]  # of a trainer before
         layout = Layout(trained, count)
         table = StepTable(members, optimizer, len(layout.slots), masks=part_masks(optimizer, layout))
-        sources = members.local.size + (len(members.machines) > 1)  # over machines one more, for their sums
+        sources = members.local.room + (len(members.machines) > 1)  # over machines one more, for their sums
         memory = members.share(Gradients.memory_size(layout, sources))
         gradients = Gradients.shared(layout, memory, members.local.rank, sources)
         super().__init__(model, optimizer, context, rate, gradients, table)
-        self._launch, self._size = context.launch, members.size
+        self._launch = context.launch
         self._gone: set[int] = set()
         self._seniority = list(range(members.size))
         """The workers that are left; those that have joined come last."""
@@ -109,7 +110,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
     @property
     def ranks(self) -> list[int]:
         """The workers that are left."""
-        return [rank for rank in range(self._size) if rank not in self._gone]
+        return [rank for rank in range(self._members.size) if rank not in self._gone]
 
     @property
     def present(self) -> int:
@@ -179,7 +180,10 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
     def gain(self, rank: int, pid: int) -> None:
         """Go on with a worker that has joined."""
         before, self._grown = self.present, True
-        self._gone.discard(rank)
+        absent = set(range(self._members.size, rank))  # which may join later
+        self._members.grow(rank + 1)
+        self._gone = (self._gone | absent) - {rank}
+        self._barrier.departed |= absent
         self._barrier.departed.discard(rank)
         self._seniority.append(rank)
         if rank != self._rank:
@@ -195,7 +199,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
         """Join the others, which are at this version."""
         self._gone, self._seniority, self._active = set(gone), list(seniority), sorted(seniority)
         self.version = version
-        self._resize(self._size, len(seniority) + 1)
+        self._resize(self._rate.workers, len(seniority) + 1)
         self._shards.enter(buffer)
 
     @property

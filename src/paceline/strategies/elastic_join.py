@@ -12,7 +12,7 @@ import torch
 
 from paceline import failpoints
 from paceline.cluster.membership import Members
-from paceline.cluster.team_join import JoinRequests
+from paceline.cluster.team_join import JoinRequests, MemoryGiven
 from paceline.config import Launch
 from paceline.errors import JoinError, Mismatch, UsageError
 from paceline.parameters.checkpoint_codec import pack, unpack
@@ -82,6 +82,7 @@ class TeamJoining:
             self.address = launch.joins
         else:
             self.address = members.gather(new_address().encode(), BarrierKind.ALLOCATE)[0].decode()
+        self._given = MemoryGiven(members.size, members.room)
         self._memory = list(members.kept or ())
         """Descriptors of the memory that a trainer is made with."""
         self._requests: JoinRequests | None = None
@@ -102,7 +103,7 @@ class TeamJoining:
         if self._requests is None:
             with contextlib.suppress(OSError):  # the lead before has left, and has not ended yet
                 self._requests = JoinRequests(self.address)
-        return self._requests is not None and self._requests.look(self._members.size, self._memory, trainer._gone)
+        return self._requests is not None and self._requests.look(self._given, self._memory, trainer.ranks)
 
     def admit(self, loader: JoinableLoader) -> None:
         """Let a worker join in the middle of the loader's epoch; all members call it, between the same two updates."""
@@ -117,7 +118,7 @@ class TeamJoining:
         """Send the state of the team to a worker that waits for it; returns its rank and process, or -1 for none."""
         assert self._requests is not None
         applicant = self._requests.next(loader.number, loader.epoch)
-        if applicant is None or applicant.rank not in self._trainer._gone:
+        if applicant is None or applicant.rank in self._trainer.ranks:
             return -1, -1
         if loader.balanced:
             self._requests.refuse(applicant, "setup(balance=True) splits batches by what only the others have measured")
@@ -142,6 +143,7 @@ class TeamJoining:
                 "version": trainer.version,
                 "buffer": trainer.buffer,
                 "round": trainer.round,
+                "size": self._members.size,
                 "members": trainer._seniority,
                 "buffers": [tensor.detach() for tensor in self._buffers],
                 "groups": [
@@ -179,6 +181,7 @@ class TeamJoining:
                 f"rank {members.rank} cannot join: its model or optimizer is not the one that the run trains",
                 [members.rank],
             )
+        members.grow(max(state["size"], members.rank + 1))
         gone = set(range(members.size)) - set(state["members"]) - {members.rank}
         trainer.round = state["round"]
         trainer.enter(state["version"], state["buffer"], gone, state["members"])

@@ -88,13 +88,13 @@ class StepTable:
         """
         self._masks = masks
         self._barrier, self.each = members.barrier, each
-        self._rank, self._size = members.rank, members.size
+        self._rank, self._members = members.rank, members
         self._everything = bytes([1]) * parameters
         self._in_notes = len(members.machines) > 1
         """True if flags and hyperparameters travel in the notes, to other machines; else they are in shared memory."""
-        size = WorkerTable.memory_size(self._size, parameters)
+        size = WorkerTable.memory_size(members.room, parameters)
         memory = memoryview(bytearray(size)) if self._in_notes else members.share(size).bytes(0, size)
-        table = WorkerTable(memory, self._size, parameters)
+        table = WorkerTable(memory, members.room, parameters)
         self._slots, self._used = table.slots, table.used
         self._hyperparameters = Hyperparameters(optimizer, self._slots, self._rank)
         self._sent = 0
@@ -151,7 +151,7 @@ class StepTable:
     def read(self) -> StepAgreement:
         """The agreement that follows from all notes."""
         losses: list[tuple[int, float, int, float, float]] = []
-        paces: list[tuple[float, int]] = [(0.0, 0)] * self._size
+        paces: list[tuple[float, int]] = [(0.0, 0)] * self._members.size
         used: list[bytes] | None = None
         skip, unlike, self._tails = False, -1, {}
         changes: dict[int, int] = {}
@@ -190,12 +190,12 @@ class StepTable:
             if skips:
                 skip = True
             if not all_used:
-                used = used or [self._everything] * self._size
+                used = used or [self._everything] * self._members.size
                 used[rank] = bytes(self._used[rank])
         optimizer = self._common(stepping)
         if self._masks and optimizer >= 0:
             mask = self._masks[optimizer]
-            used = [both(flags, mask) for flags in used or [self._everything] * self._size]
+            used = [both(flags, mask) for flags in used or [self._everything] * self._members.size]
         weights, share = weigh(losses[:: self.each])
         factor = losses[0][-1] if losses else 1.0
         alike = len(values) == 1 and len(losses) > self.each and set(rounds.values()) == {-1}

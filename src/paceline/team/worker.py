@@ -65,6 +65,8 @@ class Worker:
         self._logging = TeamLogging(launch, self.folder, loggers, self.rank)
         reforms = launch.elastic and isinstance(strategy, AllReduce)
         self.members: Members = join_team(place, launch, timeouts or launch.timeouts, self.say, elastic=reforms)
+        if reforms and launch.joins is not None:
+            self.size = self.members.size
         self.launch = self._gone_on(launch)
         import_compiler_late()
         if place.world_size > 1 or launch != Launch():

@@ -65,21 +65,32 @@ class BarrierNotes:
     """Called if members have come for different things; may raise an error that says why."""
     _count: int
 
-    def _place_notes(self, memory: Memory, start: int, size: int) -> None:
-        slot = self.CAPACITY + _PAGE
-        self._slots = [
-            [memory.bytes(start + slot * (parity * size + peer), slot) for peer in range(size)] for parity in (0, 1)
-        ]
-        self._heads = [[slot[: SLOT.size].cast("q") for slot in slots] for slots in self._slots]
+    def _place_notes(self, memory: Memory, start: int, size: int, room: int | None = None) -> None:
+        """room: members that there is room for, if more than `size` may come."""
+        self._memory, self._start, self._room = memory, start, room or size
+        self._slots: list[list[memoryview]] = [[], []]
+        self._heads: list[list[memoryview]] = [[], []]
         """The fields of `SLOT`, which are quicker to read so than to unpack."""
-        self._payloads = [[slot[SLOT.size :] for slot in slots] for slots in self._slots]
+        self._payloads: list[list[memoryview]] = [[], []]
         self._carried: BarrierKind | None = None
         self.departed: set[int] = set()
         """Members that have left, and that this one no longer needs."""
         self.notes = self._payloads[0]
         """Everybody's note of the last barrier."""
-        self.passive = [False] * size
+        self.passive: list[bool] = []
         """By rank, True if it was passive at the last barrier."""
+        self.widen(size)
+
+    def widen(self, size: int) -> None:
+        """Reads the notes of all ranks below this from now on."""
+        length = self.CAPACITY + _PAGE
+        for peer in range(len(self.passive), size):
+            for parity in (0, 1):
+                slot = self._memory.bytes(self._start + length * (parity * self._room + peer), length)
+                self._slots[parity].append(slot)
+                self._heads[parity].append(slot[: SLOT.size].cast("q"))
+                self._payloads[parity].append(slot[SLOT.size :])
+            self.passive.append(False)
 
     @classmethod
     def _notes_size(cls, size: int) -> int:
@@ -166,9 +177,18 @@ class BarrierNotes:
 class Barrier(BarrierNotes, StepCounter):
     """One member's part in all barriers of a team."""
 
-    def __init__(self, memory: Memory, rank: int, size: int, timeouts: Timeouts, say: Callable[[str], None]) -> None:
-        super().__init__(memory, rank, size, timeouts, say)
-        self._place_notes(memory, self.fixed_size(size), size)
+    def __init__(
+        self,
+        memory: Memory,
+        rank: int,
+        size: int,
+        timeouts: Timeouts,
+        say: Callable[[str], None],
+        room: int | None = None,
+    ) -> None:
+        """room: members that the memory has room for, if more than `size` may come."""
+        super().__init__(memory, rank, size, timeouts, say, room)
+        self._place_notes(memory, self.fixed_size(room or size), size, room)
         self.spare = False
 
     @classmethod

@@ -63,18 +63,28 @@ class StepCounter:
     look: Callable[[], None] = staticmethod(lambda: None)
     """Called now and then while this member waits; may raise an error that ends the wait."""
 
-    def __init__(self, memory: Memory, rank: int, size: int, timeouts: Timeouts, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        rank: int,
+        size: int,
+        timeouts: Timeouts,
+        say: Callable[[str], None],
+        room: int | None = None,
+    ) -> None:
+        """room: members that the memory has room for, if more than `size` may come."""
+        room = room or size
         self.rank, self.size, self.timeouts, self._say = rank, size, timeouts, say
         self._peers = [peer for peer in range(size) if peer != rank]
-        self._words = FutexArray(memory.bytes(0, FutexArray.STRIDE * size), size)
+        self._words = FutexArray(memory.bytes(0, FutexArray.STRIDE * room), room)
         self._status = [
-            memory.bytes(FutexArray.STRIDE * size + _STATUS_STRIDE * peer, _STATUS_STRIDE) for peer in range(size)
+            memory.bytes(FutexArray.STRIDE * room + _STATUS_STRIDE * peer, _STATUS_STRIDE) for peer in range(room)
         ]
         self._count = 0
         self.limit: float | None = None
         """Seconds that this member waits at a step, if it is not the group's timeout."""
         self.watch: Watch | None = None
-        self.ranks: Sequence[int] = range(size)
+        self.ranks: Sequence[int] = range(room)
         """The members' ranks in the team, for messages; the members may be a part of it."""
         self.place = ""
         """Their host, for messages: ` on 10.0.0.2`; empty if all are on one."""
@@ -111,18 +121,18 @@ class StepCounter:
             _STATUS.pack_into(self._status[self.rank], 0, os.getpid(), _LEFT)
 
     @staticmethod
-    def sign_out_absent(memory: Memory, rank: int, size: int) -> None:
-        """Tells the members of a group of this size that `rank` will not come, if it has not signed in."""
-        status = memory.bytes(FutexArray.STRIDE * size + _STATUS_STRIDE * rank, _STATUS_STRIDE)
+    def sign_out_absent(memory: Memory, rank: int, room: int) -> None:
+        """Tells the members of a group with this room that `rank` will not come, if it has not signed in."""
+        status = memory.bytes(FutexArray.STRIDE * room + _STATUS_STRIDE * rank, _STATUS_STRIDE)
         if _STATUS.unpack_from(status)[0] == 0:
             _STATUS.pack_into(status, 0, 0, _LEFT)
 
     @staticmethod
-    def members(memory: Memory, size: int) -> list[int]:
-        """Process ids of the members of a group of this size, by rank."""
-        first = FutexArray.STRIDE * size
+    def members(memory: Memory, room: int) -> list[int]:
+        """Process ids of the members of a group with this room, by rank; 0 for a rank that has never come."""
+        first = FutexArray.STRIDE * room
         return [
-            _STATUS.unpack_from(memory.bytes(first + _STATUS_STRIDE * rank, _STATUS.size))[0] for rank in range(size)
+            _STATUS.unpack_from(memory.bytes(first + _STATUS_STRIDE * rank, _STATUS.size))[0] for rank in range(room)
         ]
 
     def fail(self, reason: str) -> None:
@@ -152,6 +162,13 @@ class StepCounter:
         self._write_reason(rank, "")
         _STATUS.pack_into(self._status[rank], 0, pid, _HERE)
         self._words.write(rank, (self._count + 1) & 0xFFFFFFFF)
+
+    def expect(self, rank: int) -> None:
+        """Waits for this rank, too, from the next step on."""
+        if rank != self.rank and rank not in self._peers:
+            self._peers.append(rank)
+            self._slowest.append(rank)
+            self.crowd(len(self._peers) + 1)
 
     @property
     def count(self) -> int:

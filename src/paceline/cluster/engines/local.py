@@ -75,7 +75,7 @@ class LocalRun(SupervisedRun):
         if attempt:
             self._clear()
         workers = self.job.workers
-        self._barriers = control = Memory.create(Barrier.memory_size(workers))
+        self._barriers = control = Memory.create(Barrier.memory_size(capacity(workers)))
         launch = msgspec.structs.replace(self.launch, control=control.descriptor, starter=self._lead_socket.fileno())
         self._processes.listen(self._own_socket.fileno(), self._read_lead)
         # Bound but not listening: no other process is given this port, yet rank 0 may still listen on it.
@@ -147,7 +147,7 @@ class LocalRun(SupervisedRun):
     def _has_members(self) -> bool:
         """True if a worker runs that is a member of the team, not one that wants to join it."""
         assert self._barriers is not None
-        members = Barrier.members(self._barriers, self.job.workers)
+        members = Barrier.members(self._barriers, capacity(self.job.workers))
         return any(rank >= 0 and members[rank] == self._processes.pid(rank) for rank in self.running)
 
     def _read_lead(self) -> None:
@@ -194,7 +194,7 @@ class LocalRun(SupervisedRun):
         for end in ends:
             if 0 <= end.rank < self.job.workers and end.code == 0 and self._barriers is not None:
                 # The others may be waiting for it to join, and cannot know of a process that they have never seen.
-                Barrier.sign_out_absent(self._barriers, end.rank, self.job.workers)
+                Barrier.sign_out_absent(self._barriers, end.rank, capacity(self.job.workers))
         self._leaving -= {end.rank for end in ends}
         return ends
 
@@ -225,18 +225,17 @@ class LocalRun(SupervisedRun):
     def _scale(self, wanted: int) -> ScaleReply:
         """Start or dismiss workers until there are as many as wanted."""
         here = sorted(rank for rank in self.running if rank >= 0 and rank not in self._leaving)
-        room = self.job.workers if self._peers else capacity(self.job.workers)
+        room = capacity(self.job.workers)
         if not self._server_address:
             return ScaleReply(
-                "only a run with a parameter server, or by all-reduce with --elastic, can be scaled, once its training "
-                "has begun",
+                "only a run with a parameter server, or by all-reduce with --elastic and two workers or more, can be "
+                "scaled, once its training has begun",
                 True,
             )
         if self.supervision.ending or not here:
             return ScaleReply("the run is about to end", True)
         if not 1 <= wanted <= room:
-            more = "; an all-reduce has room for as many as it began with" if self._peers and wanted > room else ""
-            return ScaleReply(f"{wanted} workers are asked for; this run has room for 1 to {room}{more}", True)
+            return ScaleReply(f"{wanted} workers are asked for; this run has room for 1 to {room}", True)
         free = [rank for rank in range(room) if rank not in self.running]
         if len(here) + len(free) < wanted:
             return ScaleReply("workers that were told to leave have not left yet; try again", True)
