@@ -20,6 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, T
 from paceline import Team
 from paceline.config import Launch
 from paceline.data.place import LoaderPlace
+from paceline.events import Update, read
+from paceline.events.summary import merge
 from paceline.team.snapshot_files import SECTION, path_of, snapshots_in
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -469,3 +471,34 @@ def test_a_script_without_a_loader_is_told_that_its_loop_begins_anew(
     each = run_team(work, 2, 8, launch=under("all-reduce"))[0] / 8
     assert run_team(work, 2, 3, launch=second) == [each * (version + 3)] * 2
     assert f"goes on after {version} updates, but the script has given the team no loader" in capfd.readouterr().err
+
+
+def adapt(team: Team, folder: str, at: int | None = None) -> None:
+    """Reports a loss that falls at once, so that `adaptive` uses the gradients of all workers in an update."""
+    model: Any = Counter()
+    model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=1.0), make_loader("plain"))
+    for epoch in range(2 * EPOCHS):
+        for step, index in enumerate(loader):
+            with team.step():
+                model(index).sum().backward()
+                team.report(loss=1.0 if at is None or not (epoch or step) else 1e-6)
+                optimizer.step()
+                optimizer.zero_grad()
+            if at is not None:
+                die(folder, team, at)
+    team.barrier()
+
+
+def test_a_policy_goes_on_with_its_own_values_and_another_one_begins_anew(tmp_path: Path) -> None:
+    policy = "adaptive:of=k-async,start=1"
+    first, second = launches(tmp_path, policy)
+    folder = tmp_path / "run"
+    run_team(adapt, 2, str(folder), 20, launch=first, may_die=range(2))
+    known = torch.load(snapshots_in(folder)[0], weights_only=True)[SECTION]["policy"]
+    assert known["values"] == {"k": 2, "first": 1.0} and known["loss"] < 1.0
+    for resumed, least in ((second, 2), (launches(tmp_path, "async")[1], 1)):
+        again = under(resumed.strategy or "", folder=str(tmp_path / f"again{least}"), resume=str(folder))
+        run_team(adapt, 2, str(folder), launch=again)
+        merge(tmp_path / f"again{least}", 2)
+        made = [one for one in read(tmp_path / f"again{least}" / "events.jsonl") if isinstance(one, Update)]
+        assert len(made) > 5 and max(one.workers for one in made) == least

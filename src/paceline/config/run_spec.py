@@ -61,6 +61,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of one worker's minibatch, relative to the script's own batch."""
     version: int = 0
     """Updates that the parameters have had in a run that this one goes on from."""
+    policy: dict[str, Any] = {}
+    """The policy's values in a run that this one goes on from, if the policy is the same."""
     replica: int = 1
     """Processes of one replica, which is one worker to the server."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from paceline.config import STRATEGIES, strategy_class
 from paceline.errors import UsageError
@@ -57,6 +58,13 @@ class Adaptive(Wrapper):
     @property
     def spare(self) -> bool:
         return self._spare
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"k": self.inner.k, "first": self._first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._first = state["first"]
+        self.k = self.inner.k = max(self.inner.k, min(len(self.workers), state["k"]))
 
     def observe(self, loss: float) -> None:
         """K never falls: noise in the loss is no reason to."""

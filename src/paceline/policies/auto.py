@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+from paceline.errors import UsageError
 from paceline.policies.asynchronous import Async
-from paceline.policies.base import Arrival, Decision, Order, Policy
+from paceline.policies.base import Arrival, Decision, Order, Policy, parse_policy
 from paceline.policies.wrapper import Wrapper
 
 
@@ -36,6 +38,20 @@ class Auto(Wrapper):
 
     def observe(self, loss: float) -> None:
         self.inner.observe(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"chosen": str(self.inner), "inner": self.inner.state_dict()} if self.chosen else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        try:
+            inner = parse_policy(state["chosen"]).for_workers(sorted(self.workers))
+        except UsageError:
+            return  # it does not suit these workers, whose paces are measured anew
+        inner.load_state_dict(state["inner"])
+        self.chosen = True
+        self._wrap(inner)
 
     @property
     def decided(self) -> bool:

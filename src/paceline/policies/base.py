@@ -234,6 +234,13 @@ class Policy(Strategy, ABC):
     def observe(self, loss: float) -> None:
         """The loss has this value now; only a policy that adapts to it uses it."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """The values that a run which goes on from a snapshot begins with: numbers, texts, and lists of them."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes these values; called after `begin`, of a run that perhaps has another number of workers."""
+
     def reconsider(self, why: str) -> Decision:
         """Decides whether there is an update though no gradient has arrived: it may be that no more can."""
         return Decision(why)

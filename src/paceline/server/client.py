@@ -204,11 +204,14 @@ class ServerClient:
         """As `SharedFlags.gathered`."""
         return self._flags.gathered
 
-    def left(self) -> tuple[Left, Notes]:
-        """By loader, which samples were left of its epoch at that version; by rank, notes from other machines."""
+    def left(self) -> tuple[Left, Notes, dict[str, Any]]:
+        """By loader, which samples were left of its epoch at that version; by rank, notes from other machines.
+
+        And the policy's values.
+        """
         self.call(RequestLeft())
         text = receive_parts(self, self._timeouts.barrier)
-        return msgspec.msgpack.decode(text or b"", type=tuple[Left, Notes])
+        return msgspec.msgpack.decode(text or b"", type=tuple[Left, Notes, dict[str, Any]])
 
     def exchange(self, kind: int, data: bytes) -> dict[int, bytes]:
         """Enters a barrier with a payload; returns all workers' payloads, by rank."""

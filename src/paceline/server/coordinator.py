@@ -92,12 +92,15 @@ class Coordinator:
         self._hyperparameters, self._used = Hyperparameters(None, table.slots), table.used
         self._flags = SharedFlags(memory.flags, spec.capacity)
         self._policy: Policy = parse_policy(spec.strategy).for_workers(range(spec.workers))
+        if spec.policy:
+            self._policy.load_state_dict(spec.policy["values"])
         self._sessions = Sessions(sessions, spec.versions, spec.replica)
         self._sessions.say = self._say
         self._updates = Updates(spec, self._sessions, shards, recorder, self._policy.k, journal)
         known = (self._sessions, self._policy, self._updates, recorder)
         self._leases = LeaseService(*known, spec.timeouts.barrier, self._execute, self._sessions.tell_lead)
-        self._marking = VersionMarking(self._flags, self._updates, self._leases, shards.kept)
+        told = (self._sessions.tell_lead, lambda: {"values": self._policy.state_dict(), "loss": self._loss})
+        self._marking = VersionMarking(self._flags, self._updates, self._leases, shards.kept, *told)
         self._freezing = Freezing(self._sessions, shards, spec.timeouts.barrier, self._lose)
         self._barrier = ServerBarrier(self._sessions, spec.timeouts.barrier)
         self._first_groups: list[dict[str, Any]] | None = None
@@ -107,7 +110,7 @@ class Coordinator:
         self._tuner = Tuner(*known, journal, self._say)
         self._comparison = PushComparison(self._sessions.tell_lead)
         self._pushes = 0
-        self._loss: float | None = None
+        self._loss: float | None = spec.policy.get("loss")
         self._admission = Admission(
             listener, spec, text, memory, self._sessions, shards, journal, self._admit, self._flags.dismiss
         )

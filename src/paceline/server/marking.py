@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -24,10 +26,22 @@ class VersionMarking:
     3. The lead asks what was left of all epochs at that version, and writes the snapshot.
     """
 
-    STATE = ("_wanted", "_number", "_left", "_notes")
+    STATE = ("_wanted", "_number", "_left", "_notes", "_values")
     """Attributes that change."""
 
-    def __init__(self, flags: SharedFlags, updates: Updates, leases: LeaseService, kept: KeptVersion) -> None:
+    def __init__(
+        self,
+        flags: SharedFlags,
+        updates: Updates,
+        leases: LeaseService,
+        kept: KeptVersion,
+        tell_lead: Callable[[str], None],
+        values: Callable[[], dict[str, Any]],
+    ) -> None:
+        """tell_lead: lets the lead print a line; values: of the policy."""
+        self._tell_lead, self._policy_values, self._refused = tell_lead, values, False
+        self._values = b"\x80"
+        """The policy's values at that version, encoded."""
         self._flags, self._updates, self._leases, self._kept = flags, updates, leases, kept
         self._wanted = False
         self._number = 0
@@ -47,8 +61,18 @@ class VersionMarking:
         elif self._wanted:
             self._wanted, self._number = False, version + 1
             self._left = self._leases.left()
+            self._note_policy()
             self._updates.keep = True
             self._flags.marked = max(self._flags.marked, self._number)
+
+    def _note_policy(self) -> None:
+        try:
+            self._values = msgspec.msgpack.encode(self._policy_values())
+        except TypeError as error:  # a user's own policy
+            if self._refused:
+                return
+            self._refused = True
+            self._tell_lead(f"the policy's state_dict is not in snapshots, so its values begin anew: {error}")
 
     def note(self, session: Session, message: SnapshotNote) -> None:
         self._notes[session.rank] = (message.number, message.data)
@@ -56,4 +80,4 @@ class VersionMarking:
     def answer(self, session: Session, _message: RequestLeft) -> None:
         with contextlib.suppress(Closed):  # the coordinator notices that
             session.connection.send(EpochsLeft())
-            send_parts(session.connection, msgspec.msgpack.encode((self._left, self._notes)))
+            send_parts(session.connection, msgspec.msgpack.encode((self._left, self._notes, msgspec.Raw(self._values))))

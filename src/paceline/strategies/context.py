@@ -55,3 +55,5 @@ class TrainerContext:
     """Prints a line, on the lead only."""
     version: int = 0
     """Updates that the parameters have had in a run that this one goes on from."""
+    policy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The values of the policy in that run, if it is the same."""

@@ -287,11 +287,11 @@ class ParameterServerTrainer(ServerTrainer):
         copy = self._memory.kept
         if copy.complete != number or not self._is_gathered(number):
             return None
-        left, notes = self._client.left()
+        left, notes, policy = self._client.left()
         assert self.board is not None
         for rank, note in notes.items():
             self.board.write(rank, *note)
-        return Kept(copy.by_parameter(self._layout), self._state.kept(copy), left)
+        return Kept(copy.by_parameter(self._layout), self._state.kept(copy), left, policy)
 
     def _is_gathered(self, number: int) -> bool:
         """True if the copies of all machines' servers are on this one; requests them once."""

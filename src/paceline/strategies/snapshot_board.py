@@ -28,6 +28,8 @@ class Kept(NamedTuple):
     """The `state_dict` of each optimizer, with newer hyperparameters."""
     left: Left | None = None
     """By number of a loader, what is left of its epoch, if samples are leased."""
+    policy: dict[str, Any] = {}  # noqa: RUF012
+    """The policy's own values."""
 
 
 class _News(msgspec.Struct, array_like=True):

@@ -55,6 +55,7 @@ def describe_run(
         scale_lr=options.scale_lr,
         warmup=options.warmup,
         version=context.version,
+        policy=context.policy,
         minibatch=1.0 if options.batch is None else options.batch / sum(map(len, machines)),
         **fields,
     )

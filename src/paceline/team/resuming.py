@@ -35,6 +35,8 @@ class Resuming:
         self._content = self._read(run)
         section = self._content[SECTION]
         self.version: int = self._content["version"]
+        # Another policy begins anew.
+        self.policy: dict[str, Any] = section.get("policy", {}) if section["strategy"] == str(worker.strategy) else {}
         self._loaders: list[dict[str, Any] | None] = section["loaders"]
         self._random = section["random"].get(worker.rank)
         self._schedulers: list[dict[str, Any]] = section["schedulers"]

@@ -249,6 +249,7 @@ class Snapshots:
                 "loaders": told,
                 "schedulers": captured.schedulers,
                 "scaler": captured.scaler,
+                "policy": {} if kept is None else kept.policy,
                 "random": self._random(captured.number),
             },
         }

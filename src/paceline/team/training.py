@@ -101,6 +101,7 @@ class Training:
             device=worker.device,
             say=self.say,
             version=0 if self.resuming is None else self.resuming.version,
+            policy={} if self.resuming is None else self.resuming.policy,
         )
         kind = choose_trainer(worker.strategy, worker.launch, worker.members, model, optimizer)
         self.model, self.optimizer = model, optimizer
