@@ -120,6 +120,23 @@ def test_it_counts_once(habit: str, strategy: str) -> None:
     assert apart(run_team(train, 2, habit, launch=launched(strategy))[0], expected) < 1e-9
 
 
+def test_a_worker_without_samples_knows_which_gradient_the_others_step_with() -> None:
+    def work(team: Team | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(10, 4).double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader: Any = DataLoader(data(14), batch_size=12)  # two samples are left for three workers
+        if team is not None:
+            model, optimizer, loader = team.setup(model, optimizer, loader)
+        for batch in loader:
+            sharpness(model, optimizer, batch)
+        return [value.clone() for value in model.state_dict().values()]
+
+    expected = work(None)
+    for ours in run_team(work, 3):
+        assert apart(ours, expected) < 1e-9
+
+
 def reading(team: Team | None) -> list[float]:
     """Reads parameters that were listed once, before and after each step; the workers are late in turns."""
     torch.manual_seed(0)

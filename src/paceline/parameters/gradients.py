@@ -10,12 +10,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.parameters.layout import Layout
 from paceline.transport import Memory
+
+if TYPE_CHECKING:
+    from paceline.parameters.gradient_places import GradientPlaces
 
 GRAD: Any = torch.Tensor.grad
 """The attribute itself: access to a parameter's `.grad` may be watched."""
@@ -38,6 +41,8 @@ class Gradients:
         nothing = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
         self._parameters = [slot.parameter if own is None or own[slot.index] else nothing for slot in layout.slots]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.places: GradientPlaces | None = None
+        """Of large gradients that the others read where they lie; None if all are copied to the buffer."""
 
     @classmethod
     def shared(
@@ -81,7 +86,7 @@ class Gradients:
         """
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             call = on_gradient if on_index is None else functools.partial(on_index, index)
-            if not parameter.requires_grad or (call is None and view.nbytes < _LARGE):
+            if not parameter.requires_grad or (call is None and (view.nbytes < _LARGE or self.places is not None)):
                 continue
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_copier(view, call)))
 
@@ -94,19 +99,24 @@ class Gradients:
             if GRAD.__get__(parameter) is view:
                 GRAD.__set__(parameter, view.clone())
 
-    def collect(self) -> bytes:
-        """Copy gradients that are not in the shared buffer yet.
+    def collect(self, *, in_place: bool = True) -> bytes:
+        """Copy gradients that are not in the shared buffer yet, and are not read where they lie.
 
-        Returns a byte per parameter: 1 if it has a gradient now.
+        in_place: False if all shall be in the buffer. Returns a byte per parameter: 1 if it has a gradient now.
         """
         used = bytearray(len(self._parameters))
         sources, targets = [], []
+        places = self.places if in_place else None
+        if self.places is not None:
+            self.places.clear()
         for index, parameter in enumerate(self._parameters):
             gradient = GRAD.__get__(parameter)
             if gradient is None:
                 continue
             used[index] = 1
             view = self._views[index]
+            if places is not None and view.nbytes >= places.least and places.publish(index, gradient, view):
+                continue
             if gradient is not view:
                 if gradient.requires_grad or gradient.is_sparse:
                     gradient = gradient.detach().to_dense()

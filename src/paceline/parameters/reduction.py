@@ -20,7 +20,11 @@ Weights = list[tuple[int, float]]
 def weighted_sum(total: torch.Tensor, parts: tuple[torch.Tensor, ...], weights: Weights, scale: float = 1.0) -> None:
     """Sum `parts` by weight into `total`, in the order of ranks, so that the same parts always give the same bits."""
     (first, weight), *rest = weights
-    torch.mul(parts[first], weight * scale, out=total)
+    if rest and weight * scale == 1.0:  # the same bits, reading memory once less
+        (second, share), *rest = rest
+        torch.add(parts[first], parts[second], alpha=share * scale, out=total)
+    else:
+        torch.mul(parts[first], weight * scale, out=total)
     for rank, share in rest:
         total.add_(parts[rank], alpha=share * scale)
 
@@ -62,14 +66,13 @@ class SharedReduction(Reduction):
     def stretch(self, number: int, start: int, stop: int, weights: Weights, used: list[bytes] | None) -> int:
         """Sum a stretch of one of the flats; returns the bytes read from other workers."""
         flat = self._layout.flats[number]
-        parts = tuple(tensors[number] for tensors in self._gradients.flats)
         if used is None:
-            self._sum(parts, start, stop, weights)
+            self._sum(number, start, stop, weights)
         for slot in flat.slots if used is not None else ():
             first, last = max(start, slot.offset), min(stop, slot.offset + slot.count)
             contributing = [(rank, weight) for rank, weight in weights if used is not None and used[rank][slot.index]]
             if first < last and contributing:
-                self._sum(parts, first, last, contributing)
+                self._sum(number, first, last, contributing)
         return sum(rank != self._rank for rank, _ in weights) * (stop - start) * flat.dtype.itemsize
 
     def clear(self, number: int, start: int, stop: int, weights: Weights, used: list[bytes] | None) -> None:
@@ -80,13 +83,18 @@ class SharedReduction(Reduction):
             if first < last and not anybody:
                 self._gradients.flats[self._target][number][first:last].zero_()
 
-    def _sum(self, parts: tuple[torch.Tensor, ...], start: int, stop: int, weights: Weights) -> None:
+    def _sum(self, number: int, start: int, stop: int, weights: Weights) -> None:
+        parts = tuple(tensors[number] for tensors in self._gradients.flats)
+        places = self._gradients.places
         step = CHUNK // parts[0].itemsize
         total = torch.empty(min(step, stop - start), dtype=parts[0].dtype)
         for begin in range(start, stop, step):
             end = min(begin + step, stop)
             piece = total[: end - begin]
-            weighted_sum(piece, tuple(part[begin:end] for part in parts), weights)
+            if places is not None:
+                places.mix(piece, number, begin, end, weights)
+            else:
+                weighted_sum(piece, tuple(part[begin:end] for part in parts), weights)
             parts[self._target][begin:end].copy_(piece)
 
     def gather(self) -> int:

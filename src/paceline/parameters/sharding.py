@@ -8,6 +8,7 @@ checkpoint, and it survives its owner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,8 @@ class ShardedOptimizer:
         """True if the optimizer keeps state that is not in shared memory."""
         self._apart = False
         """True if parameters have been used unevenly, so that each must be updated by itself."""
+        self._exact = all(flat.dtype in (torch.float32, torch.float64) for flat in layout.flats)
+        """True if sums of gradients can be larger than their mean without an overflow."""
         self._bytes = sum(chunk.total.nbytes for chunk in self._chunks)
 
     def _make_inner(self, optimizer: Optimizer) -> Optimizer:
@@ -192,7 +195,9 @@ class ShardedOptimizer:
             self._split_runs()
         elif not (self._runs or self._apart or self._stateless):
             self._join_runs()
-        descent = self._rate if move is not None and used is None else None
+        descent = self._rate if used is None else None
+        if descent is not None:
+            weights, scale, descent = self._fold(weights, scale, descent)
         keep, self.keep = self.keep, None
         if keep is not None and not first:
             self._state.copy_small(self._own, keep)
@@ -203,8 +208,8 @@ class ShardedOptimizer:
             failpoints.hit("update.chunk")
             if keep is not None:
                 self._keep(keep, chunk, 0 if move is None else move[0])
-            if descent is not None and move is not None:
-                self._descend(chunk, weights, scale, descent, *move)
+            if descent is not None:
+                self._descend(chunk, weights, scale, descent, *(move or (0, 0)))
             else:
                 self._update_chunk(number, chunk, weights, used, scale, move)
             failpoints.hit("chunk.written")
@@ -266,8 +271,15 @@ class ShardedOptimizer:
         else:
             self.mix(chunk.total, chunk.flat, chunk.start, chunk.stop, weights, scale)
 
+    def _fold(self, weights: Weights, scale: float, rate: float) -> tuple[Weights, float, float]:
+        """Moves a weight that all gradients have into the learning rate, if it is a power of 2: the bits stay."""
+        weight = weights[0][1] * scale
+        if math.frexp(weight)[0] != 0.5 or any(other != weights[0][1] for _, other in weights) or not self._exact:
+            return weights, scale, rate
+        return [(rank, 1.0) for rank, _ in weights], 1.0, rate * weight
+
     def _descend(self, chunk: ShardChunk, weights: Weights, scale: float, rate: float, old: int, new: int) -> None:
-        """Plain gradient descent from one buffer to another: as `_move` and `_step`, reading memory once."""
+        """Plain gradient descent from one buffer to another, or in one: as `_move` and `_step`, reading memory once."""
         source, weight = weights[0]
         gradient = chunk.total
         if len(weights) == 1 and weight * scale == 1.0 and self.mix is None:

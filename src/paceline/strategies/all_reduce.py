@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from paceline.config import AllReduce, between_replicas
 from paceline.errors import UsageError
 from paceline.events import Reduce
+from paceline.parameters.gradient_places import GradientPlaces
 from paceline.parameters.gradient_state import part_masks
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.joint import describe, divided, split_parameters
@@ -81,6 +82,8 @@ class AllReduceTrainer(SynchronousTrainer):
             gradients = Gradients.private(layout, trained[0][1].device)
         sharded = shareable and elementwise
         self._visible = options.gradients == "visible" or not sharded
+        if not self._visible:
+            gradients.places = GradientPlaces.of(gradients, members.local)
         super().__init__(model, optimizer, context, rate, gradients, table, together=self._visible)
         self._exchanging = False
         """True if gradients will be exchanged at the end of the current backward pass."""
@@ -195,10 +198,13 @@ class AllReduceTrainer(SynchronousTrainer):
         read = 0
         if not self._reduced and self._making.clip_factor is None:
             if self._machines is None:
+                places = self._gradients.places
+                self._shard.mix = None if places is None else places.mix
                 return self._shard.update(agreed.weights, agreed.used)
             read = self._reduce(agreed)
             if self._failure is not None:
                 return 0
+        self._shard.mix = None  # the mean is in a buffer
         source = self._source(agreed) if self._reduced else self._place
         return read + self._update_reduced(self._shard, agreed, source, self._neighbours)
 

@@ -17,10 +17,10 @@ from paceline.parameters.layout import Slot
 from paceline.parameters.loss_weight import Kind, LossWeight
 from paceline.parameters.worker_table import WorkerTable
 
-_NOTE = struct.Struct("=dqddqqqdqqqdqqqd")
+_NOTE = struct.Struct("=dqddqqqdqqqdqqqdq")
 # share, kind and count of the loss, factor, skip, number of the hyperparameters, all used, seconds, samples,
 # digest of changes by hand, round of the loader, loss, number of the optimizer, digest of how losses are computed,
-# whether gradients are averaged by samples, share of the last batch
+# whether gradients are averaged by samples, share of the last batch, number of workers whose gradient it is
 
 _MEANS = {Kind.MEAN}
 _SIZE = 4
@@ -65,6 +65,8 @@ class StepAgreement(NamedTuple):
     """True if the losses are sums, as a worker knows."""
     parts: dict[int, float] = {}  # noqa: RUF012
     """By rank of a worker that steps now, its share of the loader's batch."""
+    exposed: int = 0
+    """The number of workers whose gradients are in `.grad` of those that step now, if that is the team's; else 0."""
     tails: dict[int, bytes] = {}  # noqa: RUF012
     """By rank, further bytes of its note, which only teams on several machines have."""
 
@@ -117,13 +119,15 @@ class StepTable:
         way: int = 0,
         averaged: bool = False,
         part: float = 1.0,
+        exposed: int = 0,
     ) -> int:
         """Write this worker's note for the next barrier; returns its length in bytes.
 
         share: its share of the global batch; factor: undoes the scale of its loss; changed: the digest of parameters
         that its script has changed itself, or 0; position: the round of its loader, and its loss; optimizer: the number
         of the one that steps, or -1 if the note is about all; way: the digest of how its losses are computed; averaged:
-        True if a gradient was averaged by samples which the loss does not count alike; part: its share of the batch.
+        True if a gradient was averaged by samples which the loss does not count alike; part: its share of the batch;
+        exposed: the number of workers whose gradient it is, if it is the team's.
         """
         complete = 0 not in used
         if not complete:
@@ -131,7 +135,8 @@ class StepTable:
         number = self._hyperparameters.publish()
         note = self._barrier.note
         of_loss = (share, loss.kind, loss.items, factor, skip)
-        _NOTE.pack_into(note, 0, *of_loss, number, complete, *pace, changed, *position, optimizer, way, averaged, part)
+        of_step = (*pace, changed, *position, optimizer, way, averaged, part, exposed)
+        _NOTE.pack_into(note, 0, *of_loss, number, complete, *of_step)
         end = _NOTE.size
         if not self._in_notes:
             return end
@@ -153,7 +158,7 @@ class StepTable:
         losses: list[tuple[int, float, int, float, float]] = []
         paces: list[tuple[float, int]] = [(0.0, 0)] * self._members.size
         used: list[bytes] | None = None
-        skip, unlike, self._tails = False, -1, {}
+        skip, unlike, exposed, self._tails = False, -1, 0, {}
         changes: dict[int, int] = {}
         rounds: dict[int, int] = {}
         stepping: dict[int, int] = {}
@@ -168,7 +173,7 @@ class StepTable:
             if passive and self._barrier.length(rank) < _NOTE.size:
                 continue
             share, kind, count, factor, skips, number, all_used, *rest = _NOTE.unpack_from(note)
-            seconds, samples, changed, turn, loss, steps, way, averages, part = rest
+            seconds, samples, changed, turn, loss, steps, way, averages, part, shown = rest
             if self._in_notes:
                 self._take(rank, note[_NOTE.size : self._barrier.length(rank)], bool(all_used))
             own = self._hyperparameters.read(rank, number)
@@ -182,13 +187,13 @@ class StepTable:
             losses.append((rank, share, kind, count, factor))
             if not passive:  # else it is a sum of batches before, to which this worker's script adds no more
                 changes[rank], rounds[rank], stepping[rank], parts[rank] = changed, turn, steps, part
+                exposed = max(exposed, shown)
                 if share > 0 and turn >= 0:
                     ways[rank] = way
             paces[rank] = (seconds, samples)
+            skip = skip or bool(skips)
             if averages:
                 averaging.append(rank)
-            if skips:
-                skip = True
             if not all_used:
                 used = used or [self._everything] * self._members.size
                 used[rank] = bytes(self._used[rank])
@@ -199,7 +204,18 @@ class StepTable:
         weights, share = weigh(losses[:: self.each])
         factor = losses[0][-1] if losses else 1.0
         alike = len(values) == 1 and len(losses) > self.each and set(rounds.values()) == {-1}
-        facts = (changes, rounds, unlike, alike, not_finite, optimizer, ways, *_averaged(averaging, losses), parts)
+        facts = (
+            changes,
+            rounds,
+            unlike,
+            alike,
+            not_finite,
+            optimizer,
+            ways,
+            *_averaged(averaging, losses),
+            parts,
+            exposed,
+        )
         return StepAgreement(weights, used, skip, groups, paces, factor, share, *facts, self._tails)
 
     def forget(self, rank: int) -> None:

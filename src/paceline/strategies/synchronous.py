@@ -187,7 +187,9 @@ class SynchronousTrainer(Trainer):
         optimizer = -1 if together else self._current
         # The reduced mean lies in the shared buffer, where this worker's own gradient must not be copied again.
         state = self._making
-        used = state.gradients.collect() if state.clip_factor is None else state.gradients.used()
+        # The team's gradient, which the script may have replaced by another tensor, is taken from there, too.
+        in_place = not state.exposed
+        used = state.gradients.collect(in_place=in_place) if state.clip_factor is None else state.gradients.used()
         changed, position = self._find_changes(), self._notices.position(self.round, self._loss_value)
         if self.board is not None:
             self._table.tail = self.board.news(self._rank, self.version)
@@ -204,6 +206,7 @@ class SynchronousTrainer(Trainer):
             self._reader.digest.value,
             self._reader.averaged,
             self.round_share,
+            state.exposed,
         )
 
     def _pace(self) -> tuple[float, int]:
@@ -253,6 +256,8 @@ class SynchronousTrainer(Trainer):
         state, passive = self._making, self._barrier.passive[self._rank]
         if passive and len(self._states) > 1 and state.pending and not state.stepped and state.gradients.any:
             raise summed_without_part()
+        if passive:
+            state.exposed = agreed.exposed  # the others may have made another gradient since they looked at one
         return agreed
 
     @property
