@@ -11,6 +11,8 @@ from typing import Any
 
 from playwright.sync_api import Browser, CDPSession, ConsoleMessage, Page, sync_playwright
 
+from helpers.load import allowed
+
 PATIENCE = 60_000.0
 """Milliseconds that a page may take for anything."""
 TIMELINE = "window.paceline.runs[0].timeline"
@@ -52,9 +54,9 @@ class Watched:
 
     def until(self, script: str, argument: Any = None) -> None:
         """Wait until a script says true. (`wait_for_function` may not: the live page forbids it to evaluate words.)"""
-        until = time.monotonic() + PATIENCE / 1000
+        began = time.monotonic()
         while not self.page.evaluate(script, argument):
-            assert time.monotonic() < until, f"waited in vain for {script}"
+            assert time.monotonic() - began < allowed(PATIENCE / 1000), f"waited in vain for {script}"
             self.page.wait_for_timeout(50)
 
     @property

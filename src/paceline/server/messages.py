@@ -12,8 +12,9 @@ from paceline.data.ledger import Lease
 from paceline.data.stream_epoch import StreamPlan
 
 Left = dict[int, EpochLeft]
-Notes = dict[int, tuple[int, bytes]]
 """By loader, the samples of its epoch that are part of no version."""
+Notes = dict[int, tuple[int, bytes]]
+"""By rank, the number of a snapshot and what the worker adds to it."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
