@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -229,3 +230,11 @@ def test_a_folder_of_a_run_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert not is_foreign(tmp_path)
     assert not is_foreign(tmp_path / "nothing.csv")
+
+
+def test_parquet_without_pyarrow_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    path = tmp_path / "table.parquet"
+    path.write_bytes(b"PAR1")
+    with pytest.raises(UsageError, match=r"needs pyarrow: pip install 'paceline\[parquet\]', or give a CSV"):
+        read_foreign([path])

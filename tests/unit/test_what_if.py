@@ -182,6 +182,25 @@ def test_changes_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
         asked(alone, "no-stalls")
 
 
+def test_a_table_is_replayed_and_a_missing_rank_refused(tmp_path: Path) -> None:
+    rows, begin = [], 0.0
+    for step, seconds in enumerate(steps(1, {2: 3.0})):
+        end = begin + float(seconds.max()) + 0.01
+        for rank, own in enumerate(seconds):
+            rows += [(rank, step, "forward", begin, begin + own), (rank, step, "all_reduce", begin + own, end)]
+        begin = end
+    text = "rank,step,kind,start,end\n" + "".join(f"{','.join(map(str, row))}\n" for row in rows)
+    (tmp_path / "table.csv").write_text(text)
+    words = ["simulate", "--from", str(tmp_path / "table.csv"), "--what-if", "like=2", "--json"]
+    (told,) = json.loads(CliRunner().invoke(assemble(None), words, catch_exceptions=False).stdout)
+    assert told["now"] == pytest.approx(0.31, rel=0.02) and told["seconds_per_update"] == pytest.approx(0.116, rel=0.03)
+    run = ddp(tmp_path / "run", steps(1), 0.02)
+    lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "events.jsonl").write_bytes(b"".join(line for line in lines if b'"rank":3' not in line))
+    with pytest.raises(UsageError, match=r"80 of 80 operations of .* were not recorded by all their ranks"):
+        asked(run, "like=2")
+
+
 def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     run = str(ddp(tmp_path / "run", steps(1, {2: 3.0}), 0.02))
     words = ["simulate", "--from", run, "--what-if", "like=2", "--what-if", "link=2"]

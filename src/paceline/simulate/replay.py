@@ -57,6 +57,8 @@ class WorkerTimeline:
         updates = np.array(sorted(end for _, end, part in spans if part == UPDATING))
         self.steps = np.searchsorted(updates, self.moments[1:] - 1e-12)
         """The number of the step that each piece is of."""
+        self.updates = np.searchsorted(self.moments, updates)
+        """The places of the updates' ends."""
         self.complete = len(updates)
         """Steps that have an update."""
 
@@ -134,10 +136,8 @@ class RunGraph:
     def seconds_per_update(self, new: dict[int, Times]) -> float:
         """From the end of the first update to that of the last, of the worker that has most."""
         worker = max(self.workers.values(), key=lambda one: one.complete)
-        ends = np.flatnonzero((worker.parts[:-1] == UPDATING) & (worker.parts[1:] != UPDATING)) + 1
-        if worker.parts[-1] == UPDATING:
-            ends = np.append(ends, len(worker.parts))
-        return float(new[worker.rank][ends[-1]] - new[worker.rank][ends[0]]) / max(1, len(ends) - 1)
+        first, last = worker.updates[[0, -1]]
+        return float(new[worker.rank][last] - new[worker.rank][first]) / max(1, worker.complete - 1)
 
 
 class GraphBuilder:
@@ -191,9 +191,10 @@ class GraphBuilder:
         return bool(self._passes)
 
     @property
-    def observed(self) -> bool:
-        """True if operations of process groups were recorded."""
-        return bool(self._operations)
+    def operations(self) -> tuple[int, int]:
+        """Operations of process groups, and how many of them are known of all their workers."""
+        whole = sum(len(parts) == self._peers.get(channel) for (channel, _), parts in self._operations.items())
+        return len(self._operations), whole
 
     def build(self) -> RunGraph:
         if self._operations:

@@ -33,6 +33,8 @@ _STEPS = 20_000
 """Simulated steps of all workers together."""
 _OFF = 1.25
 """Ratio of the simulated to the measured time from which on the simulation does not describe the run."""
+_WHOLE = 0.9
+"""Share of the operations that must be known of all their ranks."""
 _FEW = 3
 """Updates below which nothing is said."""
 
@@ -100,8 +102,14 @@ def answer(path: Path, changes: list[WhatIf]) -> list[Answer]:
     builder = GraphBuilder(replica)
     for block in read_run(path):
         builder.take(block)
-    if strategy is None and not builder.observed:
+    every, whole = builder.operations
+    if strategy is None and not every:
         raise UsageError(f"{path} has no operations of several ranks, so none depends on another: --what-if needs them")
+    if whole < _WHOLE * every:
+        raise UsageError(
+            f"{every - whole:,} of {every:,} operations of {path} were not recorded by all their ranks, so that what "
+            "depends on what is not known; --what-if needs the traces of all ranks"
+        )
     if isinstance(strategy, AllReduce) and any(change.link != 1.0 for change in changes):
         raise UsageError(
             "in this run the exchange is a part of the update, and not recorded by itself; simulate the link instead: "

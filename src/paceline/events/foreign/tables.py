@@ -119,7 +119,9 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise UsageError(f"{path} is a Parquet file, which needs pyarrow: pip install pyarrow, or give a CSV") from None
+        raise UsageError(
+            f"{path} is a Parquet file, which needs pyarrow: pip install 'paceline[parquet]', or give a CSV"
+        ) from None
     try:
         table = parquet.read_table(path)
     except (OSError, ValueError) as error:

@@ -75,12 +75,12 @@ def read_foreign(paths: Sequence[Path], mapping: Path | None = None) -> ForeignR
     arrivals = Arrivals()
     channels = {event.channel for event in events if isinstance(event, Collective)}
     known = {event.channel for event in events if isinstance(event, Peers)}
-    peers: list[Event] = [Peers(ranks[0], 0.0, channel, ranks) for channel in sorted(channels - known)]
-    events += arrivals.add([*peers, *events])
+    first = min(event.start for event in events)
+    events = [*(Peers(ranks[0], first, channel, ranks) for channel in sorted(channels - known)), *events]
+    events += arrivals.add(events)
     left = arrivals.finish()
     if left:
         notes.append(f"{len(left):,} operations are not in the traces of all their ranks; nobody is blamed for them")
-    first = min(event.start for event in events)
     joins: list[Event] = [Join(rank, first, 0, "", "", OBSERVED, first) for rank in ranks]
     name = files[0].parent.resolve().name if len(files) > 1 else files[0].name
     return ForeignRun([*joins, *sorted(events, key=lambda event: event.start)], notes, name)
