@@ -266,6 +266,7 @@ def test_the_summary_has_the_promised_keys_and_true_numbers(pair: Pair) -> None:
         "pushed_bytes",
         "saved_bytes",
         "refused",
+        "omitted",
         "bubble",
         "workers",
     ]

@@ -23,6 +23,7 @@ from paceline.events import (
     Lost,
     Message,
     Metric,
+    Omitted,
     Pass,
     Peers,
     Pull,
@@ -43,6 +44,7 @@ from paceline.events import (
     read,
     recorder,
 )
+from paceline.events.omitted import OmittedSums
 from paceline.events.recorder import Recorder
 from paceline.events.summary import merge
 from paceline.simulate.cluster import SimulatedCluster
@@ -84,6 +86,9 @@ EVERY_KIND: list[Event] = [
     Metric(0, 4.0, 5, {}),
     Leave(2, 5.0),
     Lost(3, 5.5),
+    Omitted(
+        -1, 6.0, 5.0, 7, {2: OmittedSums({"push": 7}, {"wait": 0.5}, {1: 0.5}, samples=3)}, [(4, 9, 2)], 4.5, 0, {1: 7}
+    ),
 ]
 
 
@@ -264,6 +269,7 @@ SUMMARY: dict[str, Any] = {
     "pushed_bytes": 0,
     "saved_bytes": 0,
     "refused": {},
+    "omitted": 0,
     "bubble": None,
     "workers": {
         "0": {

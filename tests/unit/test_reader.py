@@ -10,7 +10,7 @@ from helpers.summaries import summarise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.events import Compute, Event, Join, Leave, Load, Metric, Push, Update, Wait, decode, reader
+from paceline.events import Compute, Event, Join, Leave, Load, Metric, Push, Update, Wait, decode, ordering, reader
 from paceline.events import summary as merging
 from paceline.events.reader import Reader
 from paceline.events.summary import merge
@@ -242,8 +242,8 @@ def test_merged_streams_are_all_events_in_the_order_of_their_start(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merging, "_BLOCK", size)
-    monkeypatch.setattr(merging, "_AT_ONCE", size // 10)
-    monkeypatch.setattr(merging, "_APART", size)  # with few bytes, most events lie apart and are read one by one
+    monkeypatch.setattr(ordering, "_AT_ONCE", size // 10)
+    monkeypatch.setattr(ordering, "_APART", size)  # with few bytes, most events lie apart and are read one by one
     by_rank = run()
     streams(tmp_path, by_rank)
     merge(tmp_path, 3)

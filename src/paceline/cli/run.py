@@ -153,6 +153,15 @@ def run(
             "--record/--no-record", help="Record events, for reports and the summary.", rich_help_panel=panels.RECORDING
         ),
     ] = True,
+    record_limit: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Size of the recorded events above which they are thinned: some windows of time are recorded, of the "
+            "rest the sums; 'off' for no limit.",
+            rich_help_panel=panels.RECORDING,
+        ),
+    ] = "256MB",
     log: Annotated[
         str | None,
         typer.Option(
@@ -217,6 +226,7 @@ def run(
         "seed": seed,
         "timeout": timeout,
         "grace": grace,
+        "record_limit": record_limit,
     }
     before = None if resume is None else _run_before(resume, engine_class, script)
     if before is not None:

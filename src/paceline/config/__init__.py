@@ -16,7 +16,16 @@ from paceline.config.gradients import (
     parse_servers,
     place_servers,
 )
-from paceline.config.launch import Launch, Place, Profiling, Timeouts, capacity, parse_grace, parse_snapshot
+from paceline.config.launch import (
+    Launch,
+    Place,
+    Profiling,
+    Timeouts,
+    capacity,
+    parse_grace,
+    parse_record_limit,
+    parse_snapshot,
+)
 from paceline.config.model_parallel import (
     Mesh,
     Pipeline,
@@ -68,6 +77,7 @@ __all__ = [
     "parse_compression",
     "parse_correction",
     "parse_grace",
+    "parse_record_limit",
     "parse_servers",
     "parse_slowness",
     "parse_snapshot",

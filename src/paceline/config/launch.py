@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import Annotated, ClassVar
@@ -12,6 +13,8 @@ from paceline.config.checks import DECIMAL
 from paceline.config.slowness import Slowness
 from paceline.errors import UsageError
 
+RECORD_LIMIT = 256_000_000
+"""Bytes of a run's recorded events above which they are thinned, by default."""
 LONGEST = 1e6
 """Seconds: a longer timeout is refused, as the system's calls cannot wait so long."""
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -56,6 +59,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the folder under `runs/`, where the workers create it; it wins over the script's."""
     record: bool = True
     """True if events are recorded."""
+    record_limit: int | None = RECORD_LIMIT
+    """Bytes of recorded events above which they are thinned; None for no limit."""
     loggers: list[str] = []
     """Loggers, where the workers start them; they win over the script's."""
     push_metrics: str | None = None
@@ -107,6 +112,21 @@ def parse_snapshot(text: str) -> float | None:
 def parse_grace(text: str) -> float:
     """Seconds from SIGTERM to a worker until it must have left, from "30s" or "2min"."""
     return _parse_time("--grace", text, "30s or 2min")
+
+
+def parse_record_limit(text: str) -> int | None:
+    """Bytes of recorded events above which they are thinned, from "256MB" or "2GB"; None for "off"."""
+    if text == "off":
+        return None
+    match = re.fullmatch(rf"({DECIMAL})(kB|MB|GB|TB)", text)
+    found = float(match[1]) * {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}[match[3]] if match else 0.0
+    if not _LEAST_RECORD <= found < math.inf:
+        raise UsageError(f"--record-limit is '{text}'; it must be a size of at least 100kB, as 256MB or 2GB, or off")
+    return int(found)
+
+
+_LEAST_RECORD = 1e5
+"""Bytes: below this the sums alone would soon take more."""
 
 
 def _parse_time(option: str, text: str, examples: str) -> float:

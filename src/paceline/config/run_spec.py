@@ -46,6 +46,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     timeouts: Timeouts
     folder: str | None = None
     """Where events are recorded; None if they are not."""
+    record_limit: int | None = None
+    """Bytes of recorded events above which they are thinned; None for no limit."""
     elastic: bool = False
     """True if the run survives the loss of a worker under any policy."""
     optimizers: tuple[OptimizerSpec, ...]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.events.omitted import OmittedSums
+
 
 class _Event(msgspec.Struct, frozen=True, array_like=False, tag_field="event", tag=str.lower, gc=False):
     rank: int
@@ -343,6 +345,28 @@ class Metric(_Event, frozen=True, gc=False):
     """None for a value that is not finite, which JSON cannot express."""
 
 
+class Omitted(_Event, frozen=True, gc=False):
+    """Events of one process that are not recorded, since the record has reached its limit: their sums."""
+
+    seconds: float
+    """Seconds from the start of the first to the end of the last."""
+    events: int
+    sums: dict[int, OmittedSums]
+    """By the rank of the events."""
+    updates: list[tuple[int, int, int]] = []
+    """Successive versions with the same number of gradients in their updates: first, last, gradients."""
+    updated: float = 0.0
+    """Seconds from `start` until the end of the last of these updates."""
+    late: int = 0
+    """Samples of the gradients that were computed after it."""
+    staleness: dict[int, int] = {}
+    """Gradients that these updates used, of omitted pushes, by staleness at their use."""
+    used: int = 0
+    """Samples of those."""
+    trained: list[tuple[int, int, int, int, int]] = []
+    """Samples of those, or passed over: loader, epoch, source, index of the first and index after the last."""
+
+
 Event = (
     Join
     | Leave
@@ -374,6 +398,7 @@ Event = (
     | Peers
     | Collective
     | Metric
+    | Omitted
 )
 
 ACTIVITIES: dict[type, str] = {

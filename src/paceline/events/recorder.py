@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ import msgspec
 
 from paceline.events import Event
 from paceline.events.private import make_private, open_private, unrecorded, write_all
+from paceline.events.thinning import Thinner, level
 
 _INTERVAL = 0.5
 """Seconds between writes, by which a reader of the file can lag."""
@@ -21,12 +23,14 @@ _INTERVAL = 0.5
 class Recorder:
     """Collects events in memory and appends them to `streams/<rank>.jsonl` of a run's folder twice a second."""
 
-    def __init__(self, folder: Path | None, rank: int | str) -> None:
+    def __init__(self, folder: Path | None, rank: int | str, limit: int | None = None) -> None:
+        """limit: bytes of all streams of the folder, above which only a part of the events is recorded; None: none."""
         self._pending: list[Event] = []
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
         self._next = time.perf_counter() + _INTERVAL
-        self._folder = folder
+        self._folder, self._limit = folder, limit
+        self.thinner = Thinner(time.perf_counter())
         self._file: IO[bytes] | None = None
         self.on_flush: Callable[[int], None] = lambda _size: None
         """Called with the size of the file when all events so far are in it."""
@@ -35,13 +39,15 @@ class Recorder:
                 self._open(folder / "streams" / f"{rank}.jsonl")
             except OSError as error:
                 self._stop(error)
+            self._look()
 
     def _open(self, path: Path) -> None:
         make_private(path.parent.parent)
         make_private(path.parent)
-        cut_off = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-        self._file = open_private(path, "ab")
-        if cut_off:  # an earlier process of this rank was killed while it wrote
+        self._file = open_private(path, "a+b")
+        end = self._file.seek(0, os.SEEK_END)
+        if end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
+            # An earlier process of this rank was killed while it wrote.
             write_all(self._file, b"\n")
 
     def _stop(self, error: OSError) -> None:
@@ -59,13 +65,24 @@ class Recorder:
     def add(self, event: Event) -> None:
         if self._file is None:
             return
-        self._pending.append(event)
+        if self.thinner.level:
+            self._pending += self.thinner.add(event)
+        else:
+            self._pending.append(event)
         if event.start > self._next:
             self.flush()
 
     def flush(self) -> None:
+        if self._file is None:
+            return
+        self._write()
+        self._next = time.perf_counter() + _INTERVAL
+        self._look()
+
+    def _write(self) -> None:
         if self._file is None or not self._pending:
             return
+        self._pending += self.thinner.settle()
         encode_into, buffer, line = self._encoder.encode_into, self._buffer, bytearray()
         buffer.clear()
         for event in self._pending:
@@ -77,9 +94,15 @@ class Recorder:
         except OSError as error:
             self._stop(error)
         self._pending.clear()
-        self._next = time.perf_counter() + _INTERVAL
         if self._file is not None:
             self.on_flush(os.fstat(self._file.fileno()).st_size)
+
+    def _look(self) -> None:
+        """Records less where the streams of the run come close to their limit."""
+        if self._limit is None or self._folder is None:
+            return
+        with contextlib.suppress(OSError):  # the folder is gone; the next write says so
+            self.thinner.level = max(self.thinner.level, level(self._folder / "streams", self._limit))
 
     def detach(self) -> None:
         """Forgets all events, in a fork of the process that records them."""
@@ -87,7 +110,8 @@ class Recorder:
         self._close()
 
     def close(self) -> None:
-        self.flush()
+        self._pending += self.thinner.settle()
+        self._write()
         self._close()
 
     def _close(self) -> None:
@@ -99,8 +123,8 @@ class Recorder:
 class ReplicaRecorder(Recorder):
     """Of a server or relay whose workers are replicas of several: a replica's events get its first worker's rank."""
 
-    def __init__(self, folder: Path | None, rank: int | str, each: int) -> None:
-        super().__init__(folder, rank)
+    def __init__(self, folder: Path | None, rank: int | str, each: int, limit: int | None = None) -> None:
+        super().__init__(folder, rank, limit)
         self._each = each
 
     def add(self, event: Event) -> None:
@@ -113,3 +137,8 @@ def folder_of(folder: Path, machine: int) -> Path:
     On other machines than rank 0's it is separate even on shared storage, since their clocks differ.
     """
     return folder if machine == 0 else folder / f"machine-{machine}"
+
+
+def limit_of(limit: int | None, machine: int, machines: int) -> int | None:
+    """The limit of the streams on one machine; those of others are forwarded to the first, so they have a part each."""
+    return limit if limit is None or machine == 0 else limit // machines

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from paceline.events import Compute, Event, Join, Leave, Lost, Metric, Pass, Push, Roster, Setup, Update, Wait
+from paceline.events import Compute, Event, Join, Leave, Lost, Metric, Omitted, Pass, Push, Roster, Setup, Update, Wait
 
 _WINDOW = 2.0
 """Seconds over which the run's own values are averaged."""
@@ -44,6 +44,8 @@ class _Window:
     ages: list[int] = dataclasses.field(default_factory=list)
     waited: float = 0.0
     workers: int = 1
+    whole: bool = True
+    """True if all its events are recorded."""
 
 
 class RunScalars:
@@ -96,6 +98,12 @@ class RunScalars:
             case Update() if not event.skipped:
                 window = self._window(event)
                 window.version = max(window.version, event.version)
+            case Omitted():
+                window = self._window(event)
+                window.version = max([window.version, *(last for _, last, _ in event.updates)])
+                window.whole = False
+                if (begun := self._windows.get(int(event.start // _WINDOW))) is not None:
+                    begun.whole = False
             case Push():
                 self._served = True
                 if event.outcome in ("used", "held"):
@@ -143,6 +151,8 @@ class RunScalars:
 
     def _of(self, window: _Window, newest: int, seconds: float) -> dict[str, float]:
         samples = window.pushed if self._served else window.computed
+        if not window.whole:
+            return {"paceline/updates": newest}
         return {
             "paceline/updates": newest,
             "paceline/updates_per_second": (newest - self._version) / seconds,

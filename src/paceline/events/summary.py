@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import math
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from paceline import events
 from paceline.events.bubbles import Bubble, Bubbles
 from paceline.events.follower import EventFollower
+from paceline.events.omitted import OmittedSums, Ranges
+from paceline.events.ordering import Places, write_ordered
 from paceline.events.private import open_private, unrecorded, write_all, write_private
 from paceline.events.reader import Reader
 
@@ -73,39 +72,19 @@ class Summary(msgspec.Struct, kw_only=True):
     """Bytes saved by compression."""
     refused: dict[str, int] = {}
     """Rejected inputs from the network, by reason."""
+    omitted: int = 0
+    """Events of which only sums are recorded, since the record was thinned; the numbers here count them."""
     bubble: Bubble | None = None
     """None without a pipeline."""
     workers: dict[int, WorkerSummary]
 
 
-_Numbers = npt.NDArray[np.int64]
 _BLOCK = 1 << 20
 """Bytes that are read at once to be merged: their events take twenty times as much memory."""
-_AT_ONCE = 20_000
-"""Events that are written at once."""
-_APART = 32 << 20
-"""Bytes in which the lines of those lie at most, to be read together."""
+_EARLY = 10_000
+"""Versions after the first one seen whose ends are known: more would take memory without bound."""
 _server = WorkerSummary()
 """Takes the counts of servers, which are not summarised."""
-
-
-class _Places:
-    """Where the events of several files are, in 20 bytes each."""
-
-    def __init__(self) -> None:
-        self.starts, self.offsets, self.sizes = array("d"), array("q"), array("i")
-        self.counts: list[int] = []
-        """Events up to the end of each file."""
-
-    def in_order(self) -> Iterator[tuple[_Numbers, _Numbers, _Numbers]]:
-        """File, first and last offset of each event, by its start, some at a time."""
-        if not self.starts:
-            return
-        offsets, sizes = np.frombuffer(self.offsets, np.int64), np.frombuffer(self.sizes, np.int32)
-        order = np.argsort(np.frombuffer(self.starts, np.float64), kind="stable")
-        for first in range(0, len(order), _AT_ONCE):
-            part = order[first : first + _AT_ONCE]
-            yield np.searchsorted(self.counts, part, side="right"), offsets[part], offsets[part] + sizes[part]
 
 
 class Summariser:
@@ -114,7 +93,12 @@ class Summariser:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._workers = {rank: WorkerSummary() for rank in range(world_size)}
-        self._updates: dict[int, float] = {}
+        self._early: dict[int, float] = {}
+        """The end of each of the first versions, one of which is the first update."""
+        self._last_update = -math.inf
+        """The end of the last update."""
+        self._runs: list[tuple[int, int, int]] = []
+        """Successive versions, maybe several times: first, last, gradients in the update of each."""
         self._gradients: tuple[array[float], array[int]] = array("d"), array("q")
         """End time and samples of each gradient."""
         self._used: tuple[array[float], array[int]] = array("d"), array("q")
@@ -131,8 +115,6 @@ class Summariser:
         """By rank, minibatches in its pushes."""
         self._pushed_samples: Counter[int] = Counter()
         """By rank, samples in its pushes."""
-        self._in_updates: dict[int, int] = {}
-        """By version, gradients in its update."""
         self._refused: Counter[str] = Counter()
         self._last: dict[str, tuple[int, float | None]] = {}
         """Rank and last value of each metric; the lead's values replace those of others."""
@@ -140,6 +122,7 @@ class Summariser:
         self._minibatches = self._cancelled = self._dropped = self._bytes = self._saved = 0
         self._first, self._final = float("inf"), float("-inf")
         self._bubbles = Bubbles()
+        self._omitted_events = self._gradients_count = 0
 
     def add(self, event: events.Event) -> None:
         """Adds an event."""
@@ -169,6 +152,8 @@ class Summariser:
                 self._note_metric(event)
             case events.Join():
                 self._strategy = event.strategy
+            case events.Omitted():
+                self._count_omitted(event)
 
     def _note_metric(self, event: events.Metric) -> None:
         for name, value in event.values.items():
@@ -184,12 +169,19 @@ class Summariser:
             if not event.samples:
                 return
         self._minibatches += event.minibatches
+        self._gradients_count += 1
         self._gradients[0].append(end)
         self._gradients[1].append(event.samples)
 
     def _count_update(self, update: events.Update, end: float) -> None:
-        self._updates[update.version] = max(self._updates.get(update.version, 0.0), end)
-        self._in_updates[update.version] = update.workers
+        self._last_update = max(self._last_update, end)
+        if update.version < next(iter(self._early), update.version) + _EARLY:
+            self._early[update.version] = max(self._early.get(update.version, -math.inf), end)
+        first, last, gradients = self._runs[-1] if self._runs else (0, -1, 0)
+        if update.workers != gradients or not first <= update.version <= last + 1:
+            self._runs.append((update.version, update.version, update.workers))
+        elif update.version == last + 1:
+            self._runs[-1] = first, update.version, gradients
         self._lists_pushes |= bool(update.pushes)
         for ticket in update.pushes:
             if ticket in self._pending:
@@ -214,28 +206,67 @@ class Summariser:
         self._used[0].append(end)
         self._used[1].append(push.samples)
 
+    def _count_omitted(self, event: events.Omitted) -> None:
+        """Counts the sums of events that were not recorded; updates and gradients at the end of the last of them."""
+        self._omitted_events += event.events
+        for rank, sums in event.sums.items():
+            if rank >= 0:
+                _add_worker(self._workers.setdefault(rank, WorkerSummary()), sums)
+            self._minibatches += sums.whole
+            self._gradients_count += sums.gradients
+            self._cancelled += sums.events.get("cancel", 0)
+            self._dropped += sums.dropped
+            self._bytes += sums.pushed
+            self._saved += sums.saved
+            if "push" in sums.events:
+                self._pushed[rank] += sums.pushed_minibatches
+                self._pushed_samples[rank] += sums.pushed_samples
+        self._runs += event.updates
+        updated = event.start + event.updated
+        if event.updates:
+            self._last_update = max(self._last_update, updated)
+        self._lists_pushes |= bool(event.staleness)
+        self._ages += Counter(event.staleness)
+        computed = sum(sums.samples for sums in event.sums.values())
+        for (ends, counts), end, samples in (
+            (self._used, updated, event.used),
+            (self._gradients, updated, computed - event.late),
+            (self._gradients, event.start + event.seconds, event.late),
+        ):
+            if samples:
+                ends.append(end)
+                counts.append(samples)
+
+    def _all_updates(self) -> tuple[int, int]:
+        """The number of versions, and of the gradients in their updates."""
+        seen, gradients = Ranges(), 0
+        for first, last, each in self._runs:
+            gradients += each * seen.add(first, last)
+        return seen.count, gradients
+
     def result(self) -> Summary:
         """The summary of the events so far."""
-        times = sorted(self._updates.values())
-        span = times[-1] - times[0] if len(times) > 1 else 0.0
-        gradients = len(self._gradients[0])
+        first, last = min(self._early.values(), default=self._last_update), self._last_update
+        updates, in_updates = self._all_updates()
+        span = last - first if updates > 1 else 0.0
+        gradients = self._gradients_count
         # Where the update is not recorded, or does not tell which gradients it used, a push counts by its outcome.
         alone = [push for push in self._pending.values() if push.outcome == "used" or not self._lists_pushes]
         ages = self._ages + Counter(push.staleness for push in alone)
         if not self._pushed:
             ages = Counter({0: gradients} if gradients else {})
-        workers, minibatches = self._with_unrecorded()
-        inside = sum(push.samples for push in alone if times and times[0] < push.start <= times[-1])
+        workers, minibatches = self._with_unrecorded(in_updates)
+        inside = sum(push.samples for push in alone if first < push.start <= last)
         for end, samples in zip(*(self._used if self._pushed else self._gradients), strict=True):
-            if times and times[0] < end <= times[-1]:
+            if first < end <= last:
                 inside += samples
         return Summary(
             strategy=self._strategy,
             world_size=self._world_size,
             seconds=max(0.0, self._final - self._first),
-            updates=len(times),
+            updates=updates,
             minibatches=minibatches,
-            seconds_per_update=span / (len(times) - 1) if span else None,
+            seconds_per_update=span / (updates - 1) if span else None,
             samples_per_second=inside / span if span else None,
             cancelled=self._cancelled,
             dropped=self._dropped + len(self._pending) - len(alone),  # with its group, or held when the run ended
@@ -245,10 +276,11 @@ class Summariser:
             refused=dict(self._refused),
             bubble=self._bubbles.result(self._strategy),
             last={name: value for name, (_, value) in self._last.items()},
+            omitted=self._omitted_events,
             workers=workers,
         )
 
-    def _with_unrecorded(self) -> tuple[dict[int, WorkerSummary], int]:
+    def _with_unrecorded(self, in_updates: int) -> tuple[dict[int, WorkerSummary], int]:
         """The workers and the number of all minibatches, with what a worker had not recorded when it was killed.
 
         A server knows each worker's; without one, an update knows how many gradients were in it.
@@ -261,7 +293,17 @@ class Summariser:
                 worker, minibatches=worker.minibatches + unrecorded, samples=samples
             )
             total += unrecorded
-        return workers, max(total, sum(self._in_updates.values()))
+        return workers, max(total, in_updates)
+
+
+def _add_worker(worker: WorkerSummary, sums: OmittedSums) -> None:
+    seconds = sums.seconds
+    worker.computing += seconds.get("compute", 0.0) + seconds.get("pass", 0.0)
+    worker.loading += seconds.get("load", 0.0)
+    worker.waiting += seconds.get("wait", 0.0)
+    worker.communicating += seconds.get("reduce", 0.0) + seconds.get("pull", 0.0) + seconds.get("update", 0.0)
+    worker.minibatches += sums.minibatches
+    worker.samples += sums.samples
 
 
 def merge(folder: Path, world_size: int, say: Callable[[str], None] | None = None) -> Summary:
@@ -273,7 +315,7 @@ def merge(folder: Path, world_size: int, say: Callable[[str], None] | None = Non
     with contextlib.suppress(OSError):  # which is said when the events are written
         streams += _waits(folder)
     summariser = Summariser(world_size)
-    places = _Places()
+    places = Places()
     for path in streams:
         reader = Reader(path)
         for block in reader.all(_BLOCK):
@@ -286,7 +328,7 @@ def merge(folder: Path, world_size: int, say: Callable[[str], None] | None = Non
     summary = summariser.result()
     partial = folder / ".events.jsonl"
     try:
-        _write_ordered(partial, streams, places)
+        write_ordered(partial, streams, places)
         partial.replace(folder / "events.jsonl")
         write_private(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         for path in streams:
@@ -319,33 +361,3 @@ def _waits(folder: Path) -> list[Path]:
 
 def _print(sentence: str) -> None:
     print(f"paceline: {sentence}", file=sys.stderr, flush=True)
-
-
-def _write_ordered(target: Path, streams: list[Path], places: _Places) -> None:
-    """Writes the events of all streams by their start."""
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(path.open("rb", buffering=0)) for path in streams]
-        out = stack.enter_context(open_private(target, "wb"))
-        for part in places.in_order():
-            write_all(out, b"".join(_lines(files, *part)))
-
-
-def _lines(files: Sequence[IO[bytes]], numbers: _Numbers, offsets: _Numbers, ends: _Numbers) -> list[bytes]:
-    """The lines of some events: of each file its number, first and last offset.
-
-    The events of a file are nearly in order, so those of a short time lie together: one read per file gets them.
-    """
-    lines = [b""] * len(numbers)
-    for number in np.unique(numbers).tolist():
-        mine = np.flatnonzero(numbers == number)
-        first, last = int(offsets[mine].min()), int(ends[mine].max())
-        if last - first > _APART:  # the clock of an earlier start, say
-            spans = zip(mine.tolist(), offsets[mine].tolist(), ends[mine].tolist(), strict=True)
-            for place, begin, end in spans:
-                lines[place] = os.pread(files[number].fileno(), end - begin, begin)
-            continue
-        data = os.pread(files[number].fileno(), last - first, first)
-        begins, stops = (offsets[mine] - first).tolist(), (ends[mine] - first).tolist()
-        for place, begin, end in zip(mine.tolist(), begins, stops, strict=True):
-            lines[place] = data[begin:end]
-    return lines

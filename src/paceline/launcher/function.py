@@ -61,6 +61,7 @@ def launch(
     timeout: float = 300.0,
     grace: str = "30s",
     record: bool = True,
+    record_limit: str = "256MB",
     live: bool = False,
     quiet: bool = False,
 ) -> T:
@@ -78,6 +79,7 @@ def launch(
     all_output: show the output of all workers, not only of rank 0.
     timeout: seconds to wait for a worker before giving up.
     grace: the time that workers have to leave after SIGTERM to this process.
+    record_limit: size of the recorded events above which they are thinned.
     quiet: show no progress and no report.
     """
     __tracebackhide__ = True  # of IPython: the error is the function's
@@ -96,6 +98,7 @@ def launch(
             timeout=timeout,
             grace=grace,
             record=record,
+            record_limit=record_limit,
         )
         with contextlib.ExitStack() as stack:
             memory = stack.enter_context(contextlib.closing(CallMemory(function, arguments, workers)))

@@ -17,6 +17,7 @@ from paceline.config import (
     parse_compression,
     parse_correction,
     parse_grace,
+    parse_record_limit,
     parse_servers,
     parse_slowness,
     parse_snapshot,
@@ -48,6 +49,7 @@ class RunOptions:
     grace: str = "30s"
     """The time from SIGTERM to a worker until it must have left."""
     record: bool = True
+    record_limit: str = "256MB"
     snapshot: str | None = None
     """The time between snapshots, or "off"; None for that of a named run, or of one without a name."""
     logging: Logging = dataclasses.field(default_factory=Logging)
@@ -103,6 +105,7 @@ class RunOptions:
             folder=folder,
             name=name,
             record=self.record,
+            record_limit=parse_record_limit(self.record_limit),
             loggers=self.logging.loggers if detected else [],
             push_metrics=self.logging.push_metrics if detected else None,
             servers=self.servers,
@@ -133,6 +136,7 @@ class RunOptions:
             "cores": len(os.sched_getaffinity(0)),
             "timeout": self.timeout,
             "grace": self.grace,
+            "record_limit": self.record_limit,
             "snapshot": self.snapshot,
             "log": self.logging.loggers,
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -13,7 +13,7 @@ from typing import IO
 import msgspec
 
 from paceline.config.units import duration
-from paceline.events import Compute, Event, Leave, Metric, Pass, Update, decode
+from paceline.events import Compute, Event, Leave, Metric, Omitted, Pass, Update, decode
 from paceline.events.private import open_private, unrecorded, write_all
 from paceline.events.summary import Summary
 from paceline.launcher.line_display import LineDisplay, line_display
@@ -171,13 +171,14 @@ class Progress:
             for event in events:
                 if isinstance(event, Update):
                     update = max(update, event.version)
+                elif isinstance(event, Omitted):
+                    update = max([update, *(last for _, last, _ in event.updates)])
                 elif isinstance(event, Metric) and rank == 0:
                     metrics = " · ".join(f"{name} {shown(value)}" for name, value in event.values.items())
             if rank < 0:  # the server's
                 continue
-            computed = [event for event in events if isinstance(event, Compute | Pass)]
-            busy = sum(event.seconds for event in computed)
-            done = sum(event.samples for event in computed)
+            computed = [event for event in events if isinstance(event, Compute | Pass | Omitted)]
+            busy, done = map(sum, zip(*((0.0, 0), *map(_computed, computed)), strict=True))
             span = computed[-1].start + computed[-1].seconds - computed[0].start if computed else 0.0
             workers.append((rank, done, busy, span))
         if not update:
@@ -191,6 +192,14 @@ class Progress:
             what = "pace"
         parts = [f"update {update}", metrics, f"{samples:,.0f} samples/s", f"{what} {'  '.join(each)}"]
         return " · ".join(part for part in parts if part)
+
+
+def _computed(event: Compute | Pass | Omitted) -> tuple[float, int]:
+    """Seconds of computing, and samples."""
+    if not isinstance(event, Omitted):
+        return event.seconds, event.samples
+    seconds = sum(sums.seconds.get(kind, 0.0) for sums in event.sums.values() for kind in ("compute", "pass"))
+    return seconds, sum(sums.samples for sums in event.sums.values())
 
 
 def shown(value: float | None) -> str:

@@ -28,6 +28,7 @@ _OPTIONS = (
     "seed",
     "timeout",
     "grace",
+    "record_limit",
 )
 """Options of a run that one which goes on from it has, too, unless others are given."""
 

@@ -17,7 +17,7 @@ import msgspec
 
 from paceline import events
 from paceline.events.forwarding import FIRST_MACHINE
-from paceline.events.recorder import ReplicaRecorder, folder_of
+from paceline.events.recorder import ReplicaRecorder, folder_of, limit_of
 from paceline.relay.chunks import ChunkMap, GradientUpload, cut
 from paceline.relay.messages import Chunk, Fetch, RelayConfig, Span, TransferDone, TransferEnd
 from paceline.server.memory import RunMemory
@@ -69,7 +69,8 @@ class TransferManager:
         self._rest_spans = cut([(0, memory.buffers.size)])
         me = config.machine
         folder = None if config.spec.folder is None else folder_of(Path(config.spec.folder), me)
-        self.recorder = ReplicaRecorder(folder, f"relay-{me}", config.spec.replica)
+        limit = limit_of(config.spec.record_limit, me, len(config.spec.machines))
+        self.recorder = ReplicaRecorder(folder, f"relay-{me}", config.spec.replica, limit)
         machines = sorted(set(config.spec.servers))
         self._owners = [machine for machine in machines if machine != me]
         """Other machines that have servers."""

@@ -10,8 +10,22 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.events import Event, Join, Leave, Lost, Message, Metric, Pass, Recovery, Setup, Stages
+from paceline.events import (
+    ACTIVITIES,
+    Event,
+    Join,
+    Leave,
+    Lost,
+    Message,
+    Metric,
+    Omitted,
+    Pass,
+    Recovery,
+    Setup,
+    Stages,
+)
 from paceline.events.bubbles import Bubbles
+from paceline.events.omitted import OmittedSums, Ranges
 from paceline.report.attribution import WaitAttribution
 from paceline.report.buckets import Buckets
 from paceline.report.detail import Detail
@@ -37,6 +51,8 @@ _FINE = math.log(1.02)
 _BINS = 1500
 _POINTS = 2000
 """The most points of a metric's curve."""
+_KIND_OF = {kind.__name__.lower(): KINDS.index(activity) for kind, activity in ACTIVITIES.items()}
+"""By kind of event, in the sums of omitted ones: its activity."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -160,9 +176,12 @@ class RunAggregate:
         """The time at which the first worker joined."""
         self.first, self.last = math.inf, -math.inf
         """The start of training, and its end as far as counted."""
-        self.updates = 0
+        self.omitted = 0
+        """Events of which only sums were recorded."""
+        self._versions = Ranges()
+        """Of the updates that are counted."""
         self._newest = -1
-        """The newest counted version, if all workers make the same updates."""
+        """The newest counted version of a recorded update, if all workers make the same updates."""
         self._first_update: tuple[int, float] = (-1, math.inf)
         """Version and moment."""
         self._last_update = -math.inf
@@ -171,6 +190,12 @@ class RunAggregate:
         self.bubbles = Bubbles()
         self._pending = np.zeros(0, ROW)
         self._pushes = np.zeros(0, PUSH)
+        self._sums: list[Omitted] = []
+        """Those that are not counted so far."""
+
+    @property
+    def updates(self) -> int:
+        return self._versions.count
 
     def feed(self, events: Sequence[Event]) -> None:
         """Adds events, in any order."""
@@ -200,6 +225,7 @@ class RunAggregate:
             self.bubbles.add(one)
         for cut in groups.get(Stages, ()):
             self.bubbles.add_cut(cut)
+        self._sums += groups.get(Omitted, ())
         rows, pushes = rows_of(groups), pushes_of(groups)
         for rank in np.unique(rows["rank"]):
             self._note_activity(self.tallies[int(rank)], rows[rows["rank"] == rank])
@@ -236,6 +262,9 @@ class RunAggregate:
             self._count(int(rank), rows[rows["rank"] == rank])
         self._count_pushes(pushes)
         self._count_updates(rows, pushes)
+        for one in [one for one in self._sums if one.start < until]:
+            self._count_omitted(one)
+        self._sums = [one for one in self._sums if one.start >= until]
         self.blame.add(rows, until)
         self.steps.add(rows)
         self.detail.add(rows, pushes)
@@ -279,7 +308,9 @@ class RunAggregate:
         # If all workers make the same update, the first one counts; the version exists when the last one is done.
         counted = self._each_once(updates)
         moments = ends(counted)
-        self.updates += len(moments)
+        runs = np.split(counted["version"], np.flatnonzero(np.diff(counted["version"]) != 1) + 1)
+        for run in runs if len(counted) else ():
+            self._versions.add(int(run[0]), int(run[-1]))
         self.buckets.add_points(("updates",), moments, np.ones(len(moments)))
         if len(counted):
             self._span(counted if counted["rank"][0] < 0 else updates)
@@ -290,6 +321,58 @@ class RunAggregate:
         ):
             samples.add(when, many, *self.update_span)
             self.buckets.add_points(samples.key, when, many)
+
+    def _count_omitted(self, one: Omitted) -> None:
+        """Adds the sums of events that were not recorded, evenly over their time."""
+        assert self.buckets is not None
+        self.omitted += one.events
+        end, updated = one.start + one.seconds, one.start + one.updated
+        self.first, self.last = min(self.first, one.start), max(self.last, end)
+        for rank, sums in one.sums.items():
+            self._add_sums(rank, sums, one)
+            for on, seconds in sums.waits.items():
+                self.blame.add_unexplained(on, seconds)
+        if one.rank >= 0:
+            self.steps.interrupt(one.rank, one.start, end)
+        new = sum(self._versions.add(first, last) for first, last, _ in one.updates)
+        self.buckets.spread(("updates",), one.start, one.seconds, new)
+        if one.updates:
+            if self._first_update[1] == math.inf:
+                self._first_update = one.updates[0][0], updated
+            self._last_update = max(self._last_update, updated)
+        for age, count in one.staleness.items():
+            self.staleness[age] += count
+        computed = sum(sums.samples for sums in one.sums.values())
+        for samples, moment, many in (
+            (self._computed, updated, computed - one.late),
+            (self._computed, end, one.late),
+            (self._pushed, updated, one.used),
+        ):
+            if many:
+                samples.add(np.array([moment]), np.array([float(many)]), *self.update_span)
+                self.buckets.spread(samples.key, one.start, one.seconds, many)
+
+    def _add_sums(self, rank: int, sums: OmittedSums, one: Omitted) -> None:
+        assert self.buckets is not None
+        tally = self.tallies[rank]
+        tally.heard = max(tally.heard, one.start + one.seconds)
+        for kind, seconds in sums.seconds.items():
+            if kind in _KIND_OF:
+                tally.seconds[_KIND_OF[kind]] += seconds
+                self.buckets.spread((rank, _KIND_OF[kind]), one.start, one.seconds, seconds)
+        tally.forward += sums.forward
+        tally.slowed += sums.slowed
+        tally.minibatches += sums.minibatches
+        tally.samples += sums.samples
+        tally.longest = max(tally.longest, sums.longest)
+        tally.cancelled += sums.events.get("cancel", 0)
+        tally.updates += sums.events.get("update", 0)
+        tally.read += sums.read
+        tally.sent += sums.sent
+        tally.pushed += sums.pushed
+        tally.saved += sums.saved
+        tally.version = max(tally.version, sums.version)
+        self.served = self.served or "push" in sums.events
 
     def _each_once(self, updates: Rows) -> Rows:
         """One row per version: the first worker's or, if that is gone, the lowest remaining rank's."""

@@ -43,10 +43,23 @@ class WaitAttribution:
     def __init__(self) -> None:
         self.seconds: defaultdict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(CAUSES, 0.0))
         """By the worker that was waited for, and by cause."""
+        self._unexplained: defaultdict[int, float] = defaultdict(float)
         self._open = np.zeros(0, ROW)
         """Waits that are not attributed, because not all events until their end have arrived."""
         self._known = np.zeros(0, ROW)
         """Activities of workers that an open or later wait may need."""
+
+    def add_unexplained(self, on: int, seconds: float) -> None:
+        """Adds waits of which only the sum was recorded: their causes are taken to be those of the others."""
+        self._unexplained[on] += seconds
+
+    def causes(self, on: int) -> dict[str, float]:
+        """Seconds for which this worker was waited for, by cause."""
+        known = self.seconds.get(on, dict.fromkeys(CAUSES, 0.0))
+        more, total = self._unexplained.get(on, 0.0), sum(known.values())
+        if not total:
+            return {**known, "elsewhere": more}
+        return {cause: seconds * (1 + more / total) for cause, seconds in known.items()}
 
     def add(self, rows: Rows, until: float) -> None:
         """Adds rows; no later row begins before `until`."""

@@ -42,6 +42,14 @@ class Buckets:
         index = np.clip(((moments - self.start) / self.width).astype(int), 0, MOST - 1)
         np.add.at(self._series[key], index, amounts)
 
+    def spread(self, key: tuple[object, ...], start: float, seconds: float, amount: float) -> None:
+        """Adds an amount evenly to the buckets that a span overlaps."""
+        seconds = max(seconds, 1e-9)
+        self._reach(start, start + seconds)
+        low, high = self._index(start), self._index(start + seconds)
+        edges: Numbers = self.start + self.width * np.arange(low, high + 2, dtype=np.float64)
+        self._series[key][low : high + 1] += amount / seconds * np.diff(np.clip(edges, start, start + seconds))
+
     def get(self, key: tuple[object, ...], count: int) -> list[float]:
         """The first `count` sums."""
         series = self._series.get(key)

@@ -64,7 +64,7 @@ def facts(
         "name": name,
         "strategy": run.strategy or config.get("strategy"),
         "config": config,
-        "notes": [*notes, *_recoveries(run)],
+        "notes": [*notes, *_recoveries(run), *_thinned(run)],
         "started": None if run.wall is None or not trained else run.wall + run.first,
         "startup": max(0.0, run.first - run.joined) if trained and run.joined < run.first else None,
         "starting": None if trained else _starting(run, config.get("workers")),
@@ -139,6 +139,16 @@ def _recoveries(run: RunAggregate) -> list[str]:
     return [f"a killed server came back and went on where it was: {some}"]
 
 
+def _thinned(run: RunAggregate) -> list[str]:
+    """A sentence about events that were not recorded, if there are any."""
+    if not run.omitted:
+        return []
+    return [
+        f"the record is thinned (--record-limit): {run.omitted:,} events are in sums only; totals count all of them, "
+        "the zoomed timeline, step lengths and causes show the others"
+    ]
+
+
 def headline(facts: dict[str, Any]) -> list[str]:
     """The few numbers that say how fast a run was."""
     words = [f"{facts['updates']:,} updates"]
@@ -156,7 +166,7 @@ def _worker(run: RunAggregate, rank: int, span: float) -> dict[str, Any]:
     seconds = {kind: float(tally.seconds[number]) for number, kind in enumerate(KINDS)}
     seconds["elsewhere"] = max(0.0, span - sum(seconds.values()))
     steps = max(1, tally.minibatches)
-    causes = run.blame.seconds.get(rank, dict.fromkeys(CAUSES, 0.0))
+    causes = run.blame.causes(rank)
     backward = max(0.0, seconds["computing"] - tally.forward - tally.slowed)
     return {
         "rank": rank,

@@ -101,8 +101,14 @@ class StepTimes:
         """By worker, arrays with a row per step: its start, then the seconds of its parts."""
         self._dropped: defaultdict[int, int] = defaultdict(int)
         self._kept: defaultdict[int, int] = defaultdict(int)
+        self._gaps: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        """By worker, spans whose events were not recorded."""
         self._passes = False
         """True if steps are made of passes of microbatches, between which there are gaps by design."""
+
+    def interrupt(self, rank: int, start: float, end: float) -> None:
+        """Leaves out the steps that reach into a span whose events were not recorded."""
+        self._gaps[rank].append((start, end))
 
     def add(self, rows: Rows) -> None:
         """Adds rows in the order of their starts."""
@@ -140,7 +146,12 @@ class StepTimes:
         known = steps[:, 1:].sum(axis=1) + away
         steps[:, 1 + PARTS.index("elsewhere")] = np.maximum(0.0, finish - start - known)
         self._last_end[rank] = float(finish[-1])
-        self._keep(rank, steps)
+        if self._gaps[rank]:
+            begins, stops = np.array(sorted(self._gaps[rank])).T
+            place = np.searchsorted(stops, start, "right")
+            steps = steps[~((place < len(begins)) & (begins[np.minimum(place, len(begins) - 1)] < finish))]
+        if len(steps):
+            self._keep(rank, steps)
 
     def _keep(self, rank: int, steps: NDArray[np.float64]) -> None:
         self._steps[rank].append(steps)

@@ -30,6 +30,7 @@ from paceline.server.comparison import PushComparison
 from paceline.server.flags import SharedFlags
 from paceline.server.freezing import Freezing
 from paceline.server.journal import Entry, EntryKind, Journal
+from paceline.server.journaled_recorder import JournaledRecorder
 from paceline.server.leases import LeaseService
 from paceline.server.marking import VersionMarking
 from paceline.server.memory import RunMemory
@@ -148,7 +149,7 @@ class Coordinator:
             (self._hyperparameters, Hyperparameters.STATE),
             (self._sessions, ("pool",)),
             (self._shards, ("operations",)),
-            (self._recorder, ("count",)),
+            (self._recorder, JournaledRecorder.STATE),
         ]
 
     @property

@@ -174,13 +174,15 @@ def _serve_again(listener: Listener, memory: RunMemory, say: Callable[[str], Non
     present = {session.rank: session for session in sessions}
     coordinator = Coordinator(spec, present, shards, memory, listener, text, say, journal, recorder)
     restore(coordinator, state)
+    recorder.resume()
     coordinator.known[1].extend(rebuilt(one, journal, memory.descriptors) for one in state.pending)
     _coordinate(coordinator, shards, memory)
 
 
 def _recorder(spec: RunSpec) -> Recorder:
     folder = None if spec.folder is None else Path(spec.folder)
-    return Recorder(folder, -1) if spec.replica == 1 else ReplicaRecorder(folder, -1, spec.replica)
+    limit = spec.record_limit
+    return Recorder(folder, -1, limit) if spec.replica == 1 else ReplicaRecorder(folder, -1, spec.replica, limit)
 
 
 def _coordinate(coordinator: Coordinator, shards: ShardSet, memory: RunMemory) -> None:

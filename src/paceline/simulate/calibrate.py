@@ -43,6 +43,8 @@ class Calibration:
     """Persistently slower or faster workers, by rank, with the factor on their steps."""
     jitter: float
     """The standard deviation of a worker's steps, as a share of their mean."""
+    omitted: int = 0
+    """Events of which the run has recorded only sums."""
     gradients: float = 1.0
     """Mean gradients per update."""
     staleness: float = 0.0
@@ -55,10 +57,11 @@ class Calibration:
         """One sentence for people."""
         cluster = self.cluster
         uneven = ", ".join(f"worker {rank} × {factor:g}" for rank, factor in self.uneven.items())
+        thinned = f" (the record is thinned: {self.omitted:,} events are in sums only)" if self.omitted else ""
         return (
-            f"learned from {self.updates} updates of {cluster.workers} workers under {self.strategy}: a step takes "
-            f"{cluster.compute.mean():.3g} s (jitter {self.jitter:.0%}); persistently uneven: {uneven or 'none'}; "
-            f"a message {cluster.link.latency:.2g} s, an update {cluster.update_seconds:.2g} s"
+            f"learned from {self.updates} updates{thinned} of {cluster.workers} workers under {self.strategy}: a step "
+            f"takes {cluster.compute.mean():.3g} s (jitter {self.jitter:.0%}); persistently uneven: {uneven or 'none'}"
+            f"; a message {cluster.link.latency:.2g} s, an update {cluster.update_seconds:.2g} s"
         )
 
     @property
@@ -72,6 +75,7 @@ class Calibration:
             "latency": self.cluster.link.latency,
             "update_seconds": self.cluster.update_seconds,
             "size": self.cluster.size,
+            "omitted": self.omitted,
             "measured_seconds_per_update": self.seconds_per_update,
         }
 
@@ -139,12 +143,12 @@ def calibrate(path: Path, change: Callable[[Mapping[int, RecordedSteps]], None] 
         if seen.served
         else seen.exchange(),
     )
-    moments = np.sort([end for _, end in seen.updates.values()])
     return Calibration(
         cluster=cluster,
         strategy=seen.strategy,
-        updates=len(moments),
-        seconds_per_update=float((moments[-1] - moments[0]) / (len(moments) - 1)) if len(moments) > 1 else math.nan,
+        updates=len(seen.updates),
+        omitted=seen.omitted,
+        seconds_per_update=seen.seconds_per_update,
         losses=seen.losses(),
         uneven={rank: round(factor, 3) for rank, factor in enumerate(factors) if factor != 1.0},
         jitter=jitter,

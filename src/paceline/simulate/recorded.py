@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline import events
+from paceline.events.omitted import Ranges
 from paceline.simulate.cluster import Cores
 from paceline.simulate.core_sharing import CoreShortage
 
@@ -118,6 +120,11 @@ class Recording:
         """Start and end of the update that made each version."""
         self._metrics: list[events.Metric] = []
         self.strategy = ""
+        self.omitted = 0
+        """Events of which only sums were recorded."""
+        self._versions = Ranges()
+        self._last = -math.inf
+        """The end of the last update, recorded or not."""
         self.size = 0
         self.gradients: list[int] = []
         self.ages: list[int] = []
@@ -148,28 +155,42 @@ class Recording:
                         self.ages.append(event.staleness)
                 case events.Update():
                     if event.rank <= 0:
+                        self._versions.add(event.version, event.version)
+                        self._last = max(self._last, _end(event))
                         self.updates[event.version] = (event.start, event.start + event.seconds)
                         self.gradients.append(event.workers)
                     if event.rank >= 0:
                         self._by_rank[event.rank].append(event)
                 case events.Metric():
                     self._metrics.append(event)
+                case events.Omitted():
+                    self.omitted += event.events
+                    for first, last, _ in event.updates if event.rank <= 0 else ():
+                        self._versions.add(first, last)
+                        self._last = max(self._last, event.start + event.updated)
+                    if event.rank >= 0:
+                        self._by_rank[event.rank].append(event)
                 case events.Join():
                     self.strategy = event.strategy
+
+    @property
+    def seconds_per_update(self) -> float:
+        """Mean seconds from the first update to the last, those that were not recorded included."""
+        first = min(end for _, end in self.updates.values())
+        return (self._last - first) / (self._versions.count - 1) if self._versions.count > 1 else math.nan
 
     def workers(self) -> dict[int, RecordedSteps]:
         """The steps of each worker, by rank."""
         return {rank: self._steps(rank) for rank in sorted(self._by_rank)}
 
     def _steps(self, rank: int) -> RecordedSteps:
-        found = RecordedSteps()
-        ready = math.nan
-        loaded = 0.0
+        found, loaded = RecordedSteps(), 0.0
+        ready: float | None = None
         free: float | None = None
         gaps: list[float] = []
         pieces: list[events.Compute] = []
         """Of a step that is not over: between them the worker waited for others."""
-        pushes = iter(sorted(self._pushes.get(rank, ())))
+        pushes = sorted(self._pushes.get(rank, ()))
         for event in sorted(self._by_rank[rank], key=_end):
             match event:
                 case events.Load():
@@ -196,14 +217,17 @@ class Recording:
                     found.begun.append(event.start - loaded)
                     loaded, free = 0.0, None
                 case events.Wait() | events.Pull() if self.served:
-                    arrived = next((moment for moment in pushes if moment >= ready), None)
                     end = free = _end(event)
-                    if arrived is None:
+                    if ready is None or (arrived := _first_between(pushes, ready, end)) is None:
                         continue
                     found.up.append(arrived - ready)
+                    ready = None
                     # The update that released it: the last one before.
                     released = max(arrived, self._last_update(end)) if isinstance(event, events.Wait) else arrived
                     found.down.append(max(0.0, end - released))
+                case events.Omitted():
+                    ready, loaded, free = None, 0.0, None
+                    pieces.clear()
                 case events.Update():
                     free = _end(event)
                     # Further gradients of the same minibatch are steps of their own.
@@ -241,6 +265,12 @@ class Recording:
             if values:
                 return sorted(values)
         return []
+
+
+def _first_between(moments: Sequence[float], begin: float, end: float) -> float | None:
+    """The first of these moments, which are in order, in a span; None if it is not recorded."""
+    place = bisect_left(moments, begin)
+    return moments[place] if place < len(moments) and moments[place] <= end else None
 
 
 def _end(event: events.Event) -> float:

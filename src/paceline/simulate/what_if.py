@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.config import AllReduce, Mesh, Pipeline, Strategy, parse_strategy
 from paceline.errors import UsageError, names
-from paceline.events import OBSERVED, Join
+from paceline.events import OBSERVED, Join, Omitted
 from paceline.events.reader import read_run
 from paceline.policies import Policy
 from paceline.simulate.calibrate import calibrate
@@ -101,6 +101,11 @@ def answer(path: Path, changes: list[WhatIf]) -> list[Answer]:
         return _simulated(path, strategy, changes)
     builder = GraphBuilder(replica)
     for block in read_run(path):
+        if any(isinstance(event, Omitted) for event in block):
+            raise UsageError(
+                f"the record of {path} is thinned, so what depends on what is not known: --what-if needs a run with "
+                "--record-limit off"
+            )
         builder.take(block)
     every, whole = builder.operations
     if strategy is None and not every:

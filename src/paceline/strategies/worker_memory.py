@@ -48,6 +48,7 @@ def describe_run(
         servers=tuple(place_servers(servers, [list(ranks) for ranks in machines])),
         timeouts=context.members.barrier.timeouts,
         folder=str(context.folder) if context.recorder.on else None,
+        record_limit=context.launch.record_limit,
         optimizers=describe_optimizers(optimizer),
         parameters=describe_parameters(*parameters),
         strategy=str(policy),

@@ -32,7 +32,7 @@ from paceline.config import (
 )
 from paceline.errors import UsageError
 from paceline.events import Join, Leave
-from paceline.events.recorder import Recorder, folder_of
+from paceline.events.recorder import Recorder, folder_of, limit_of
 from paceline.events.stopwatch import Stopwatch
 from paceline.events.summary import merge
 from paceline.observation import observer
@@ -73,7 +73,8 @@ class Worker:
             preemption.arm(self.rank, launch.grace)
         if self.size > 1:
             keep_freed_memory()
-        self.recorder = Recorder(self._streams_folder() if launch.record else None, self.rank)
+        limit = limit_of(launch.record_limit, self.members.machine, len(self.members.machines))
+        self.recorder = Recorder(self._streams_folder() if launch.record else None, self.rank, limit)
         self._logging.start()
         self.stopwatch = Stopwatch(self.recorder, self.rank, launch.slow.get(self.rank), launch.seed)
         where = (socket.gethostname(), str(self.device), str(strategy))
