@@ -221,6 +221,20 @@ def struck(team: Team, victim: int, epochs: int) -> tuple[str, str, tuple[int, .
     return "", "", ()
 
 
+def dies(team: Team, victim: int) -> None:
+    """One worker dies in its third step."""
+    model: Any = made("small")
+    loader: Any = DataLoader(words(), batch_size=10)
+    model, optimizer, loader = team.setup(model, adam(model), loader)
+    for step, (x, y) in enumerate(loader):
+        loss = score(model(x), y)
+        if step == 2 and team.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class _Nap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from helpers.hosts import Host, hosts
 from helpers.huggingface import gpt2, samples
 from helpers.machines import Spread
-from helpers.split_models import MODELS, adam, apart, launched, learned, made, same_values, score, train, words
+from helpers.split_models import MODELS, adam, apart, dies, launched, learned, made, same_values, score, train, words
 from helpers.teams import run_spread
 from torch.utils.data import DataLoader
 
@@ -209,36 +207,9 @@ def test_a_worker_has_its_parts_and_a_closed_teams_model_is_whole(places: str, s
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def dies(team: Team, victim: int) -> None:
-    """One worker dies in its third step."""
-    model: Any = made("small")
-    loader: Any = DataLoader(words(), batch_size=10)
-    model, optimizer, loader = team.setup(model, adam(model), loader)
-    for step, (x, y) in enumerate(loader):
-        loss = score(model(x), y)
-        if step == 2 and team.rank == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_that_dies_is_named_on_all_machines(victim: int) -> None:
     launch = launched("tensor:degree=3")
     for rank, text in enumerate(run_spread(dies, "aab", victim, launch=launch, may_die=range(3))):
         if rank != victim:
             assert f"WorkerLost: rank {victim} " in text, text
-
-
-def splits(team: Team) -> str:
-    try:
-        train(team, "small", 1)
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def test_several_replicas_of_which_one_would_be_on_two_machines_are_refused() -> None:
-    for text in run_spread(splits, "aabc", launch=launched("mesh:data=2,tensor=2")):
-        assert "each must be inside a machine" in text

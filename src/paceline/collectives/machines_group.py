@@ -95,13 +95,16 @@ class _GroupPart(MachinesGroup):
 
     def __init__(self, whole: MachinesGroup, ranks: Sequence[int]) -> None:
         assert isinstance(whole.mailbox, MachinesMailbox)
-        self._whole, self._members = whole, whole._members
+        self._whole, self._members, self._ranks = whole, whole._members, ranks
         self.local, self.control, self.network = whole.local, whole.control, whole.network
         self.rank, self.size = ranks.index(whole.rank), len(ranks)
         self.mailbox = MailboxPart(whole.mailbox, ranks)
 
     def measure_links(self) -> LinkMatrix:
         return self._whole.measure_links()
+
+    def part(self, ranks: Sequence[int]) -> MachinesGroup:
+        return self._whole.part([self._ranks[rank] for rank in ranks])
 
     def close(self) -> None:
         """The whole group is left by its owner."""

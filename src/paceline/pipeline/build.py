@@ -145,11 +145,11 @@ def _agree_on_bounds(
     links: between machines, if there are several; memories: bytes that each worker can have.
     """
     answer: dict[str, Any] = {}
-    if context.rank == 0:
+    spec = context.spec
+    stages = StageAssignment.from_spec(spec).workers
+    devices = _slowest(context.gather_firsts(msgspec.msgpack.encode(_devices(stages, context, links, memories))))
+    if context.decides:
         try:
-            spec = context.spec
-            stages = StageAssignment.from_spec(spec).workers
-            devices = _devices(stages, context, links, memories)
             with context.measurable(traced):
                 profile = model_profile(traced, model, args, kwargs, spec.microbatches, spec.norm)
             found = _cut(profile.problem(len(stages)), devices, context)
@@ -159,7 +159,7 @@ def _agree_on_bounds(
             _say_if_link_bound(found, devices, stages, context)
         except UsageError as caught:
             answer["error"] = str(caught)
-    agreed: dict[str, Any] = msgspec.json.decode(context.members.gather(msgspec.json.encode(answer))[0])
+    agreed: dict[str, Any] = msgspec.json.decode(context.gather_firsts(msgspec.json.encode(answer))[0])
     if "error" in agreed:
         raise UsageError(agreed["error"])
     traced.mixes_samples = agreed["mixes"]
@@ -242,6 +242,21 @@ def _devices(
             device = msgspec.structs.replace(device, bandwidth=bandwidth, latency=latency)
         found.append(device)
     return found
+
+
+def _slowest(payloads: Sequence[bytes]) -> list[Device]:
+    """The devices of stages that several replicas have, each as slow and small as the slowest and smallest of them."""
+    replicas = [msgspec.msgpack.decode(payload, type=list[Device]) for payload in payloads]
+    return [
+        Device(
+            pace=min(one.pace for one in devices),
+            memory=min(one.memory for one in devices),
+            bandwidth=min(one.bandwidth for one in devices),
+            latency=max(one.latency for one in devices),
+            count=devices[0].count,
+        )
+        for devices in zip(*replicas, strict=True)
+    ]
 
 
 def _machine(rank: int, context: PipelineContext) -> int:

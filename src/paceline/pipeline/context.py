@@ -55,6 +55,8 @@ class PipelineContext:
     """True if other workers run the same passes on shards of the same layers, so that no pass may be run early."""
     machines: MachinesGroup | None = None
     """All members on their machines, if the trainer has made this group already."""
+    firsts: Callable[[bytes], list[bytes]] | None = None
+    """Gathers the payloads of the first workers of all replicas, if these must be cut alike; all workers call it."""
     counts_samples: bool = True
     """True on the one worker of each stage whose passes count the stage's samples."""
 
@@ -62,3 +64,12 @@ class PipelineContext:
     def rank(self) -> int:
         """This worker's pipeline rank."""
         return self.ranks.index(self.members.rank)
+
+    @property
+    def decides(self) -> bool:
+        """True on the worker that measures the model and chooses the cut."""
+        return self.rank == 0 and (self.firsts is None or self.team_ranks[0] < self.members.size)
+
+    def gather_firsts(self, payload: bytes) -> list[bytes]:
+        """The payload of the replica's first worker, and of those of all replicas that are cut alike."""
+        return [self.members.gather(payload)[0]] if self.firsts is None else self.firsts(payload)

@@ -92,8 +92,9 @@ class StageState:
         self._owners += [self._buffer_workers(number)[0] for number in range(count, len(self._tensors))]
         self._members.gather(b"", BarrierKind.ALLOCATE)  # from here on all workers answer
         held = self._needed()
-        for number in sorted(held & self._held) if self._rank else ():
-            self._fetch(number, 0)
+        first = runtime.context.ranks[0]  # of the first replica
+        for number in sorted(held & self._held) if self._members.rank != first else ():
+            self._tensors[number].data = self.value_of(number, first)
         if self._meta is not None:
             own = {id(self._tensors[number]) for number in held}
             self._meta.fill(lambda tensor: id(tensor) in own)
@@ -169,7 +170,7 @@ class StageState:
     def _fetch(self, number: int, worker: int) -> None:
         """Gives a tensor the value that a worker of the pipeline has."""
         assert self._runtime is not None
-        self._tensors[number].data = self.value_of(number, self._runtime.context.ranks[worker])
+        self._tensors[number].data = self.value_of(number, self._runtime.context.team_ranks[worker])
 
     def value_of(self, number: int, member: int) -> torch.Tensor:
         """The value of a tensor that a worker has."""
@@ -299,7 +300,7 @@ class StageState:
         found: dict[nn.Parameter, dict[str, Any]] = {}
         assert self._runtime is not None
         for number, parameter in enumerate(self.parameters):
-            if state := self.state_of(number, self._runtime.context.ranks[self._owners[number]]):
+            if state := self.state_of(number, self._runtime.context.team_ranks[self._owners[number]]):
                 found[parameter] = state
         return found
 

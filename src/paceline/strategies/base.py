@@ -65,6 +65,8 @@ class Trainer(ABC):
     backward_passes = 0
     lockstep = False
     """True if every worker must compute in every step, and contribute to everything that is saved."""
+    in_every_round = False
+    """True if every worker must compute in every step."""
     together = True
     """True if all workers compute every update together, so that one is at the same version as the others."""
     board: SnapshotBoard | None = None

@@ -15,7 +15,7 @@ from paceline.collectives.communicator import Communicator, MailChannel
 from paceline.collectives.group import Group
 from paceline.collectives.hierarchical import HierarchicalCommunicator
 from paceline.collectives.machines_group import MachinesGroup
-from paceline.config import Mesh, Strategy, Tensor, replicas_by_machine
+from paceline.config import Mesh, Pipeline, Strategy, Tensor, replicas_by_machine
 from paceline.transport import BarrierKind
 from paceline.transport.call_log import CallLog
 
@@ -32,6 +32,8 @@ class MeshShape(NamedTuple):
         match strategy:
             case Tensor():
                 return cls(1, 1, strategy.degree)
+            case Pipeline():
+                return cls(1, sum(strategy.by_stage), 1)
             case Mesh():
                 return cls(strategy.data, strategy.pipeline, strategy.tensor)
         raise AssertionError(f"'{strategy}' does not split the model")

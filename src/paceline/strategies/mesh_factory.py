@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch.optim import Optimizer
 
@@ -58,12 +56,10 @@ def tensor(model: torch.nn.Module, optimizer: Optimizer, options: Options, conte
 
 
 def _spread(model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> Trainer:
-    """The trainer of one replica on several machines."""
+    """The trainer of replicas that are each on several machines."""
     if isinstance(context.strategy, Mesh) and context.strategy.tensor == 1:
         from paceline.strategies.pipeline import PipelineTrainer
-        from paceline.strategies.split_model import pipeline_of
 
-        context = dataclasses.replace(context, strategy=pipeline_of(context.strategy))
         return PipelineTrainer(model, optimizer, options, context)
     from paceline.strategies.spread import SpreadTrainer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 from torch.optim import Optimizer
 
 from paceline.collectives.machines_group import MachinesGroup
-from paceline.config import Pipeline, one_of
+from paceline.config import Mesh, Pipeline, one_of
 from paceline.errors import UsageError
 from paceline.events import Update
 from paceline.parameters.hyperparameters import RateScaling
@@ -31,10 +31,14 @@ from paceline.pipeline.stage_state import StageState
 from paceline.strategies.base import Trainer
 from paceline.strategies.context import Options, TrainerContext
 from paceline.strategies.gradient_access import hook_sees
+from paceline.strategies.mesh_coord import MeshCoord
 from paceline.strategies.model_copies import copy_after, refuse_copies
 from paceline.strategies.optimizer_patch import run_closure
+from paceline.strategies.replica_exchange import ReplicaExchange, ReplicaMembers
 from paceline.strategies.same_inputs import SameInputs
 from paceline.strategies.split_checks import log_calls
+from paceline.strategies.split_model import pipeline_of, stage_speeds, tried
+from paceline.strategies.step_table import StepAgreement
 from paceline.transport import BarrierKind
 from paceline.transport.call_log import UPDATES
 from paceline.transport.network_mailbox import NetworkMailbox
@@ -49,16 +53,25 @@ class PipelineTrainer(Trainer):
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
         _refuse(model, optimizer)
-        self._rate = RateScaling(options.scale_lr, 1, options.warmup, options.batch)
-        super().__init__(model, optimizer, context, replicas=1)
-        self.replica = (0, 1)
-        self._spread = len(context.members.machines) > 1
+        members = context.members
+        self._coord = coord = MeshCoord.of(context.strategy, members)
+        self._rate = RateScaling(options.scale_lr, coord.shape.data, options.warmup, options.batch)
+        super().__init__(model, optimizer, context, replicas=coord.shape.data)
+        self.replica = (coord.replica, coord.shape.data)
+        self.in_every_round = coord.shape.data > 1
+        self._spread = len(members.machines) > 1
         """True if the workers are on several machines, and share no memory."""
         self._meta = options.meta
-        self._calls = log_calls(context.members, context.members.machines[context.members.machine])
-        self._same_inputs = SameInputs(model, context.members, context.members.size, options)
+        here = [rank for rank in members.machines[members.machine] if rank in coord.replica_ranks()]
+        self._calls = log_calls(members, here)
+        self._same_inputs = SameInputs(model, members, coord.shape.replica, options)
         self._undo: list[Callable[[], None]] = []
+        self._machines: MachinesGroup | None = None
+        """All workers of the team, if the trainer has connected them."""
         self._pipelined = self._split(options, context)
+        self._between = self._exchange_of(context) if coord.shape.data > 1 else None
+        """The exchange with other replicas."""
+        self._states = () if self._between is None else (self._between.state,)
         if self._pipelined is not None:
             self._pipelined.without_values = self._meta is not None
         self._exposed: ExposedGradients | None = None
@@ -73,26 +86,40 @@ class PipelineTrainer(Trainer):
 
     def _split(self, options: Options, context: TrainerContext) -> PipelinedModel | None:
         """Splits the model; returns it if it is cut into stages."""
-        assert isinstance(context.strategy, Pipeline)
-        ranks, slow = range(context.members.size), context.launch.slow
-        speeds = [1.0 / slow[rank].factor if rank in slow else 1.0 for rank in ranks]
-        return PipelinedModel(
-            self._model, self._pipeline_context(context, context.strategy, ranks, speeds), self._share, self._built
-        )
+        spec, coord = context.strategy, self._coord
+        assert isinstance(spec, Pipeline | Mesh)
+        if coord.shape.data > 1:
+            self._connect(context)
+        spec = spec if isinstance(spec, Pipeline) else pipeline_of(spec)
+        pipeline = self._pipeline_context(context, spec, range(coord.shape.replica))
+        return PipelinedModel(self._model, pipeline, self._share, self._built)
+
+    def _connect(self, context: TrainerContext) -> MachinesGroup:
+        """Connects all workers of the team."""
+        self._machines = machines = MachinesGroup(context.members, context.say)
+        self._calls.watch(machines.control)
+        machines.watch_all()
+        return machines
 
     def _pipeline_context(
-        self, context: TrainerContext, spec: Pipeline, ranks: Sequence[int], speeds: Sequence[float], **more: Any
+        self, context: TrainerContext, spec: Pipeline, places: Sequence[int], **more: Any
     ) -> PipelineContext:
+        """places: of the pipeline's workers in the replica."""
         self._microbatches = spec.microbatches
+        coord, machines, members = self._coord, self._machines, context.members
+        if coord.shape.data > 1:
+            members, each = ReplicaMembers(members, coord), coord.shape.replica
+            more["firsts"] = lambda payload: context.members.gather(payload)[::each]
         return PipelineContext(
             spec=spec,
-            members=context.members,
-            ranks=ranks,
-            team_ranks=ranks,
+            members=members,
+            ranks=places,
+            team_ranks=[coord.lead + place for place in places],
+            machines=None if machines is None else machines.part(coord.replica_ranks()),
+            speeds=stage_speeds(context, coord),
             recorder=context.recorder,
             say=context.say,
             slow_pass=context.stopwatch.slow_pass,
-            speeds=speeds,
             version=lambda: self.version,
             calls=self._calls,
             before_call=self._before_call,
@@ -102,6 +129,11 @@ class PipelineTrainer(Trainer):
             measurable=self._measurable,
             **more,
         )
+
+    def _exchange_of(self, context: TrainerContext) -> ReplicaExchange:
+        assert self._machines is not None
+        facts = (self._coord, self._machines, self._calls, lambda: self._own, self._not_finite, self._wait)
+        return ReplicaExchange(self._model, self._optimizer, context, *facts)
 
     def _share(self) -> None:
         if self._spread:
@@ -150,8 +182,14 @@ class PipelineTrainer(Trainer):
         if self._is_split:
             self._share_changes()
 
+    @property
+    def weightless(self) -> bool:
+        return self._between is not None and self._between.reader.copied
+
     def take_batch(self, samples: int, weight: float) -> None:
         super().take_batch(samples, weight)
+        if self._between is not None:
+            self._between.take_batch(samples, weight)
         if self._pipelined is not None:
             self._stopwatch.drop()  # the passes of the stages are measured instead
             self._pipelined.samples = samples
@@ -167,9 +205,8 @@ class PipelineTrainer(Trainer):
         self._hide_gradients()
         if self._leaves_out():
             return loss
-        rates = self._patch.scaled_rates(self._rate.factor(self.version))
         self._share_changes()
-        with rates, self._updating(), self._patch.values(_in_one_pass(self._optimizer)):
+        with self._updating() as rates, rates, self._patch.values(_in_one_pass(self._optimizer)):
             self._patch.plain_step()
         self.on_update()
         return loss
@@ -179,16 +216,29 @@ class PipelineTrainer(Trainer):
         return False
 
     @contextlib.contextmanager
-    def _updating(self) -> Iterator[None]:
-        """While entered, all workers update their stages: a script sees all of them before, or all after."""
-        split = self._is_split
+    def _updating(self) -> Iterator[contextlib.AbstractContextManager[None]]:
+        """While entered, all workers update their stages: a script sees all of them before, or all after.
+
+        Yields a context in which the optimizer has the learning rates of the update.
+        """
+        split, between = self._is_split, self._between
+        rates = self._patch.scaled_rates(self._rate.factor(self.version))
         if split:
             self._calls.begin_turn(UPDATES)
+        if between is not None:
+            agreed = self._agree(between)
+            rates = self._patch.values(self._rate.scaled(agreed.groups, self.version))
+        elif split:
             self._meet()
+        if split:
             self._calls.check_turn(UPDATES)
         start = time.perf_counter()
+        if between is not None:
+            between.reduce()
         with self._state.updating() if split else contextlib.nullcontext():
-            yield
+            yield rates
+        if between is not None:
+            between.updated()
         if split:
             self._state.share_new_state()
         self.version += 1
@@ -196,23 +246,42 @@ class PipelineTrainer(Trainer):
         if split:
             self._wait(BarrierKind.PUBLISH)
 
+    def _agree(self, between: ReplicaExchange) -> StepAgreement:
+        """Agrees with all replicas on an update, and exchanges between machines what belongs to a snapshot."""
+        agreed = between.agree(BarrierKind.UPDATE, self.round, self.round_share, self._loss_value, self._news())
+        self._hear(agreed.tails)
+        return agreed
+
     def _meet(self) -> None:
         """Waits until all workers have their gradients, and exchanges between machines what belongs to a snapshot."""
-        board, barrier = self.board, self._barrier
-        news = b"" if board is None else board.news(self._rank, self.version)
+        barrier, news = self._barrier, self._news()
         barrier.note[: len(news)] = news
         self._wait(BarrierKind.UPDATE, len(news))
-        if board is None or not self._spread:
+        self._hear({rank: bytes(note[: barrier.length(rank)]) for rank, note in enumerate(barrier.notes)})
+
+    def _news(self) -> bytes:
+        return b"" if self.board is None else self.board.news(self._rank, self.version)
+
+    def _hear(self, notes: Mapping[int, bytes]) -> None:
+        if self.board is None or not self._spread:
             return
-        for rank, note in enumerate(barrier.notes):
-            length = barrier.length(rank)
-            if length and rank not in self._members.machines[self._members.machine]:
-                board.hear(rank, bytes(note[:length]), keeps=self._rank == self.lead)
+        for rank, note in notes.items():
+            if note and rank not in self._members.machines[self._members.machine]:
+                self.board.hear(rank, note, keeps=self._rank == self.lead)
 
     def enter_backward(self, loss: Any) -> bool:
+        if self._between is None:
+            super().enter_backward(loss)
+            self._hide_gradients()
+            return True
+        loss = loss if isinstance(loss, torch.Tensor | Sequence) else tried(loss)
         super().enter_backward(loss)
-        self._hide_gradients()
-        return True
+        return self._runs(self._between.enter_backward(loss, self.weight))
+
+    def _clear_gradients(self, set_to_none: bool) -> None:
+        super()._clear_gradients(set_to_none)
+        if self._between is not None:
+            self._between.clear()
 
     def _hide_gradients(self) -> None:
         if self._exposed is not None:
@@ -238,13 +307,16 @@ class PipelineTrainer(Trainer):
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         self._look_away()
+        if self._between is not None:
+            self._between.agree(BarrierKind.CLIP, self.round, self.round_share, self._loss_value)
+            self._between.reduce()
         if self._exposed is not None and self._exposed.shown:
             return clip_grad_norm_(self._model.parameters(), limit, norm_type=norm)
         parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
         counted = [parameter.grad for parameter in parameters if self._counts(parameter)]
         own = torch.nn.utils.get_total_norm(counted, norm)  # type: ignore[arg-type]
         payloads = self._members.gather(msgspec.msgpack.encode(float(own)), BarrierKind.CLIP)
-        parts = [msgspec.msgpack.decode(part, type=float) for part in payloads]
+        parts = [msgspec.msgpack.decode(part, type=float) for part in payloads[: self._coord.shape.replica]]
         total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), norm).to(own.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
         super().leave_backward()  # the script may look at them still
@@ -324,6 +396,10 @@ class PipelineTrainer(Trainer):
             undo()
         if self._pipelined is not None:
             self._pipelined.close()
+        if self._between is not None:
+            self._between.close()
+        if self._machines is not None:
+            self._machines.close()
         if self._meta is not None:
             self._model.forward = _in_parts
 

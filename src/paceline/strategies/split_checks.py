@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
@@ -20,6 +21,12 @@ def log_calls(members: Members, replica: Sequence[int]) -> CallLog:
     for barrier in dict.fromkeys((members.local.barrier, members.barrier)):
         log.watch(barrier)
     return log
+
+
+def bit_sum(tensor: torch.Tensor) -> int:
+    """A sum of a tensor's bits, by which changes are found."""
+    data = tensor.detach()
+    return int(data.contiguous().view(torch.int32 if data.itemsize == 4 else torch.uint8).sum(dtype=torch.int64))
 
 
 def check_split(optimizer: Optimizer, options: Options, strategy: str) -> None:

@@ -111,7 +111,7 @@ class SplitModel:
             version=lambda: trainer.version,
             calls=self.calls,
             before_call=same_inputs.check,
-            enter_backward=lambda loss: trainer.enter_backward(_tried(loss)),
+            enter_backward=lambda loss: trainer.enter_backward(tried(loss)),
             leave_backward=trainer.leave_backward,
             traceable=contextlib.nullcontext if sharded is None else sharded.traceable,
             in_step=sharded is not None,
@@ -197,7 +197,7 @@ def shard_layers(
     return ShardedModel(model, roles, group, compiler)
 
 
-def _tried(loss: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+def tried(loss: Callable[[], torch.Tensor]) -> torch.Tensor | None:
     """A loss of random outputs; None if it cannot be computed on them."""
     try:
         return loss()

@@ -21,15 +21,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from paceline.collectives.machines_group import MachinesGroup
 from paceline.config import Mesh
 from paceline.errors import UsageError
 from paceline.pipeline.pipelined_model import PipelinedModel
 from paceline.strategies.context import Options, TrainerContext
-from paceline.strategies.mesh_coord import MeshCoord, random_state, set_random_state
+from paceline.strategies.mesh_coord import random_state, set_random_state
 from paceline.strategies.pipeline import PipelineTrainer
-from paceline.strategies.split_checks import check_split
-from paceline.strategies.split_model import pipeline_of, shard_layers, stage_speeds
+from paceline.strategies.split_checks import bit_sum, check_split
+from paceline.strategies.split_model import pipeline_of, shard_layers
 from paceline.strategies.spread_state import ShardedStageState
 from paceline.tensor_parallel.comm_functions import ShardGroup
 from paceline.transport import BarrierKind
@@ -49,11 +48,9 @@ class SpreadTrainer(PipelineTrainer):
 
     def _split(self, options: Options, context: TrainerContext) -> PipelinedModel | None:
         members, strategy, model = context.members, context.strategy, self._model
-        self._coord = coord = MeshCoord.of(strategy, members)
+        coord = self._coord
         members.mirror([*model.parameters(), *model.buffers()])
-        self._machines = machines = MachinesGroup(members, context.say)
-        self._calls.watch(machines.control)
-        machines.watch_all()
+        machines = self._connect(context)
         self._sharded = sharded = shard_layers(model, options, context, coord, self._calls, machines)
         self._sharded.full_values.clear()
         self._stage: ShardGroup = sharded.group
@@ -72,8 +69,6 @@ class SpreadTrainer(PipelineTrainer):
             context,
             pipeline_of(strategy),
             range(coord.part, coord.shape.replica, coord.shape.tensor),
-            stage_speeds(context, coord),
-            machines=machines,
             in_step=True,
             counts_samples=coord.part == 0,
         )
@@ -103,14 +98,18 @@ class SpreadTrainer(PipelineTrainer):
         return True
 
     @property
+    def _own(self) -> list[torch.nn.Parameter]:
+        return super()._own if self._pipelined is not None else list(self._model.parameters())
+
+    @property
     def _network(self) -> NetworkMailbox | None:
-        return self._machines.network
+        return None if self._machines is None else self._machines.network
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
 
     def _draw_alike(self) -> None:
-        """Sets the random state of all workers to the lead's."""
-        set_random_state(self._members.gather(random_state(), BarrierKind.ALLOCATE)[0])
+        """Sets the random state of all workers of a replica to that of its first worker."""
+        set_random_state(self._members.gather(random_state(), BarrierKind.ALLOCATE)[self._coord.lead])
 
     def epoch_drawn(self) -> None:
         super().epoch_drawn()
@@ -142,20 +141,20 @@ class SpreadTrainer(PipelineTrainer):
         return self._is_sharded(parameter) or self._coord.part == 0
 
     @contextlib.contextmanager
-    def _updating(self) -> Iterator[None]:
-        with super()._updating():
-            yield
+    def _updating(self) -> Iterator[contextlib.AbstractContextManager[None]]:
+        with super()._updating() as rates:
+            yield rates
         self._sums = self._checksums()
 
     def _checksums(self) -> dict[int, int]:
         sharded = ((number, one) for number, one in enumerate(self._model.parameters()) if self._is_sharded(one))
-        return {number: _checksum(one) for number, one in sharded}
+        return {number: bit_sum(one) for number, one in sharded}
 
     def _check_shards(self) -> None:
         """Refuses what a script has done to shards by hand: it sees a part, and cannot know of which whole."""
         for number, (name, parameter) in enumerate(self._model.named_parameters()):
             known = self._sums.get(number)
-            if known is not None and parameter.grad is not None and known != _checksum(parameter):
+            if known is not None and parameter.grad is not None and known != bit_sum(parameter):
                 raise UsageError(
                     f"the script has changed parameters outside of the optimizer ({name}) that are sharded over "
                     "workers, of which it sees a part; do it before team.setup, or by load_state_dict"
@@ -171,12 +170,6 @@ class SpreadTrainer(PipelineTrainer):
     def close(self) -> None:
         super().close()
         self._sharded.restore_forward()  # which the pipeline has found
-        self._machines.close()
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    data = tensor.detach()
-    return int(data.contiguous().view(torch.int32 if data.itemsize == 4 else torch.uint8).sum(dtype=torch.int64))
 
 
 def _processor() -> bytes:

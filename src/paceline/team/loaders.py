@@ -141,7 +141,7 @@ class LoaderTeam:
 
     @property
     def lockstep(self) -> bool:
-        return self._trainer is not None and self._trainer.lockstep
+        return self._trainer is not None and (self._trainer.lockstep or self._trainer.in_every_round)
 
     @property
     def evaluates(self) -> bool:

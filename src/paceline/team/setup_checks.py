@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from paceline.cluster.membership import Members
 from paceline.config import (
+    AllReduce,
     Launch,
     Mesh,
     Pipeline,
@@ -138,29 +139,30 @@ def give_values(model: torch.nn.Module, init: Any, strategy: Strategy, members: 
     if members.size > 1:
         random = members.gather(random, BarrierKind.ALLOCATE)[0]
     meta.draw(torch.frombuffer(bytearray(random), dtype=torch.uint8))
-    mesh = isinstance(strategy, Mesh) and strategy.data == strategy.tensor == 1
-    if (isinstance(strategy, Pipeline) or mesh) and len(members.machines) > 1:
+    whole_layers = isinstance(strategy, Pipeline) or (isinstance(strategy, Mesh) and strategy.tensor == 1)
+    if whole_layers and replicas_by_machine(strategy, members.machines) is None:
         return meta
     meta.fill()
     return None
 
 
 def _check_machines(strategy: Strategy, members: Members, elastic: bool) -> None:
-    """Refuses a split model in an elastic run, and several replicas that are not each inside a machine."""
+    """Refuses a split model in an elastic run, and a parameter server between replicas on several machines each."""
     if elastic:
         raise UsageError(f"'{strategy}' cannot go on without a worker; --elastic is for whole models")
     if is_whole(strategy):
         return
     if not isinstance(strategy, Pipeline) and replicas_by_machine(strategy, members.machines) is not None:
         return
-    if between_replicas(strategy, 1)[1] == 1:
+    between, replicas = between_replicas(strategy, 1)
+    if replicas == 1 or isinstance(between, AllReduce):
         if members.secret is not None and not members.secret.encrypted:
             demand_key(None, members.hosts)
         return
-    each = (workers_of(strategy) or 1) // between_replicas(strategy, 1)[1]
+    each = (workers_of(strategy) or 1) // replicas
     counts = ", ".join(str(len(ranks)) for ranks in members.machines)
     raise UsageError(
-        f"'{strategy}' has replicas of {each} workers, and the machines have {counts}; of several replicas each must "
-        "be inside a machine: use one replica over all machines (data=1), a mesh of smaller replicas, "
-        f"mesh:data={members.size}, which shards the model over all machines, or all-reduce"
+        f"'{strategy}' has replicas of {each} workers, and the machines have {counts}; with '{between}' between "
+        "replicas each must be inside a machine: leave out 'sync', so that gradients are averaged by all-reduce, or "
+        "use replicas of as many workers as a machine has"
     )
