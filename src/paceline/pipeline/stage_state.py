@@ -20,6 +20,7 @@ from paceline.cluster.membership import Members
 from paceline.collectives.machines_group import MachinesGroup
 from paceline.errors import UsageError
 from paceline.graph.trace import ModelTrace
+from paceline.parameters.absent_tensor import AbsentTensor
 from paceline.parameters.meta_model import MetaModel, mapped, no_value
 from paceline.pipeline.runtime import PipelineRuntime
 from paceline.pipeline.stage_links import from_memory_order, memory_order
@@ -47,8 +48,22 @@ class _StateTensor(msgspec.Struct, array_like=True):
         flat = torch.frombuffer(bytearray(self.value), dtype=dtype) if self.value else torch.empty(0, dtype=dtype)
         return flat.view(self.shape)
 
+    def kind(self) -> Any:
+        """A tensor without values, or the plain value."""
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device="meta") if self.dtype else self.value
 
-_Question = tuple[str, int]
+
+def stand_ins(kinds: dict[str, Any], fetch: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """The values of a parameter's state, with stand-ins for tensors; fetch: gets one of them, by its name."""
+    found = dict(kinds)
+    for name, kind in kinds.items():
+        if isinstance(kind, torch.Tensor):
+            found[name] = AbsentTensor(kind.shape, kind.dtype, lambda name=name: fetch(name)[name])  # type: ignore[misc]
+    return found
+
+
+_Question = tuple[str, int, str]
+"""What is asked for, the number of a tensor, and the name of a value of the optimizer's state; empty for all."""
 _ask = msgspec.msgpack.Encoder().encode
 _question = msgspec.msgpack.Decoder(_Question).decode
 _states = msgspec.msgpack.Decoder(list[_StateTensor]).decode
@@ -72,6 +87,8 @@ class StageState:
         self._runtime: PipelineRuntime | None = None
         self._network: NetworkMailbox | None = None
         self._undo: list[Callable[[], None]] = []
+        self._streams = False
+        """True while a state dict is made whose tensors are fetched later."""
 
     def listen(self, network: NetworkMailbox) -> None:
         """Answers questions of other workers from now on."""
@@ -147,7 +164,7 @@ class StageState:
         """Stages may use other tensors than before: get their values."""
         needed = self._needed()
         for number in sorted(needed - self._held):
-            self._fetch(number, self._owners[number])
+            self._tensors[number].data = self._value(number)
         self._hold(needed)
 
     def _hold(self, numbers: set[int]) -> None:
@@ -167,43 +184,93 @@ class StageState:
         if tensor.numel():
             tensor.data = from_memory_order(mapped([tensor.shape[dim] for dim in order], tensor.dtype), order)
 
-    def _fetch(self, number: int, worker: int) -> None:
-        """Gives a tensor the value that a worker of the pipeline has."""
-        assert self._runtime is not None
-        self._tensors[number].data = self.value_of(number, self._runtime.context.team_ranks[worker])
-
     def value_of(self, number: int, member: int) -> torch.Tensor:
         """The value of a tensor that a worker has."""
         tensor, order = self._tensors[number], self._orders[number]
         if member == self._members.rank:
             return tensor.detach()
         assert self._network is not None
-        data = self._network.ask(member, _ask(("value", number)))
+        data = self._network.ask(member, _ask(("value", number, "")))
         shape = [tensor.shape[dim] for dim in order]
         flat = torch.frombuffer(data, dtype=tensor.dtype) if len(data) else torch.empty(0, dtype=tensor.dtype)
         return from_memory_order(flat.view(shape), order)
 
-    def state_of(self, number: int, member: int) -> dict[str, Any]:
-        """The optimizer's state of a parameter that a worker has."""
+    def state_of(self, number: int, member: int, name: str = "") -> dict[str, Any]:
+        """The optimizer's state of a parameter that a worker has; name: of one value only."""
         if member == self._members.rank:
-            return dict(self._optimizer.state.get(self.parameters[number], {}))
+            state = self._optimizer.state.get(self.parameters[number], {})
+            return {key: value for key, value in state.items() if name in ("", key)}
         assert self._network is not None
-        return {one.name: one.decode() for one in _states(self._network.ask(member, _ask(("state", number))))}
+        answer = self._network.ask(member, _ask(("state", number, name)))
+        return {one.name: one.decode() for one in _states(answer)}
+
+    def kinds_of(self, number: int, member: int) -> dict[str, Any]:
+        """The same without values: tensors are on the meta device."""
+        if member == self._members.rank:
+            return {one.name: one.kind() for one in self._pack_state(number, "", values=False)}
+        assert self._network is not None
+        return {one.name: one.kind() for one in _states(self._network.ask(member, _ask(("kind", number, ""))))}
 
     def _answer(self, question: bytes) -> memoryview:
         """Another worker asks for a value, or for the optimizer's state of a parameter."""
-        what, number = _question(question)
+        what, number, name = _question(question)
         if what == "value":
             packed = self._tensors[number].detach().permute(self._orders[number]).contiguous()
             return packed.view(-1).view(torch.uint8).numpy().data if packed.numel() else memoryview(b"")
+        return memoryview(msgspec.msgpack.encode(self._pack_state(number, name, values=what == "state")))
+
+    def _pack_state(self, number: int, wanted: str, *, values: bool) -> list[_StateTensor]:
         found = []
         for name, value in self._optimizer.state.get(self.parameters[number], {}).items():
+            if wanted not in ("", name):
+                continue
             if isinstance(value, torch.Tensor):
-                flat = value.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+                flat = value.detach().contiguous().view(-1).view(torch.uint8).numpy().data if values else b""
                 found.append(_StateTensor(name, flat, str(value.dtype).removeprefix("torch."), list(value.shape)))
             else:
                 found.append(_StateTensor(name, value))
-        return memoryview(msgspec.msgpack.encode(found))
+        return found
+
+    # -- state dicts that are streamed -------------------------------------------------------------------------------
+
+    def streamed_model(self) -> dict[str, Any]:
+        """The model's state dict with stand-ins for tensors that are elsewhere."""
+        self._streams = True
+        try:
+            state = self._model.state_dict(keep_vars=True)
+        finally:
+            self._streams = False
+        numbers = {id(tensor): number for number, tensor in enumerate(self._tensors)}
+        absent: dict[int, AbsentTensor] = {}
+
+        def found(value: Any) -> Any:
+            number = numbers.get(id(value))
+            if number is not None and number not in self._held:
+                return absent.setdefault(number, AbsentTensor(value.shape, value.dtype, lambda: self._value(number)))
+            return value.detach() if isinstance(value, torch.Tensor) else value
+
+        return {name: found(value) for name, value in state.items()}
+
+    def _value(self, number: int) -> torch.Tensor:
+        """The value of a tensor, from the worker that has it."""
+        assert self._runtime is not None
+        return self.value_of(number, self._runtime.context.team_ranks[self._owners[number]])
+
+    def streamed_optimizer(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The optimizer's state for all parameters, with stand-ins for tensors that are elsewhere."""
+        found: dict[nn.Parameter, dict[str, Any]] = {}
+        for number, parameter in enumerate(self.parameters):
+            if state := self._streamed_state(number):
+                found[parameter] = state
+        return found
+
+    def _streamed_state(self, number: int) -> dict[str, Any]:
+        assert self._runtime is not None
+        member = self._runtime.context.team_ranks[self._owners[number]]
+        if member == self._members.rank:
+            return self.state_of(number, member)
+        kinds = self.kinds_of(number, member)
+        return stand_ins(kinds, lambda name: self.state_of(number, member, name))
 
     # -- state dicts of modules --------------------------------------------------------------------------------------
 
@@ -213,6 +280,8 @@ class StageState:
         return [number for number, one in enumerate(self._tensors) if id(one) in own and number not in self._held]
 
     def _before_export(self, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+        if self._streams:
+            return
         foreign = self._foreign(module)
         if foreign and keep_vars:
             raise UsageError(
@@ -220,7 +289,7 @@ class StageState:
                 "here; leave keep_vars out"
             )
         for number in foreign:
-            self._fetch(number, self._owners[number])
+            self._tensors[number].data = self._value(number)
 
     def _before_import(self, module: nn.Module, *_: Any) -> None:
         for number in self._foreign(module):
@@ -308,7 +377,7 @@ class StageState:
         """Gives every tensor its value; all workers call it."""
         for number in range(len(self._tensors)):
             if number not in self._held:
-                self._fetch(number, self._owners[number])
+                self._tensors[number].data = self._value(number)
         self._members.gather(b"")  # others may still ask
         for undo in self._undo:
             undo()

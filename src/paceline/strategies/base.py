@@ -65,6 +65,8 @@ class Trainer(ABC):
     backward_passes = 0
     lockstep = False
     """True if every worker must compute in every step, and contribute to everything that is saved."""
+    maps = False
+    """True if a checkpoint need not be read into memory to be loaded, since a worker needs a part of it only."""
     in_every_round = False
     """True if every worker must compute in every step."""
     together = True
@@ -423,6 +425,10 @@ class Trainer(ABC):
                 "model": compact(model_state(model)),
                 "optimizer": compact(states[0] if len(states) == 1 else states),
             }
+
+    def streamed_state(self) -> dict[str, Any] | None:
+        """Model and optimizer with stand-ins for tensors that are on other machines; None if there are none."""
+        return None
 
     def kept(self, number: int) -> Kept | None:
         """The marked version, once updates have copied it; the lead calls it."""

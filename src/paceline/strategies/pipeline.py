@@ -22,6 +22,7 @@ from paceline.config import Mesh, Pipeline, one_of
 from paceline.errors import UsageError
 from paceline.events import Update
 from paceline.parameters.hyperparameters import RateScaling
+from paceline.parameters.joint import compact
 from paceline.pipeline.context import PipelineContext
 from paceline.pipeline.exposed_gradients import ExposedGradients
 from paceline.pipeline.pipelined_model import NO_VALUES, PipelinedModel
@@ -61,7 +62,7 @@ class PipelineTrainer(Trainer):
         self.in_every_round = coord.shape.data > 1
         self._spread = len(members.machines) > 1
         """True if the workers are on several machines, and share no memory."""
-        self._meta = options.meta
+        self.maps, self._meta = self._spread, options.meta
         here = [rank for rank in members.machines[members.machine] if rank in coord.replica_ranks()]
         self._calls = log_calls(members, here)
         self._same_inputs = SameInputs(model, members, coord.shape.replica, options)
@@ -344,17 +345,29 @@ class PipelineTrainer(Trainer):
         if not self._is_split:
             return super()._state_dict()
         self._share_changes()
+        return self._exported(self._state.all_state())
+
+    def _exported(self, state: dict[Any, Any]) -> dict[str, Any]:
+        """The optimizer's state dict with the state of all parameters."""
         own = self._optimizer.state
-        self._optimizer.state = _like(own, self._state.all_state())
+        self._optimizer.state = _like(own, state)
         try:
             return super()._state_dict()
         finally:
             self._optimizer.state = own
 
+    def streamed_state(self) -> dict[str, Any] | None:
+        if not self._is_split or not isinstance(self._state, StageState):
+            return None
+        optimizer = self._exported(self._state.streamed_optimizer())
+        return {"model": self._state.streamed_model(), "optimizer": optimizer}
+
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         super()._load_state_dict(state)
         if self._runtime is not None:
             self._state.keep(self._runtime.own)
+        if self.maps:  # what is kept must not depend on the file
+            self._optimizer.state = _like(self._optimizer.state, compact(dict(self._optimizer.state)))
 
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         self._share_changes()
@@ -383,13 +396,14 @@ class PipelineTrainer(Trainer):
             self._share_changes()
             state = self._state.all_state()
             self._state.release()
-            copies = {
-                parameter: {
-                    name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in own.items()
+            if not self._spread:  # else it is in no memory that others have
+                state = {
+                    parameter: {
+                        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in own.items()
+                    }
+                    for parameter, own in state.items()
                 }
-                for parameter, own in state.items()
-            }
-            self._optimizer.state = _like(self._optimizer.state, copies)
+            self._optimizer.state = _like(self._optimizer.state, state)
         super().close()
         self._calls.close()
         for undo in self._undo:

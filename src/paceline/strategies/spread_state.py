@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
-from paceline.pipeline.stage_state import StageState
+from paceline.parameters.absent_tensor import AbsentTensor
+from paceline.pipeline.stage_state import StageState, stand_ins
 from paceline.strategies.mesh_coord import MeshCoord
 from paceline.strategies.partitioned_parameters import joined_state, state_part
 from paceline.tensor_parallel.sharded_model import ShardedModel
@@ -55,6 +56,36 @@ class ShardedStageState(StageState):
             if state:
                 found[parameter] = state
         return found
+
+    def streamed_model(self) -> dict[str, Any]:
+        self._sharded.stand_in = self._stand_in
+        try:
+            return super().streamed_model()
+        finally:
+            self._sharded.stand_in = None
+
+    def _stand_in(self, tensor: torch.Tensor) -> AbsentTensor:
+        """Of a sharded tensor, as long as it is whole."""
+        placement = self._sharded.placements[id(tensor)]
+        shape = list(tensor.shape)
+        shape[placement.dim] = placement.size
+        return AbsentTensor(shape, tensor.dtype, lambda: self._sharded.full_tensor(tensor))
+
+    def _streamed_state(self, number: int) -> dict[str, Any]:
+        workers, placement = self._workers(number), self._sharded.placements.get(id(self.parameters[number]))
+        if placement is None:
+            member = workers[self._coord.part]
+            if member == self._members.rank:
+                return self.state_of(number, member)
+            return stand_ins(self.kinds_of(number, member), lambda name: self.state_of(number, member, name))
+        kinds = [self.kinds_of(number, worker) for worker in workers]
+        if not all(kinds):
+            return {}
+
+        def fetch(name: str) -> dict[str, Any]:
+            return joined_state([self.state_of(number, worker, name) for worker in workers], placement)
+
+        return stand_ins(joined_state(kinds, placement), fetch)
 
     def take_parts(self) -> None:
         """The optimizer has the state of whole parameters: keeps this worker's shards of it."""

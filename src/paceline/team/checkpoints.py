@@ -19,6 +19,7 @@ from paceline.errors import UsageError
 from paceline.events.private import make_private
 from paceline.parameters.checkpoint_codec import pack, unpack
 from paceline.team.checksum import KEY, checksum, is_whole
+from paceline.team.streamed_checkpoint import save_streamed
 
 _TORCH_CONFIG: Any = config  # its methods are added at run time
 _HOST = socket.gethostname()
@@ -54,15 +55,18 @@ class Checkpoints:
             raise UsageError("save needs a path: this run has no folder; start it with paceline run")
         return self._folder / "checkpoints" / f"{version:08d}.pt"
 
-    def read(self, path: Path, *, lead: bool) -> dict[str, Any]:
-        """The content of a checkpoint; all workers call it. Machines without the file get it from rank 0."""
+    def read(self, path: Path, *, lead: bool, mapped: bool = False) -> dict[str, Any]:
+        """The content of a checkpoint; all workers call it. Machines without the file get it from rank 0.
+
+        mapped: tensors stay in the file until they are read.
+        """
         found = [path.is_file()]
         if len(self._members.machines) > 1:
             found = [flag == b"1" for flag in self._members.gather(b"1" if found[0] else b"0")]
         if not found[0]:
             raise UsageError(f"there is no checkpoint at {path}")
         if all(found):
-            return read(path)
+            return read(path, mapped=mapped)
         answer = unpack(self._members.gather(_packed(path) if lead else b"")[0])
         if isinstance(answer, str):
             raise UsageError(answer)
@@ -79,18 +83,28 @@ def _packed(path: Path) -> bytes:
 
 
 def write(
-    path: Path, content: dict[str, Any], *, private: bool = False, sums: bool = False, over: Path | None = None
+    path: Path,
+    content: dict[str, Any],
+    *,
+    private: bool = False,
+    sums: bool = False,
+    over: Path | None = None,
+    streamed: bool = False,
 ) -> None:
     """Writes a checkpoint; the file is complete or not there, and nothing else is left if the process is killed.
 
     private: only this user can read it; sums: with a checksum that is fast to compute, and written to the disk; over: a
-    file that is overwritten and renamed, which takes a tenth of the time of a new one, as it has its memory already.
+    file that is overwritten and renamed, which takes a tenth of the time of a new one, as it has its memory already;
+    streamed: tensors of other workers are fetched one after the other.
     """
     try:
         if private:
             make_private(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_partial(path.parent, path.name)
+        if streamed:
+            _write(content, path, 0o600 if private else 0o666, streamed=True)
+            return
         told = checksum(content, "sums" if sums else "sha256")
         whole = {**content, KEY: told}
         if over is not None:
@@ -101,7 +115,7 @@ def write(
         raise UsageError(f"the checkpoint {path} cannot be written: {error.strerror or error}") from None
 
 
-def _write(content: dict[str, Any], path: Path, mode: int, *, sync: bool = False) -> None:
+def _write(content: dict[str, Any], path: Path, mode: int, *, sync: bool = False, streamed: bool = False) -> None:
     partial = partial_name(path)
     try:
         descriptor = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, mode)
@@ -113,7 +127,11 @@ def _write(content: dict[str, Any], path: Path, mode: int, *, sync: bool = False
         nameless = False
     try:
         with os.fdopen(descriptor, "wb") as file:
-            _save(content, file, crc=not sync)
+            if streamed:
+                with Path(f"/proc/self/fd/{descriptor}").open("r+b") as parts:
+                    save_streamed(content, parts)
+            else:
+                _save(content, file, crc=not sync)
             file.flush()
             if sync:
                 os.fdatasync(descriptor)
@@ -170,10 +188,10 @@ def _remove_partial(folder: Path, name: str | None = None) -> None:
             partial.unlink(missing_ok=True)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint, without its checksum."""
+def read(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """The content of a checkpoint, without its checksum; mapped: tensors stay in the file until they are read."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
         raise UsageError(f"the checkpoint {path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # of many kinds, also of Python's own where the pickle in it is damaged

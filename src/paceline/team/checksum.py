@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from paceline.parameters.absent_tensor import AbsentTensor
 
 KEY = "paceline.checksum"
 """The checkpoint's entry with the digest; no keyword argument of `team.save` can have this name."""
@@ -18,14 +20,18 @@ _SUMMED = 8192
 """Words of eight bytes that one sum is of."""
 
 
-def checksum(content: Mapping[str, Any], kind: str = "sha256") -> str:
+OnTensor = Callable[[Any, torch.Tensor], object]
+
+
+def checksum(content: Mapping[str, Any], kind: str = "sha256", on_tensor: OnTensor = lambda _leaf, _value: None) -> str:
     """The digest of a checkpoint, without its entry for one, after the name of its kind and a colon.
 
     kind: "sha256" of all, or "sums", for snapshots: the SHA-256 of sums of 64 KiB of tensors each, which takes a
     fifteenth of the time and finds what is missing, cut off or overwritten.
+    on_tensor: called with each tensor, or what stands for it, and its value.
     """
     digest = _Sums() if kind == "sums" else hashlib.sha256()
-    _add(digest, {key: value for key, value in content.items() if key != KEY})
+    _add(digest, {key: value for key, value in content.items() if key != KEY}, on_tensor)
     return f"{kind}:{digest.hexdigest()}"
 
 
@@ -57,18 +63,20 @@ class _Sums:
         return self._digest.hexdigest()
 
 
-def _add(digest: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        _add_tensor(digest, value)
+def _add(digest: Any, value: Any, on_tensor: OnTensor) -> None:
+    if isinstance(value, torch.Tensor | AbsentTensor):
+        tensor = value.fetch() if isinstance(value, AbsentTensor) else value
+        on_tensor(value, tensor)
+        _add_tensor(digest, tensor)
     elif isinstance(value, Mapping):
         _tell(digest, f"dict {len(value)}")
         for key, item in value.items():
-            _add(digest, key)
-            _add(digest, item)
+            _add(digest, key, on_tensor)
+            _add(digest, item, on_tensor)
     elif isinstance(value, list | tuple):
         _tell(digest, f"{'list' if isinstance(value, list) else 'tuple'} {len(value)}")
         for item in value:
-            _add(digest, item)
+            _add(digest, item, on_tensor)
     elif isinstance(value, set | frozenset):
         _tell(digest, f"set {sorted(map(repr, value))}")
     elif value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):

@@ -21,7 +21,7 @@ from paceline.data.loader import batch_growth, check_loader, users_own
 from paceline.data.user_loader import UserLoader
 from paceline.errors import FORK, UsageError
 from paceline.events import Metric
-from paceline.parameters.joint import as_one_model, as_one_optimizer, models_of, parts_of
+from paceline.parameters.joint import as_one_model, as_one_optimizer, compact, models_of, parts_of
 from paceline.parameters.variables import Mirrored, PerReplica, total
 from paceline.strategies import Options, Trainer
 from paceline.team import current
@@ -280,6 +280,10 @@ class Team:
         if not block and self._training.snapshots.possible:
             self._training.snapshots.request(path, extra)
             return path
+        streamed = self._training.streamed_state() if self.is_lead else None
+        if streamed is not None:
+            write(path, {**extra, **streamed}, private=own, streamed=True)
+            return path
         content = {**extra, **self._training.state()} if self.is_lead or trainer.lockstep else {}
         if self.is_lead:
             write(path, content, private=own)
@@ -294,10 +298,10 @@ class Team:
         if self._training.resuming is not None:
             self._training.resuming.call_off()
             self._training.resuming = None
-        content = self._checkpoints.read(Path(path), lead=self.is_lead)
+        content = self._checkpoints.read(Path(path), lead=self.is_lead, mapped=trainer.maps)
         trainer.load(content.pop("model"), content.pop("optimizer"))
         trainer.version = int(content.pop("version", trainer.version))
-        return content
+        return compact(content) if trainer.maps else content
 
     # -- leaving -----------------------------------------------------------------------------------------------------
 

@@ -223,6 +223,12 @@ class Training:
         with trainer.frozen():
             return {**trainer.whole_state(self.model), "version": trainer.version}
 
+    def streamed_state(self) -> dict[str, Any] | None:
+        """The same with stand-ins for tensors that are on other machines; None if there are none."""
+        trainer = self.current()
+        streamed = trainer.streamed_state()
+        return None if streamed is None else {**streamed, "version": trainer.version}
+
     def close(self) -> None:
         """Gives model and optimizer back as plain torch."""
         if self.trainer is not None:

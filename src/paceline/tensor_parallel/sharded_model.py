@@ -36,6 +36,8 @@ class ShardedModel:
         """Names of these, by id."""
         self.shards: Shards = lambda _name: []
         """Finds all workers' shards; assigned once they are in shared memory."""
+        self.stand_in: Callable[[torch.Tensor], Any] | None = None
+        """Makes what a state dict gets for a sharded tensor, if not its whole value."""
         self.before_call: Callable[[tuple[Any, ...], dict[str, Any]], object] = lambda _args, _kwargs: None
         """Called with the arguments of each call of the model."""
         self._compiler = compiler
@@ -97,7 +99,7 @@ class ShardedModel:
         def export(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
             for name, value in self._own(layer):
                 if prefix + name in state:
-                    state[prefix + name] = self.full_tensor(value)
+                    state[prefix + name] = (self.stand_in or self.full_tensor)(value)
 
         self._gather_outputs()
         self._undo.append(_gather_for_custom_gradients())
