@@ -38,12 +38,16 @@ class PartitionOptions(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth: str | None
     links: Path | None
     replicate: bool
+    offload: bool
     figure: Path | None
     json: bool
 
 
 def show_partition(script: Path, arguments: Sequence[str], options: PartitionOptions) -> None:
-    asked = Pipeline(stages=options.stages, microbatches=options.microbatches, schedule=options.schedule)
+    offload = "disk" if options.offload else "none"
+    asked = Pipeline(
+        stages=options.stages, microbatches=options.microbatches, schedule=options.schedule, offload=offload
+    )
     devices = _devices(options)
     if options.replicate:
         one_of("with --replicate, --schedule", options.schedule, shareable())
@@ -54,11 +58,13 @@ def show_partition(script: Path, arguments: Sequence[str], options: PartitionOpt
     microbatches = max(1, min(options.microbatches, profile.batch // profile.microbatch))
     if options.replicate:
         same = {name: getattr(devices[0], name) for name in ("bandwidth", "latency", "memory")}
-        found = replicated(profile.problem(), options.stages, microbatches=microbatches, **same)
+        found = replicated(
+            profile.problem(offloaded=options.offload), options.stages, microbatches=microbatches, **same
+        )
         devices = [msgspec.structs.replace(devices[0], count=stage.devices) for stage in found.stages]
     # As a run does it, so that the cut is the same.
     cut = partition(
-        profile.problem(len(devices)),
+        profile.problem(len(devices), offloaded=options.offload),
         devices,
         schedule=options.schedule,
         microbatches=microbatches,
@@ -95,6 +101,7 @@ def show_partition(script: Path, arguments: Sequence[str], options: PartitionOpt
         print(f"figure: {options.figure}")
     text = f"pipeline:stages={spec.stages},microbatches={spec.microbatches},schedule={spec.schedule}"
     text += f",workers={spec.workers}" if spec.shared else ""
+    text += f",offload={offload}" if options.offload else ""
     print(f"\npaceline run {script} --workers {sum(spec.by_stage)} --strategy {text}")
 
 

@@ -163,6 +163,14 @@ def plan(
         bool,
         typer.Option("--replicate", help="Several devices may share a stage.", rich_help_panel=panels.PARTITION),
     ] = False,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="The optimizer's state is on disk, not in memory, as with offload=disk over machines.",
+            rich_help_panel=panels.PARTITION,
+        ),
+    ] = False,
     figure: Annotated[
         Path | None,
         typer.Option(help="Draw it into this SVG file.", rich_help_panel=panels.PARTITION),
@@ -195,6 +203,7 @@ def plan(
             bandwidth=bandwidth,
             links=links,
             replicate=replicate,
+            offload=offload,
             figure=figure,
             json=json,
         )

@@ -12,6 +12,7 @@ from paceline.errors import UsageError
 from paceline.schedules import SCHEDULES, shareable
 
 NORMS = ("batch", "microbatch")
+OFFLOADS = ("none", "disk")
 
 
 class Pipeline(Strategy):
@@ -32,6 +33,8 @@ class Pipeline(Strategy):
     """Workers of each stage, as in `1+2`: those of one stage share its microbatches. One each if not given."""
     recompute: bool = False
     """True if a stage keeps only its inputs, and computes its forward pass again before each backward pass."""
+    offload: str = "none"
+    """`disk`: the optimizer's state is in a file, not in memory, where stages are on several machines."""
 
     def __post_init__(self) -> None:
         _split_checked(self, "stages", "microbatches", "chunks")
@@ -94,6 +97,8 @@ class Mesh(Strategy):
     """As `Pipeline.norm`."""
     recompute: bool = False
     """As `Pipeline.recompute`."""
+    offload: str = "none"
+    """As `Pipeline.offload`."""
     plan: Mapping[str, Any] | str | None = None
     """As `Tensor.plan`."""
     sequence_parallel: bool = False
@@ -147,6 +152,7 @@ def _split_checked(strategy: Strategy, *names: str) -> None:
 def _pipeline_checked(strategy: Pipeline | Mesh, stages: int) -> None:
     strategy.check_option("schedule", SCHEDULES)
     strategy.check_option("norm", NORMS)
+    strategy.check_option("offload", OFFLOADS)
     if SCHEDULES[strategy.schedule].has_chunks and strategy.microbatches % stages:
         raise UsageError(
             f"an interleaved pipeline of {stages} stages has {strategy.microbatches} microbatches; it must be a "

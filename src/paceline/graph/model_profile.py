@@ -40,10 +40,15 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     mixes_samples: bool = False
     """True if the results for a sample depend on the others of its batch, so that a batch is not cut."""
 
-    def problem(self, stages: int = 1) -> Problem:
-        """The partitioning problem; cuts that sharded values cross are left out if there are enough others."""
+    def problem(self, stages: int = 1, *, offloaded: bool = False) -> Problem:
+        """The partitioning problem; cuts that sharded values cross are left out if there are enough others.
+
+        offloaded: the optimizer's state is not in memory.
+        """
         whole = [cut for cut in self.cuts if all(self.costs[value].whole for value in self.crossing[cut])]
-        return Problem(self.costs, whole if len(whole) >= stages - 1 else self.cuts, self.crossing)
+        problem = Problem(self.costs, whole if len(whole) >= stages - 1 else self.cuts, self.crossing)
+        problem.offloaded = offloaded
+        return problem
 
 
 def undivided(model: nn.Module, traced: ModelTrace, norm: str) -> str:

@@ -23,8 +23,8 @@ from paceline.schedules import kept_in_flight
 
 Numbers = NDArray[np.float64]
 
-_STATE = 4
-"""Bytes per byte of parameters: parameter, gradient, and the two moments of an optimizer such as Adam."""
+_STATE, _ON_DISK = 4, 2
+"""Bytes per byte of parameters: parameter, gradient, and the two moments of an optimizer such as Adam, or without."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +84,8 @@ class Problem:
         self._kept = np.cumsum([0, *(cost.bytes for cost in costs)])[self.points]
         over = [sum(costs[value].bytes for value in crossing[cut]) for cut in cuts]
         self.over = np.array([0, *over, 0], dtype=np.float64)
+        self.offloaded = False
+        """True if the optimizer's state is not in memory."""
 
     def before(self, last: int) -> Numbers:
         """Seconds of the ranges that end at this point, by their first point."""
@@ -96,7 +98,8 @@ class Problem:
         return held
 
     def memory(self, last: int, kept: int) -> Numbers:
-        total: Numbers = _STATE * self.parameters(last) + kept * (self._kept[last] - self._kept[:last])
+        state = _ON_DISK if self.offloaded else _STATE
+        total: Numbers = state * self.parameters(last) + kept * (self._kept[last] - self._kept[:last])
         return total
 
     def stage(self, first: int, last: int, pace: float, kept: int, devices: int = 1) -> StagePlan:

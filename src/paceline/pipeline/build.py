@@ -152,7 +152,8 @@ def _agree_on_bounds(
         try:
             with context.measurable(traced):
                 profile = model_profile(traced, model, args, kwargs, spec.microbatches, spec.norm)
-            found = _cut(profile.problem(len(stages)), devices, context)
+            offloaded = spec.offload != "none"
+            found = _cut(profile.problem(len(stages), offloaded=offloaded), devices, context)
             answer["bounds"], answer["mixes"] = found.bounds, profile.mixes_samples
             _record(profile, found, devices, context)
             _say_if_uneven(traced, model, found.bounds, context)
@@ -189,7 +190,17 @@ def _record(profile: ModelProfile, found: Partition, devices: Sequence[Device], 
         if link.seconds
     ]
     if crossing:
-        context.say(f"a step is predicted to take {duration(step)}; over links go, each way, {', '.join(crossing)}")
+        memory = ", ".join(size(int(stage.memory)) for stage in found.stages)
+        context.say(
+            f"a step is predicted to take {duration(step)}; over links go, each way, {', '.join(crossing)}; "
+            f"{_held(context)} of the stages take {memory}"
+        )
+
+
+def _held(context: PipelineContext) -> str:
+    """What the memory of a stage is predicted for."""
+    moments = "" if context.spec.offload != "none" else "the two moments of an optimizer such as Adam, "
+    return f"parameters, gradients, {moments}and activations"
 
 
 def _cut(problem: Problem, devices: list[Device], context: PipelineContext) -> Partition:
@@ -203,9 +214,9 @@ def _cut(problem: Problem, devices: list[Device], context: PipelineContext) -> P
         (index for index, one in enumerate(devices) if found.stages[index].memory > one.memory), len(devices) - 1
     )
     context.say(
-        f"stage {over} may not fit into its machine's memory: parameters, gradients, the two moments of an optimizer "
-        f"such as Adam, and activations take {found.stages[over].memory / 1e6:.0f} MB, and a worker there can have "
-        f"{devices[over].memory / 1e6:.0f} MB; more stages need less each"
+        f"stage {over} may not fit into its machine's memory: {_held(context)} take "
+        f"{found.stages[over].memory / 1e6:.0f} MB, and a worker there can have {devices[over].memory / 1e6:.0f} MB; "
+        f"more stages need less each{'' if problem.offloaded else ', and so does offload=disk'}"
     )
     return found
 

@@ -21,6 +21,7 @@ from paceline.collectives.machines_group import MachinesGroup
 from paceline.config import Mesh, Pipeline, one_of
 from paceline.errors import UsageError
 from paceline.events import Update
+from paceline.parameters.disk_state import DiskState
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.joint import compact
 from paceline.pipeline.context import PipelineContext
@@ -34,6 +35,7 @@ from paceline.strategies.context import Options, TrainerContext
 from paceline.strategies.gradient_access import hook_sees
 from paceline.strategies.mesh_coord import MeshCoord
 from paceline.strategies.model_copies import copy_after, refuse_copies
+from paceline.strategies.one_pass import in_one_pass
 from paceline.strategies.optimizer_patch import run_closure
 from paceline.strategies.replica_exchange import ReplicaExchange, ReplicaMembers
 from paceline.strategies.same_inputs import SameInputs
@@ -84,6 +86,11 @@ class PipelineTrainer(Trainer):
         self._undo += [copies, *(hook.remove for hook in hooks)]
         self._abandoned = False
         """True if the script has ended with an error."""
+        self._disk: DiskState | None = None
+        """Where the optimizer's state is, if not in memory."""
+        if getattr(context.strategy, "offload", "none") == "disk":
+            folder = context.folder if context.folder is not None and context.folder.is_dir() else None
+            self._disk = DiskState(optimizer, folder)
 
     def _split(self, options: Options, context: TrainerContext) -> PipelinedModel | None:
         """Splits the model; returns it if it is cut into stages."""
@@ -207,8 +214,11 @@ class PipelineTrainer(Trainer):
         if self._leaves_out():
             return loss
         self._share_changes()
-        with self._updating() as rates, rates, self._patch.values(_in_one_pass(self._optimizer)):
-            self._patch.plain_step()
+        with self._updating() as rates, rates, self._patch.values(in_one_pass(self._optimizer)):
+            if self._disk is None:
+                self._patch.plain_step()
+            else:
+                self._disk.step(self._patch.plain_step, self._own)
         self.on_update()
         return loss
 
@@ -368,6 +378,8 @@ class PipelineTrainer(Trainer):
             self._state.keep(self._runtime.own)
         if self.maps:  # what is kept must not depend on the file
             self._optimizer.state = _like(self._optimizer.state, compact(dict(self._optimizer.state)))
+        if self._disk is not None:
+            self._disk.place(self._own)
 
     def load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         self._share_changes()
@@ -423,25 +435,6 @@ def _in_parts(*_args: Any, **_kwargs: Any) -> Any:
         "the team is closed, and of a model that was made on the meta device a worker keeps its own stages only; save "
         "it before, and load it into a plain model"
     )
-
-
-def _in_one_pass(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Per group, the options that let torch run Adam in one pass over memory, unless the script has chosen others."""
-    return [{"fused": True} if _fusable(optimizer, group) else {} for group in optimizer.param_groups]
-
-
-def _fusable(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or group["differentiable"] or group["capturable"]:
-        return False
-    return group["fused"] is None and group["foreach"] is None and all(map(_is_flat, group["params"]))
-
-
-def _is_flat(parameter: torch.nn.Parameter) -> bool:
-    """True if its elements and its gradient's have the same order in memory, as one pass needs; or without gradient."""
-    gradient = parameter.grad
-    if gradient is None:  # it is not updated, and another worker's has no memory of its own
-        return True
-    return parameter.is_floating_point() and parameter.is_contiguous() and gradient.is_contiguous()
 
 
 def _like(old: Any, values: dict[Any, Any]) -> Any:

@@ -153,6 +153,7 @@ def pipeline_of(mesh: Mesh) -> Pipeline:
         chunks=mesh.chunks,
         norm=mesh.norm,
         recompute=mesh.recompute,
+        offload=mesh.offload,
     )
 
 

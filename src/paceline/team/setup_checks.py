@@ -114,6 +114,7 @@ def choose_trainer(
         raise UsageError("a plan is made for one model with one optimizer, and the script sets up several")
     if launch.profiling is not None:
         return load(PROFILING)
+    _check_offload(strategy, members)
     elastic = launch.elastic or launch.joins is not None
     if members.size == 1 and not (elastic and isinstance(strategy, Policy)):
         return load(SINGLE)
@@ -144,6 +145,19 @@ def give_values(model: torch.nn.Module, init: Any, strategy: Strategy, members: 
         return meta
     meta.fill()
     return None
+
+
+def _check_offload(strategy: Strategy, members: Members) -> None:
+    """Refuses to keep the optimizer's state on disk where it is in memory that the workers of a machine share."""
+    if getattr(strategy, "offload", "none") == "none":
+        return
+    if len(members.machines) == 1 or (
+        isinstance(strategy, Mesh) and replicas_by_machine(strategy, members.machines) is not None
+    ):
+        raise UsageError(
+            f"'{strategy}' keeps the optimizer's state on disk, but here the workers of a machine share it in memory; "
+            "leave out 'offload', or put the stages of each replica on several machines"
+        )
 
 
 def _check_machines(strategy: Strategy, members: Members, elastic: bool) -> None:
