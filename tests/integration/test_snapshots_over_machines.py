@@ -135,6 +135,7 @@ def split(_: None, folder: str, lead: str, at: int | None = None) -> tuple[dict[
         ("tensor:degree=2", "ab", "tensor:degree=2", "ab"),
         ("mesh:data=1,pipeline=2,tensor=2", "aabb", "pipeline:stages=2,microbatches=4", "aa"),
         ("mesh:data=2,tensor=2", "aabb", "tensor:degree=2", "ab"),
+        ("mesh:data=2,pipeline=2,microbatches=2", "abcd", "tensor:degree=2", "ab"),
     ],
 )
 def test_a_split_model_over_machines_goes_on_and_so_does_another_split(
