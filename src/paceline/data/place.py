@@ -12,6 +12,21 @@ from torch.utils.data import DataLoader
 from paceline.data.keys import pack, unpack
 
 
+class StreamPlace(msgspec.Struct, frozen=True, array_like=True):
+    """How far a stream was that every worker reads as a whole."""
+
+    next: int
+    """The next batch, counted from the beginning of the stream."""
+    batch: int
+    """Samples of a batch."""
+    sources: int
+    """Processes of the loader that read it, each its part; at least 1."""
+    given: int
+    """Batches of the current epoch that were trained on."""
+    marks: list[tuple[int, int, int]]
+    """Source, samples, and the digest of some of these, by which another run knows that it reads the same stream."""
+
+
 class LoaderPlace(msgspec.Struct, frozen=True):
     """How far one loader was."""
 
@@ -25,20 +40,23 @@ class LoaderPlace(msgspec.Struct, frozen=True):
     """States of the random generators that the loader draws from, beside torch's own."""
     sampler: Any = None
     """The sampler's own state, if it has any."""
+    stream: StreamPlace | None = None
+    """Of a stream, which has no keys."""
 
     def content(self) -> dict[str, Any]:
         """As a part of a snapshot: numbers and tensors."""
         left = None
         if self.left is not None:
             left = torch.frombuffer(bytearray(pack(self.left, batches=self.batches)), dtype=torch.uint8)
-        own = {"generators": list(self.generators), "sampler": self.sampler}
+        own = {"generators": list(self.generators), "sampler": self.sampler, "stream": msgspec.to_builtins(self.stream)}
         return {"epoch": self.epoch, "left": left, "batches": self.batches, **own}
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> LoaderPlace:
         left = content["left"]
         keys = None if left is None else unpack(left.numpy().tobytes())
-        return cls(content["epoch"], keys, content["batches"], content["generators"], content["sampler"])
+        stream = msgspec.convert(content.get("stream"), StreamPlace | None)
+        return cls(content["epoch"], keys, content["batches"], content["generators"], content["sampler"], stream)
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:

@@ -17,6 +17,9 @@ from paceline.errors import UsageError
 class UserLoader(LoaderAttributes):
     """Base of loaders that take the place of the user's own."""
 
+    reads_whole = False
+    """True if this is a stream that every worker reads as a whole."""
+
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._evaluated = False
@@ -73,6 +76,11 @@ class UserLoader(LoaderAttributes):
 
     def resume(self, place: LoaderPlace) -> None:
         """Go on from there; called before the first epoch."""
+        if place.stream is not None and not self.reads_whole:
+            raise UsageError(
+                "the snapshot is of the middle of a stream that every worker reads as a whole, under a strategy "
+                "without a server; go on with the same dataset, and such a strategy"
+            )
         self._epochs_over = place.epoch
         self._continue(place)
         self.restore(place)

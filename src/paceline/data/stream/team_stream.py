@@ -15,7 +15,9 @@ import msgspec
 from torch.utils.data import DataLoader
 
 from paceline.data.balance import Balancer
+from paceline.data.epochs import EpochLeft
 from paceline.data.loader import check_divisible, global_batch_of
+from paceline.data.place import LoaderPlace, StreamPlace
 from paceline.data.stream.kinds import batch_maker, check_stream, is_keyed, shards_in, whole_notice, whole_stream
 from paceline.data.stream.marks import Mark
 from paceline.data.stream.reader import Reading, Request, StreamReader
@@ -24,7 +26,7 @@ from paceline.data.stream.sources import ShardChains, Sources
 from paceline.data.stream.whole_pass import TurnRequests, whole_batches
 from paceline.data.team_view import TeamView
 from paceline.data.user_loader import UserLoader
-from paceline.errors import unlike_streams
+from paceline.errors import UsageError, unlike_streams
 
 
 class _Start(msgspec.Struct, array_like=True):
@@ -79,13 +81,58 @@ class TeamStream(UserLoader):
         self._positions: list[int] = []
         """Of each source, if this worker reads it alone: the samples that were requested."""
         self._requests = TurnRequests(weakly(self._part), sources.count)
-        self._reader = StreamReader(sources, stride=self.global_batch if shards is None and team.size > 1 else 0)
+        self._reader = StreamReader(sources, stride=self.global_batch if shards is None else 0)
         self._inner = request_loader(loader, self._reader, self._requests, batch_maker(loader), keyed=is_keyed(loader))
         self._stream: Iterator[Reading] | None = None
         """The readings of an epoch, or of the turn of the stream that several epochs continue."""
         self._given = 0
         self._base = 0
         """The number of the first round of the epoch."""
+        self.reads_whole = shards is None
+        self._epochs = 0
+        """Epochs of training that have begun."""
+        self._next = self._begun = 0
+        """The next batch of the stream; batches of the epoch so far."""
+        self._marks: dict[int, Mark] = {}
+        """By source, the last mark of what was read in this turn of the stream."""
+        self._resumed: StreamPlace | None = None
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    def place(self, left: EpochLeft | None) -> LoaderPlace | None:
+        if not self.reads_whole:
+            return None
+        if not self._epochs:
+            return LoaderPlace(0)
+        marks = [(mark.source, mark.samples, mark.digest) for mark in self._marks.values()]
+        place = StreamPlace(self._next, self.global_batch, self._sources.count, self._begun, marks)
+        return LoaderPlace(self._epochs - 1, stream=place)
+
+    def _continue(self, place: LoaderPlace) -> None:
+        super()._continue(place)
+        known = place.stream
+        self._epochs, self._resumed = place.epoch, known
+        if known is not None and (known.batch, known.sources) != (self.global_batch, self._sources.count):
+            raise UsageError(
+                f"the snapshot is of a stream in batches of {known.batch}, read by {known.sources} process"
+                f"{'es' if known.sources > 1 else ''}, and the loader has batches of {self.global_batch} and "
+                f"{self._sources.count}; go on with the same batch_size and num_workers"
+            )
+
+    def draws(self) -> dict[str, Any]:
+        return {**super().draws(), "sampler": None}  # it is read from its beginning, as any stream
+
+    def _compare_trained(self, marks: Sequence[Mark]) -> None:
+        """As `_compare`; refuses to go on in another stream than that of the snapshot."""
+        before = {} if self._resumed is None else {one[:2]: one[2] for one in self._resumed.marks}
+        for mark in marks:
+            self._marks[mark.source] = mark
+            if before.get((mark.source, mark.samples), mark.digest) != mark.digest:
+                raise UsageError(
+                    "the stream is not the one that the snapshot is of: its samples, or their order, have changed; a "
+                    "stream that draws random numbers must seed them by itself, alike in every run"
+                )
+        self._compare(marks)
 
     # -- lengths -----------------------------------------------------------------------------------------------------
 
@@ -109,19 +156,23 @@ class TeamStream(UserLoader):
 
     def _train(self) -> Iterator[Any]:
         check_divisible(self._loader, self.global_batch, self._team.replicas, self._asked)
-        limit, given = self._limit, 0
+        limit, self._epochs = self._limit, self._epochs + 1
         stream = self._begin()
+        given = self._begun
         try:
             while limit is None or given < limit:
                 self._team.ask_batch()
-                reading = self._requests.following(stream, self._compare)
+                reading = self._requests.following(stream, self._compare_trained)
                 if reading is None:
                     self._stream = None
                     break
                 whole = reading.whole if self._shards is None else self.global_batch
                 self._team.take_batch(reading.samples, reading.samples / whole, self, self._base + given)
+                if reading.request is not None and self.reads_whole:
+                    start, source = reading.request.start, reading.request.source
+                    self._next = start // self.global_batch * self._sources.count + source + 1
                 given += 1
-                self._given = self._base + given
+                self._begun, self._given = given, self._base + given
                 yield reading.batch
         finally:
             if limit is None:
@@ -135,7 +186,14 @@ class TeamStream(UserLoader):
         begun = self._stream
         start = self._agree(self._inner, begin=begun is None)
         self._base = max(one.given for one in start)
+        self._begun = 0
         if begun is None:
+            self._next, self._marks = 0, {}
+            if self._turn >= 0:
+                self._resumed = None
+            elif self._resumed is not None:
+                self._begun, self._next = self._resumed.given, self._resumed.next
+                self._requests.first = self._next
             self._turn += 1
             self._positions = [0] * self._sources.count
             begun = self._stream = iter(self._inner)

@@ -22,10 +22,13 @@ class TurnRequests:
         self._make, self._sources = make, sources
         self.ended: set[int] = set()
         """Sources without further samples."""
+        self.first = 0
+        """The number of the first request of the next pass."""
 
     def __iter__(self) -> Iterator[Request | None]:
         self.ended.clear()
-        for number in itertools.count():
+        first, self.first = self.first, 0
+        for number in itertools.count(first):
             source = number % self._sources
             if len(self.ended) == self._sources:
                 return
