@@ -6,7 +6,6 @@ The test's own process does not import them: it forks the workers of other tests
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import multiprocessing
 import os
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from helpers.huge_pages import prepare_to_fork
 from helpers.support import answered
 
 
@@ -55,7 +55,7 @@ def _serve(end: Connection, other: Connection, modules: tuple[str, ...]) -> None
     other.close()  # or its end would not be noticed
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()
+    prepare_to_fork()
     while True:
         try:
             request = end.recv_bytes()
