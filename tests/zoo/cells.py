@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from helpers.team_pool import TeamPool
 from helpers.teams import run_team
 from helpers.training import under
 
@@ -83,12 +84,20 @@ def plain(script: Script) -> Result:
         torch.set_rng_state(state)
 
 
-def run_cell(script: Script, column: str, expected: Result, workers: int = 2) -> Cell:
-    """The cell of a script in a column, or under a strategy, given what the plain script ends with."""
+def run_cell(script: Script, column: str, expected: Result, workers: int = 2, pool: TeamPool | None = None) -> Cell:
+    """The cell of a script in a column, or under a strategy, given what the plain script ends with.
+
+    pool: the processes to run it in, instead of new ones.
+    """
     launch = under(STRATEGIES.get(column, column), None, barrier=SECONDS / 2)
     try:
         with checkpoints():
-            ends = run_team(_member, workers, script.name, launch=launch, timeout=SECONDS, joined=False)
+            if pool is None:
+                ends = run_team(_member, workers, script.name, launch=launch, timeout=SECONDS, joined=False)
+            else:
+                ends = pool.run(_member, workers, script.name, launch=launch, timeout=SECONDS)
+                if any(kind != "done" for kind, _ in ends):
+                    pool.renew()  # a script that was left in its middle has not tidied up
     except AssertionError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         return Cell("hangs" if "said nothing" in str(error) else "crashed", lines[-1] if lines else "")

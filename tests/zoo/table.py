@@ -13,6 +13,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from helpers.team_pool import TeamPool
+
 import zoo.data
 import zoo.generative
 import zoo.gradients
@@ -126,10 +128,13 @@ def columns_in_ci(script: str) -> list[str]:
     return [*EXACT, *(column for place, column in enumerate(INEXACT) if place % 2 == number % 2)]
 
 
+_POOL = TeamPool()
+
+
 def run_row(script: str, columns: list[str]) -> dict[str, Cell]:
-    """A script's cells."""
+    """A script's cells, run in processes that are kept for other rows."""
     result = plain(SCRIPTS[script])
-    return {column: run_cell(SCRIPTS[script], column, result) for column in columns}
+    return {column: run_cell(SCRIPTS[script], column, result, pool=_POOL) for column in columns}
 
 
 MARKS = {
