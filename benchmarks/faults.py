@@ -1,5 +1,8 @@
 """What faults do to a run, and what they must not. One command: `python benchmarks/faults.py`.
 
+`python benchmarks/faults.py soak` hurts one training every 30 s for 20 minutes, and its peers likewise
+(`harness/soak.py`). The rest is about the first.
+
 Every run trains a model whose parameters count how often each sample was applied, is hurt at points which a seed draws
 (`paceline/failpoints.py`), and is judged by these counts and by its events: every sample exactly once an epoch, every
 push at most once, every version from one update, the policy's own laws. A fault that did not happen does not count.
@@ -20,6 +23,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch says of every host that it has no name
 
+from harness.soak import add_options, soak
 from helpers.faulted import (
     BITS,
     CUT,
@@ -42,7 +46,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=18, help="runs of each kind of fault (default: 18)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
     parser.add_argument("--only", default="", help="kinds of faults whose names have this text")
+    long = parser.add_subparsers(dest="what").add_parser("soak", help="a fault every 30 s for 20 minutes")
+    add_options(long)
     options = parser.parse_args()
+    if options.what == "soak":
+        soak(options)
+        return
     kinds = {scenario.name: run_drawn(scenario) for scenario in SCENARIOS}
     killed = next(scenario for scenario in SCENARIOS if scenario.name == "server killed")
     kinds[FRESH] = lambda seed, folder: run_case(killed.case(seed), folder, fresh=True)
