@@ -86,7 +86,9 @@ def _prepare(trainer: Any, when: str) -> None:
         trainer._barrier.wait = late
 
 
-def work(team: Any, victims: dict[int, str], clip: bool = False, epochs: int = 2) -> dict[str, Any]:
+def work(
+    team: Any, victims: dict[int, str], clip: bool = False, epochs: int = 2, reduction: str = "mean"
+) -> dict[str, Any]:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
     model, optimizer, loader = team.setup(model, optimizer, DataLoader(_data(), batch_size=BATCH * team.world_size))
@@ -97,7 +99,7 @@ def work(team: Any, victims: dict[int, str], clip: bool = False, epochs: int = 2
     for _ in range(epochs):
         keys_seen: list[int] = []
         for keys, x, y in loader:
-            mse_loss(model(x), y).backward()
+            mse_loss(model(x), y, reduction=reduction).backward()
             if clip:
                 team.clip_grad_norm_(0.05)
             if when == "before" and trainer.version == AT:
@@ -116,13 +118,13 @@ def work(team: Any, victims: dict[int, str], clip: bool = False, epochs: int = 2
     }
 
 
-def plain(rounds: list[list[int]], clip: bool = False) -> list[torch.Tensor]:
+def plain(rounds: list[list[int]], clip: bool = False, reduction: str = "mean") -> list[torch.Tensor]:
     """The same updates in one process: each the mean over the samples of a round."""
     model, (_, inputs, outputs) = _model(), _data().tensors
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
     for keys in rounds:
         optimizer.zero_grad()
-        mse_loss(model(inputs[keys]), outputs[keys]).backward()
+        mse_loss(model(inputs[keys]), outputs[keys], reduction=reduction).backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
@@ -235,6 +237,12 @@ def test_the_mean_is_clipped_as_before(places: str, victim: int) -> None:
     assert ends[0]["version"] == len(expected)
     # A gradient that is lost with its machine after the clipping has been in the factor.
     assert same(ends[0]["values"], plain(expected, clip=True)) == (places == "ABB")
+
+
+def test_of_sums_each_sample_adds_what_it_did_before() -> None:
+    ends = spread("ABC", {2: "exchange"}, reduction="sum")
+    well(ends)
+    assert same(ends[0]["values"], plain(rounds_of(3, {2}, False), reduction="sum"))
 
 
 def test_nobody_lost_is_a_run_as_any_other() -> None:

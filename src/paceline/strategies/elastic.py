@@ -316,6 +316,8 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
         if self._machines is None or not agreed.weights:
             return agreed
         weights = [(rank, weight) for rank, weight in agreed.weights if self._machines.alive(rank)]
+        if agreed.sums:  # each sample adds its gradient, however many others there are
+            return agreed._replace(weights=weights)
         part = sum(weight for _, weight in weights) / sum(weight for _, weight in agreed.weights)
         return agreed._replace(weights=weights, share=agreed.share * part)
 
