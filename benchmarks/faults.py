@@ -27,6 +27,7 @@ from harness.soak import add_options, soak
 from helpers.faulted import (
     BITS,
     CUT,
+    CUT_HUB,
     EPOCHS,
     SAMPLES,
     SCENARIOS,
@@ -35,6 +36,7 @@ from helpers.faulted import (
     run_bits,
     run_case,
     run_cut,
+    run_cut_hub,
 )
 
 COLUMNS = ("runs", "faults", "pushes", "updates", "lost", "doubled", "broken", "ended well", "pause", "longest", "back")
@@ -58,10 +60,12 @@ def main() -> None:
     kinds[BITS] = run_bits
     if os.geteuid() == 0:
         kinds[CUT] = run_cut
+        kinds[CUT_HUB] = run_cut_hub
     wanted = {name: run for name, run in kinds.items() if options.only in name}
     width = max(map(len, wanted))
     print(
         f"{SAMPLES} samples, {EPOCHS} epochs; pause: without an update after the fault, median and longest, in seconds"
+        " (of a host that is cut off for good, beyond the timeout)"
         "; back: until a killed server is, median"
     )
     print(" " * width + "".join(f"{column:>11}" for column in COLUMNS))

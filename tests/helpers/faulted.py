@@ -27,6 +27,7 @@ from helpers.hosts import hosts
 from helpers.machines import Failure, Spread
 from helpers.support import PACELINE, Run, started, wait_until, write_script
 from paceline import failpoints
+from paceline.config import Launch, Timeouts
 from paceline.events import Join, Push, Recovery, Update, read
 from paceline.failpoints import Fault, draw_fault, parse_faults
 
@@ -369,8 +370,51 @@ def run_cut(seed: int, folder: Path, seconds: float = 90.0) -> Verdict:
     )
 
 
-def _updates(run: Path) -> int:
-    path = run / "streams" / "-1.jsonl"
+CUT_HUB = "all-reduce: rank 0's host of three cut off"
+_TIMEOUT, _CUT_EPOCHS = 6.0, 4
+
+
+def run_cut_hub(seed: int, folder: Path, seconds: float = 90.0) -> Verdict:
+    """Cuts rank 0's host off for good: the other two go on by themselves, and rank 0's ends; as root."""
+    source = random.Random(f"{CUT_HUB}/{seed}")
+    case = Case(CUT_HUB, seed, "all-reduce", ("--elastic",), (), 0.0)
+    launch = Launch(strategy="all-reduce", elastic=True, timeouts=Timeouts(barrier=_TIMEOUT, join=60.0))
+    began, run, each = time.monotonic(), folder / "run", 1 + seed % 2
+    arguments = (SAMPLES, _CUT_EPOCHS, 0, 0.1)
+    rate = "50mbit" if seed % 4 > 1 else None  # on slow links it is mostly in an exchange
+    with hosts(3, rate) as made, Spread(count, made, each, *arguments, launch=launch, folder=run) as team:
+        wait_until(lambda: _updates(run, 0) > 0, seconds, "the run to begin")
+        time.sleep(source.uniform(0.0, 0.5))
+        made[0].cable(False)
+        at = time.perf_counter()
+        results = team.results(seconds)
+        team.folder = run / "machine-1"  # of the new lead
+        events = team.events()
+    cut, others = results[:each], results[each:]
+    failed = [str(result) for result in others if isinstance(result, Failure)]
+    ended = [isinstance(one, Failure) and "only a majority goes on" in one.message for one in cut]
+    wrong = [] if all(ended) else [f"the host that was cut off did not end as it should: {cut}"]
+    lost, doubled = judge([result for result in others if not isinstance(result, Failure)], _CUT_EPOCHS)
+    updates = [event.start for event in events if isinstance(event, Update)]
+    gaps = [later - before for before, later in itertools.pairwise(updates) if later >= at]
+    away = max(gaps, default=0.0)
+    return Verdict(
+        case,
+        len(failed),
+        "\n".join(failed),
+        [CUT_HUB] if away > 1.0 else [],
+        time.monotonic() - began,
+        lost,
+        doubled,
+        wrong,
+        0,
+        len(updates),
+        away - _TIMEOUT,
+    )
+
+
+def _updates(run: Path, stream: int = -1) -> int:
+    path = run / "streams" / f"{stream}.jsonl"
     return path.read_bytes().count(b'"event":"update"') if path.exists() else 0
 
 

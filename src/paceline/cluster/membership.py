@@ -14,12 +14,14 @@ import torch
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from paceline import failpoints
+from paceline.cluster.peer_store import PeerStore
 from paceline.cluster.process import end_process
 from paceline.cluster.process_set import machine
 from paceline.cluster.rendezvous import MemberList, exchange_ports, find_members, open_store
 from paceline.cluster.team_join import JoinClient
 from paceline.config import Launch, Place, Timeouts, capacity
 from paceline.errors import FORK, JoinError, Mismatch, TeamTimeout, UsageError, WorkerLost, names
+from paceline.events.forwarding import FIRST_MACHINE
 from paceline.transport import Barrier, BarrierKind, ElasticBarrier, MachinesBarrier, Memory, StepCounter
 from paceline.transport.keys import Secret, key_of_run
 from paceline.transport.peer_connections import FrameKind, PeerConnections, compare_clocks, connect
@@ -102,7 +104,7 @@ class Members:
         self.local = local or self
         """The members of this machine alone, numbered from 0; the team itself if all are on one machine."""
         self.connections = connections
-        """Connections of a machine's lead to the leads of the others; in an elastic team, of every worker to rank 0."""
+        """Connections of a machine's lead to the leads of the others; in an elastic team, of every worker to all."""
         self.secret: Secret | None = None
         """What both ends of a connection between machines prove to know."""
         self.ahead = 0.0
@@ -119,6 +121,12 @@ class Members:
         self.joining: JoinClient | None = None
         """Of a worker that is not a member yet: its barriers concern it alone, and its memory is `given`."""
         self.given: list[int] = []
+
+    @property
+    def home(self) -> int:
+        """The machine where the run's events are: rank 0's, unless it was lost and all notes go to another."""
+        barrier = self.barrier
+        return barrier.home if isinstance(barrier, ElasticBarrier) else FIRST_MACHINE
 
     def share(self, size: int, *, keep: bool = False) -> Memory:
         """New memory that all members of this machine map; all must call this, with the same size.
@@ -379,8 +387,9 @@ def _join_machines(
     connections, at = None, place.rank if elastic else number
     if elastic:
         hosts = [roster.hosts[roster.machine_of(rank)] for rank in range(place.world_size)]
-        connections = connect(place.rank, hosts, secret, *ways, patience, only_first=True)
+        connections = connect(place.rank, hosts, secret, *ways, patience)
         barrier = ElasticBarrier(place.rank, roster.machines, roster.hosts, local.barrier, connections, say)
+        store = PeerStore(connections, barrier, timeouts.join)
     else:
         wide = local.share(MachinesBarrier.memory_size(place.world_size))
         if place.rank == here[0]:

@@ -21,11 +21,16 @@ from paceline.events.private import open_private, unrecorded, write_all
 from paceline.events.recorder import folder_of
 
 FIRST_MACHINE = 0
-"""The number of rank 0's machine, where the run's folder is."""
+"""The number of rank 0's machine, where the run's folder is at first."""
 _START = re.compile(rb'"start":(-?[0-9.]+(?:e[-+]?[0-9]+)?)')
 _PIECE = 1 << 17
 """Bytes of a stream that are read, and sent, at once."""
 _LEAVE = b'"event":"leave"'
+
+
+def shifted(lines: bytes, seconds: float) -> bytes:
+    """The same events, so many seconds later."""
+    return _START.sub(lambda match: b'"start":%.9f' % (float(match[1]) + seconds), lines)
 
 
 class StreamForwarder:
@@ -44,6 +49,8 @@ class StreamForwarder:
         """True if a line could not be written."""
         self._offsets: dict[str, int] = {}
         """By stream, the bytes that were sent."""
+        self._home = FIRST_MACHINE
+        """The machine where the run's folder is."""
         self._open = {str(rank) for rank in machines[machine]}
         """Workers of this machine that have not recorded that they leave."""
         self._machine_of = {f"relay-{index}": index for index in range(len(machines))}
@@ -57,7 +64,11 @@ class StreamForwarder:
 
     @property
     def _sends(self) -> bool:
-        return self._folder is not None and self._machine != FIRST_MACHINE
+        return self._folder is not None and self._machine != self._home
+
+    def move(self, home: int) -> None:
+        """The run's folder is on another machine from now on, to which all streams are sent from their beginning."""
+        self._home, self._offsets = home, {}
 
     @property
     def complete(self) -> bool:
@@ -98,15 +109,18 @@ class StreamForwarder:
                     file.seek(self._offsets[name])
                     if _LEAVE in whole:
                         self._open.discard(name)
-                    yield name, _START.sub(lambda match: b'"start":%.9f' % (float(match[1]) + ahead), whole)
+                    yield name, shifted(whole, ahead)
 
-    def append(self, machine: int, name: str, text: bytes) -> None:
-        """Appends lines from another machine to their stream; ValueError if they are not that machine's."""
-        if self._machine != FIRST_MACHINE or self._machine_of.get(name) != machine:
+    def append(self, machine: int, name: str, text: bytes, *, again: bool = False) -> None:
+        """Appends lines from another machine to their stream; ValueError if they are not that machine's.
+
+        again: they are the first ones, and replace those that have come before.
+        """
+        if self._machine != self._home or self._machine_of.get(name) != machine:
             raise ValueError("events of another machine")
         if self._folder is not None and not self._full:
             try:
-                with open_private(self._folder / f"{name}.jsonl", "ab") as file:
+                with open_private(self._folder / f"{name}.jsonl", "wb" if again else "ab") as file:
                     write_all(file, text)
             except OSError as error:
                 self._full = True

@@ -168,7 +168,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
             self._say(f"{self._how_lost(gone)}; {rest} on from version {self.version}")
         new = self._shards.assign(self._gone, self._groups)
         if self._machines is not None:
-            if self._rank == 0 and (evicted := self._barrier.evicted & gone):
+            if self._rank == self.lead and (evicted := self._barrier.evicted & gone):
                 tell_launcher(self._launch, EndWorkers(sorted(evicted)))
             self._machines.form(self._gone)
         kept = {rank for rank in gone if counted and (self._machines is None or self._machines.alive(rank))}

@@ -131,7 +131,7 @@ class Worker:
         if lead and self.folder is not None and (self._writes_summary or len(self.members.machines) > 1):
             self.members.wait_until_left()
         if self._writes_summary and lead and self.folder is not None:
-            merge(self.folder, self.size)
+            merge(folder_of(self.folder, self.members.home), self.size)
         self._logging.stop()
 
     def detach(self) -> None:

@@ -82,6 +82,11 @@ def unpack_notes(payload: memoryview, capacity: int) -> tuple[int, int, list[Not
     return number, last, notes
 
 
+def unpack_number(payload: memoryview | bytes) -> int:
+    """The number of the barrier of a frame of notes."""
+    return int(_FRAME.unpack_from(payload)[0])
+
+
 class MachinesBarrier(BarrierNotes):
     """One member's part in the barriers of a team on several machines; has the interface of `Barrier`."""
 

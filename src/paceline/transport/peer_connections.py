@@ -1,6 +1,6 @@
 """The connections of one member of a barrier over machines: short frames, at once, and the end of a peer is known.
 
-The lead of each machine has one to the lead of every other; in an elastic team each member has one to rank 0.
+The lead of each machine has one to the lead of every other; in an elastic team each member has one to every other.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 from paceline.errors import JoinError, TeamError
 from paceline.transport.handshake import Handshake, PortListener, begin_call
 from paceline.transport.keys import Secret
 from paceline.transport.poller import Poller
-from paceline.transport.tcp_connection import TcpConnection, damage, make_frame, read_header
+from paceline.transport.tcp_connection import TcpConnection, damage, make_frame, read_header, silence
 
 _LARGEST = 1 << 31
 """Bytes of a frame: the notes of all members."""
@@ -45,6 +46,12 @@ class FrameKind(IntEnum):
     """The time of its sender."""
     TABLE = 7
     """The notes of all members, at one barrier."""
+    FOLLOW = 8
+    """In an elastic team: the sender has given up the hub before, and takes the receiver for the next one."""
+    VALUE = 9
+    """A key of the members' store, and its value."""
+    WAITING = 10
+    """In an elastic team: the hub lives, and waits for others."""
 
 
 _BYTES = {kind: bytes([kind]) for kind in FrameKind}
@@ -63,6 +70,8 @@ class PeerConnection:
         """True if nothing comes any more."""
         self.frames: deque[tuple[FrameKind, memoryview]] = deque()
         """Frames that have come and were not taken yet."""
+        self.takers: dict[FrameKind, Callable[[memoryview], None]] = {}
+        """By kind, what takes the frames that are not kept in `frames`."""
         self._sent = self._received = 0
         self._failure: TeamError | None = None
         self._connection = TcpConnection(poller, connection, host, patience, _LARGEST, self._take, self._end)
@@ -81,6 +90,11 @@ class PeerConnection:
         self._sent += 1
         message = b"".join([_BYTES[kind], *parts])
         self._connection.send(make_frame("", self._index, self._sent, message))
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the peer's host was last heard of, however long nothing was sent to it."""
+        return silence(self._connection.socket) if self.open else 0.0
 
     def check(self) -> None:
         """Raises TeamError if what has come is not what a member sends."""
@@ -103,6 +117,8 @@ class PeerConnection:
             self.left = True
         elif kind is FrameKind.END:
             self.left = self.ended = True
+        elif kind in self.takers:
+            self.takers[kind](parts[1][1:])
         else:
             self.frames.append((kind, parts[1][1:]))
 
@@ -119,9 +135,18 @@ class PeerConnections:
 
     def __init__(self, poller: Poller, connections: dict[int, PeerConnection]) -> None:
         self.connections = connections
-        self.heard: Callable[[int, memoryview], None] | None = None
-        """Takes the events that come, with the peer's number."""
         self._poller = poller
+
+    def take(self, kind: FrameKind, taker: Callable[[int, memoryview], None]) -> None:
+        """From now on all frames of a kind go to `taker`, with the peer's number."""
+        for number, connection in self.connections.items():
+            connection.takers[kind] = partial(taker, number)
+            for _ in range(len(connection.frames)):
+                found, payload = connection.frames.popleft()
+                if found is kind:
+                    taker(number, payload)
+                else:
+                    connection.frames.append((found, payload))
 
     def send_all(self, kind: FrameKind, *parts: bytes | memoryview) -> None:
         for connection in self.connections.values():
@@ -133,16 +158,17 @@ class PeerConnections:
             time.sleep(min(seconds, 0.01))
         else:
             self._poller.wait(seconds)
-        for number, connection in self.connections.items():
+        for connection in self.connections.values():
             connection.check()
-            if self.heard is None:
-                continue
-            for _ in range(len(connection.frames)):
-                kind, payload = connection.frames.popleft()
-                if kind is FrameKind.STREAM:
-                    self.heard(number, payload)
-                else:
-                    connection.frames.append((kind, payload))
+
+    def close_silent(self, seconds: float) -> None:
+        """Closes connections to hosts that were not heard of for so many seconds.
+
+        The kernel does so, too, but counts anew from a frame that is sent meanwhile.
+        """
+        for connection in self.connections.values():
+            if connection.silence > seconds:
+                connection.close()
 
     def settle(self, seconds: float) -> None:
         """Waits until all is sent, at most so many seconds."""
@@ -168,22 +194,19 @@ def connect(
     publish: Publish,
     find: Find,
     patience: tuple[float, float],
-    *,
-    only_first: bool = False,
 ) -> PeerConnections:
     """Connects all members, the leads of the machines: each calls those before it and is called by those behind it.
 
-    patience: seconds until all must be connected, and later of a host's silence. only_first: every member is connected
-    to rank 0 alone, and `hosts` gives each rank's host.
+    patience: seconds until all must be connected, and later of a host's silence. In an elastic team `hosts` gives each
+    rank's host.
     """
-    call = range(min(index, 1) if only_first else index)
-    expect = range(0) if only_first and index else range(index + 1, len(hosts))
     poller = Poller()
     connections: dict[int, PeerConnection] = {}
 
     def add(other: int, connection: socket.socket) -> None:
         connections[other] = PeerConnection(poller, connection, hosts[other], patience[1], index)
 
+    call, expect = range(index), range(index + 1, len(hosts))
     connect_sockets(poller, index, hosts, secret, publish, find, patience[0], call, expect, add)
     return PeerConnections(poller, dict(sorted(connections.items())))
 

@@ -32,6 +32,8 @@ _PARTS = 8
 _PREFIX = struct.Struct("!4sI")  # mark, number of parts
 _PREFIXES = [struct.Struct(f"!4sI{count}I") for count in range(_PARTS + 1)]
 """By number of parts, the prefix with their lengths."""
+_INFO = struct.Struct("=52xII")
+"""Of TCP_INFO, the milliseconds since data and since an acknowledgement came."""
 _READ = 1 << 16
 """Bytes that are read at once; the rest of a longer frame is read where it stays."""
 _JOINED = 1 << 14
@@ -268,12 +270,19 @@ def _parts(body: memoryview, lengths: Sequence[int]) -> list[Any]:
     return [body[stop - length : stop] for length, stop in zip(lengths, accumulate(lengths), strict=True)]
 
 
+def silence(connection: socket.socket) -> float:
+    """Seconds since the host was last heard of: its kernel answers, whatever its process does."""
+    found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    return 1e-3 * float(min(_INFO.unpack(found)))
+
+
 def keep_alive(connection: socket.socket, patience: float) -> None:
     """Lets the kernel give up a host that has been silent for so many seconds, also if nothing is to be sent."""
     limit = max(5, int(patience))
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(10, limit))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, min(10, limit))
+    between = min(10, limit // 5)  # the end is noticed at a probe
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, between)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * limit + 2000)
