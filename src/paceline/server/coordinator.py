@@ -225,11 +225,8 @@ class Coordinator:
             else:
                 self._lose(session)
             return
-        handle = self._handlers.get(type(message))
-        if handle is None:
-            raise Mismatch(
-                f"rank {session.rank} sent a {type(message).__name__}, which was not expected", [session.rank]
-            )
+        if (handle := self._handlers.get(type(message))) is None:
+            raise Mismatch(f"rank {session.rank} sent an unexpected {type(message).__name__}", [session.rank])
         self._admission.before(session, message)
         handle(session, message)
 

@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.cluster.preemption import leave_if_told
-from paceline.errors import TeamError, UsageError, WorkerLost, not_finite
+from paceline.errors import TeamError, WorkerLost, not_finite
 from paceline.events import Wait
 from paceline.parameters.gradient_state import GradientState
 from paceline.parameters.gradients import GRAD
 from paceline.parameters.joint import compact, load_model_state, model_state, models_of, parts_of
 from paceline.strategies.context import TrainerContext
 from paceline.strategies.gradient_access import GradientAccess, hook_sees
-from paceline.strategies.optimizer_patch import OptimizerPatch, refuse_fork, run_closure
+from paceline.strategies.optimizer_patch import OptimizerPatch, load_optimizers, refuse_fork, run_closure
 from paceline.strategies.snapshot_board import Kept, SnapshotBoard
 from paceline.transport import BarrierKind, MachinesBarrier
 
@@ -385,15 +385,7 @@ class Trainer(ABC):
     def load(self, model: Any, optimizer: Any) -> None:
         """Take the values of a checkpoint; all workers call it. Of several models and optimizers, lists."""
         load_model_state(self._model, model)
-        self._load_optimizers(optimizer)
-
-    def _load_optimizers(self, state: Any) -> None:
-        several = len(self._patches) > 1
-        if several != isinstance(state, list) or (several and len(state) != len(self._patches)):
-            count = len(state) if isinstance(state, list) else 1
-            raise UsageError(f"the checkpoint has the state of {count} optimizers, and the team {len(self._patches)}")
-        for patch, values in zip(self._patches, state if several else [state], strict=True):
-            patch.optimizer.load_state_dict(values)
+        load_optimizers(self._patches, optimizer)
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -122,6 +122,16 @@ class OptimizerPatch:
         if self._hooks[kind]:
             for hook in list(self._hooks[kind].values()):
                 hook(self.optimizer, (), {})
+
+
+def load_optimizers(patches: Sequence[OptimizerPatch], state: Any) -> None:
+    """Load the state of a checkpoint into the optimizers of a team: a state dict, or a list of one for each."""
+    several = len(patches) > 1
+    if several != isinstance(state, list) or (several and len(state) != len(patches)):
+        count = len(state) if isinstance(state, list) else 1
+        raise UsageError(f"the checkpoint has the state of {count} optimizers, and the team {len(patches)}")
+    for patch, values in zip(patches, state if several else [state], strict=True):
+        patch.optimizer.load_state_dict(values)
 
 
 class OneCycleClamp:

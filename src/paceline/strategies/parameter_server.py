@@ -35,7 +35,7 @@ from paceline.strategies.cancellation import (
 )
 from paceline.strategies.context import Options, TrainerContext
 from paceline.strategies.local_servers import LocalServers
-from paceline.strategies.optimizer_patch import own_parameters
+from paceline.strategies.optimizer_patch import load_optimizers, own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.server_trainer import ServerTrainer, check_server
 from paceline.strategies.snapshot_board import Kept
@@ -320,7 +320,7 @@ class ParameterServerTrainer(ServerTrainer):
             if rank == self._rank:
                 with self.frozen():
                     self._load_model(model)
-                self._load_optimizers(optimizer)
+                load_optimizers(self._patches, optimizer)
             self.gather(b"", BarrierKind.BARRIER)
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ from paceline.strategies.one_pass import in_one_pass
 from paceline.strategies.optimizer_patch import run_closure
 from paceline.strategies.replica_exchange import ReplicaExchange, ReplicaMembers
 from paceline.strategies.same_inputs import SameInputs
-from paceline.strategies.split_checks import log_calls
+from paceline.strategies.split_checks import log_calls, refuse_parts, refuse_pipeline
 from paceline.strategies.split_model import pipeline_of, stage_speeds, tried
 from paceline.strategies.step_table import StepAgreement
 from paceline.transport import BarrierKind
@@ -55,7 +55,7 @@ class PipelineTrainer(Trainer):
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
         one_of("gradients", options.gradients, ("local", "visible"))
-        _refuse(model, optimizer)
+        refuse_pipeline(model, optimizer)
         members = context.members
         self._coord = coord = MeshCoord.of(context.strategy, members)
         self._rate = RateScaling(options.scale_lr, coord.shape.data, options.warmup, options.batch)
@@ -427,28 +427,10 @@ class PipelineTrainer(Trainer):
         if self._machines is not None:
             self._machines.close()
         if self._meta is not None:
-            self._model.forward = _in_parts
-
-
-def _in_parts(*_args: Any, **_kwargs: Any) -> Any:
-    raise UsageError(
-        "the team is closed, and of a model that was made on the meta device a worker keeps its own stages only; save "
-        "it before, and load it into a plain model"
-    )
+            self._model.forward = refuse_parts
 
 
 def _like(old: Any, values: dict[Any, Any]) -> Any:
     new = type(old)(old.default_factory)
     new.update(values)
     return new
-
-
-def _refuse(model: torch.nn.Module, optimizer: Optimizer) -> None:
-    elsewhere = {parameter.device.type for parameter in model.parameters()} - {"cpu"}
-    if elsewhere:
-        raise UsageError(
-            f"the model is on '{elsewhere.pop()}'; the stages of a pipeline share the host's memory, so it must be on "
-            "'cpu'"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("LBFGS looks at all parameters at once, which no stage of a pipeline has; use Adam or SGD")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -43,3 +44,23 @@ def check_split(optimizer: Optimizer, options: Options, strategy: str) -> None:
             f"{type(optimizer).__name__} is not known to treat every element by itself, as it must where no worker has "
             f"whole parameters; under '{strategy}' use one of {known}"
         )
+
+
+def refuse_pipeline(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Refuses a model and an optimizer that no pipeline trains."""
+    elsewhere = {parameter.device.type for parameter in model.parameters()} - {"cpu"}
+    if elsewhere:
+        raise UsageError(
+            f"the model is on '{elsewhere.pop()}'; the stages of a pipeline share the host's memory, so it must be on "
+            "'cpu'"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("LBFGS looks at all parameters at once, which no stage of a pipeline has; use Adam or SGD")
+
+
+def refuse_parts(*_args: Any, **_kwargs: Any) -> Any:
+    """Replaces the forward pass of a model of which this worker has only parts."""
+    raise UsageError(
+        "the team is closed, and of a model that was made on the meta device a worker keeps its own stages only; save "
+        "it before, and load it into a plain model"
+    )
