@@ -246,6 +246,25 @@ def test_a_member_may_be_killed_while_its_group_sums(tmp_path: Path) -> None:
     assert mine[-1].ticket in tickets, "what it had pushed still counts"
 
 
+def test_a_member_may_be_killed_before_its_group_is_complete(tmp_path: Path) -> None:
+    words = command(tmp_path, "groups:size=2")
+    write_script(tmp_path, SCRIPT.replace("\nnumber = 0\n", IN_ITS_GROUP))
+    with playing(words, tmp_path) as run:
+        pid = run.note("pushing")["pid"]
+        time.sleep(0.2)  # it has pushed by now, and waits
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: state_of(pid) in ("", "Z"), 20, "rank 2 to be gone")
+        time.sleep(0.2)  # the server has noticed
+        (run.notes / "halted.json").write_text("{}")
+        outcome = run.finish()
+    assert outcome.code == 0, outcome.err
+    events = events_of(outcome, "hurt")
+    assert violations(events) == []
+    mine = [event for event in events if isinstance(event, Push) and event.rank == 2]
+    tickets = {ticket for event in events if isinstance(event, Update) for ticket in event.pushes}
+    assert mine[-1].ticket in tickets, "what it had pushed still counts"
+
+
 # -- a script fails --------------------------------------------------------------------------------------------------
 
 

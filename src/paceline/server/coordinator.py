@@ -303,9 +303,9 @@ class Coordinator:
             self._leases.give_back(pushed.rank, pushed.message.leases, "dropped")
             if pushed.rank in self._sessions:
                 self._sessions[pushed.rank].outcome = "dropped"
-        if len(decision.together) > 1 and self._policy.members:
-            first = decision.together[0].worker
-            group = next(group for group, members in self._policy.members.items() if first in members)
+        together = {one.worker for one in decision.together}
+        group = next((group for group, members in self._policy.members.items() if together <= members), None)
+        if len(together) > 1 and group is not None:  # else one is gone, and the update takes them one by one
             self._updates.reduce_group(group, [one.ticket for one in decision.together])
         if decision.use:
             tickets = [one.ticket for one in decision.use]
