@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+import json
 import os
 import pickle
 import signal
@@ -16,6 +17,7 @@ import pytest
 import torch
 from helpers.forks import starting
 from helpers.hosts import Host, hosts
+from helpers.load import allowed
 from helpers.machines import Failure, Spread
 from helpers.split_models import (
     MODELS,
@@ -35,7 +37,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline import Team, UsageError
-from paceline.events import Pass, Stages
+from paceline.events import Event, Pass, Stages, StageTransfer
+from paceline.report.timeline import timeline
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -272,6 +275,23 @@ def test_what_crosses_the_network_are_the_values_at_the_cut(two: list[Host], tmp
         assert sum(event.kind == "F" for event in passes) == sum(event.kind == "B" for event in passes) == 5 * 4
     starts = {rank: [e.start for e in events if isinstance(e, Pass) and e.rank == rank] for rank in range(2)}
     assert starts[0][0] < starts[1][0] < starts[0][-1]  # by one clock
+    came = {rank: [e for e in events if isinstance(e, StageTransfer) and e.rank == rank] for rank in range(2)}
+    for rank, transfers in came.items():
+        assert len(transfers) == 5 * 4
+        assert {(one.source, one.bytes) for one in transfers} == {(1 - rank, ROWS * WIDTH)}
+    forward = {rank: [e for e in passes_of(events, rank) if e.kind == "F"] for rank in range(2)}
+    for sent, transfer, used in zip(forward[0], came[1], forward[1], strict=True):
+        # From the end of a pass there to the start of the next here, as exactly as clocks can be compared.
+        assert sent.start + sent.seconds - allowed(1e-3) < transfer.start
+        assert transfer.start + transfer.seconds < used.start + allowed(1e-3)
+    told = json.loads((folder / "summary.json").read_text())["communication"]
+    assert told["bytes"] == 2 * 5 * 4 * ROWS * WIDTH
+    assert 0.0 <= told["hidden"] <= 1.0
+    assert "coming from another machine" in timeline(events, "")
+
+
+def passes_of(events: list[Event], rank: int) -> list[Pass]:
+    return [event for event in events if isinstance(event, Pass) and event.rank == rank]
 
 
 def first_stage(team: Team) -> set[str]:

@@ -37,6 +37,7 @@ from paceline.events import (
     Send,
     Setup,
     Stages,
+    StageTransfer,
     Switch,
     Update,
     Wait,
@@ -69,6 +70,7 @@ EVERY_KIND: list[Event] = [
     Ended(1, 3.25, 0, 2, 3, 57),
     Return(1, 3.3, [6], "cancelled"),
     Send(1, 3.4, 0.1, 400),
+    StageTransfer(1, 3.4, 0.1, 0, 400),
     Roster(-1, 3.45, [0, 1, 3], 7),
     Recovery(-1, 3.45, 1, 7),
     Stages(0, 3.47, [5, 7], 0.04, [0, 4096], [65536, 32768]),
@@ -113,8 +115,9 @@ def test_an_event_comes_back_from_json_as_it_was(event: Event) -> None:
 
 @pytest.mark.parametrize("event", EVERY_KIND, ids=names())
 def test_an_event_says_what_kind_it_is_who_did_it_and_when(event: Event) -> None:
+    kind = {LeaseGiven: "lease", StageTransfer: "transfer"}.get(type(event), type(event).__name__.lower())
     for fields in (msgspec.json.decode(msgspec.json.encode(event)), msgspec.to_builtins(event)):
-        assert fields["event"] == ("lease" if isinstance(event, LeaseGiven) else type(event).__name__.lower())
+        assert fields["event"] == kind
         assert (fields["rank"], fields["start"]) == (event.rank, event.start)
 
 
@@ -271,6 +274,7 @@ SUMMARY: dict[str, Any] = {
     "refused": {},
     "omitted": 0,
     "bubble": None,
+    "communication": None,
     "workers": {
         "0": {
             "computing": 4.5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,7 @@ from paceline.transport.network_mailbox import NetworkMailbox
 from paceline.transport.peer_connections import connect_sockets
 from paceline.transport.poller import Poller
 
+_CLOCK = struct.Struct("=d")
 _PROBE = -1
 """Tag of the messages by which links are measured."""
 
@@ -49,6 +51,8 @@ class MachinesGroup:
             self.rank, _connect(members, hosts), hosts, range(self.size), members.barrier.timeouts, DTYPES
         )
         self.network.look_around = self._check_local
+        aheads = members.gather(_CLOCK.pack(members.ahead))  # of which the leads know their machines'
+        self.network.ahead = _CLOCK.unpack(aheads[here[0]])[0]
         self.mailbox: MachinesMailbox | MailboxPart = MachinesMailbox(self.local.mailbox, here, self.network)
         self._end = weakref.finalize(self, _end, self.network, self.local, os.getpid())
 

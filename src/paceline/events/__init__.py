@@ -200,6 +200,15 @@ class Send(_Event, frozen=True, gc=False):
     bytes: int
 
 
+class StageTransfer(_Event, frozen=True, gc=False, tag="transfer"):
+    """A value or gradient of a pipeline came from another machine: from its sending until all of it was there."""
+
+    seconds: float
+    source: int
+    """The rank that sent it."""
+    bytes: int
+
+
 class Refused(_Event, frozen=True, gc=False):
     """A machine's relay rejected input from the network, without any effect."""
 
@@ -383,6 +392,7 @@ Event = (
     | Update
     | Push
     | Send
+    | StageTransfer
     | Refused
     | Brought
     | Pull

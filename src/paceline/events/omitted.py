@@ -34,6 +34,8 @@ class OmittedSums(msgspec.Struct, omit_defaults=True):
     """Bytes read from other workers' memory."""
     sent: int = 0
     """Bytes of observed messages."""
+    received: int = 0
+    """Bytes of values and gradients that came from other machines' stages."""
     pushed: int = 0
     """Bytes of pushes."""
     saved: int = 0

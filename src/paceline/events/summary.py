@@ -19,6 +19,7 @@ from paceline.events.omitted import OmittedSums, Ranges
 from paceline.events.ordering import Places, write_ordered
 from paceline.events.private import open_private, unrecorded, write_all, write_private
 from paceline.events.reader import Reader
+from paceline.events.transfers import Communication, Transfers
 
 
 class Staleness(msgspec.Struct, kw_only=True):
@@ -76,6 +77,8 @@ class Summary(msgspec.Struct, kw_only=True):
     """Events of which only sums are recorded, since the record was thinned; the numbers here count them."""
     bubble: Bubble | None = None
     """None without a pipeline."""
+    communication: Communication | None = None
+    """None if no values of a pipeline went between machines."""
     workers: dict[int, WorkerSummary]
 
 
@@ -121,7 +124,7 @@ class Summariser:
         self._strategy: str | None = None
         self._minibatches = self._cancelled = self._dropped = self._bytes = self._saved = 0
         self._first, self._final = float("inf"), float("-inf")
-        self._bubbles = Bubbles()
+        self._bubbles, self._transfers = Bubbles(), Transfers()
         self._omitted_events = self._gradients_count = 0
 
     def add(self, event: events.Event) -> None:
@@ -136,8 +139,9 @@ class Summariser:
                 self._bubbles.add_cut(event)
             case events.Load():
                 worker.loading += event.seconds
-            case events.Wait():
-                worker.waiting += event.seconds
+            case events.Wait() | events.StageTransfer():
+                worker.waiting += event.seconds if isinstance(event, events.Wait) else 0.0
+                self._transfers.add(event)
             case events.Reduce() | events.Pull() | events.Update():
                 worker.communicating += event.seconds
                 if isinstance(event, events.Update) and not event.skipped:
@@ -209,6 +213,7 @@ class Summariser:
     def _count_omitted(self, event: events.Omitted) -> None:
         """Counts the sums of events that were not recorded; updates and gradients at the end of the last of them."""
         self._omitted_events += event.events
+        self._transfers.add(event)
         for rank, sums in event.sums.items():
             if rank >= 0:
                 _add_worker(self._workers.setdefault(rank, WorkerSummary()), sums)
@@ -275,6 +280,7 @@ class Summariser:
             staleness=Staleness.of(ages),
             refused=dict(self._refused),
             bubble=self._bubbles.result(self._strategy),
+            communication=self._transfers.result(),
             last={name: value for name, (_, value) in self._last.items()},
             omitted=self._omitted_events,
             workers=workers,

@@ -41,6 +41,7 @@ _SUMMED = (
     events.Update,
     events.Push,
     events.Send,
+    events.StageTransfer,
     events.Brought,
     events.Pull,
     events.Cancel,
@@ -249,6 +250,8 @@ class Thinner:
                 sums.dropped += sign * (event.outcome == "dropped")
             case events.Message() if event.direction == "send":
                 sums.sent += event.bytes
+            case events.StageTransfer():
+                sums.received += event.bytes
 
 
 def _sum_computed(sums: OmittedSums, event: events.Compute | events.Pass) -> None:

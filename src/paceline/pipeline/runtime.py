@@ -218,6 +218,7 @@ class PipelineRuntime:
 
     def _run(self, order: Order, microbatches: Microbatches) -> None:
         self._traces[microbatches.call.kind][1].run(order, microbatches)
+        self._links.record_arrivals()
 
     def _own_turns(self, order: Order) -> Order:
         """The operations that this worker runs, of all of its stages'."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-from paceline.events import Wait
+from paceline.events import StageTransfer, Wait
 from paceline.events.recorder import Recorder
 from paceline.pipeline.stages import StageAssignment
 from paceline.transport.call_log import CallLog
@@ -87,7 +88,19 @@ class StageLinks:
         """The number of the call of the model whose messages are sent and received."""
         self.rank, self.size = mailbox.rank, mailbox.size
         self._team_ranks = team_ranks
+        self._network = None if isinstance(mailbox, Mailbox) else mailbox.network
+        if self._network is not None and recorder.on:
+            self._network.arrivals = deque()
         self.team_rank = team_ranks[mailbox.rank]
+
+    def record_arrivals(self) -> None:
+        """Records the values and gradients that have come from other machines since the last call."""
+        arrivals = None if self._network is None else self._network.arrivals
+        while arrivals:
+            one = arrivals.popleft()
+            if one.tag >= 0 and (one.bytes, one.dtype) != (_HEADER_BYTES, torch.uint8):
+                event = StageTransfer(self.team_rank, one.sent, one.came - one.sent, one.source, one.bytes)
+                self.recorder.add(event)
 
     def send(self, peer: int, tensor: torch.Tensor, tag: int) -> SendTransfer:
         return self.mailbox.send(peer, tensor, self._of_call(tag))

@@ -23,9 +23,12 @@ from paceline.events import (
     Recovery,
     Setup,
     Stages,
+    StageTransfer,
+    Wait,
 )
 from paceline.events.bubbles import Bubbles
 from paceline.events.omitted import OmittedSums, Ranges
+from paceline.events.transfers import Transfers
 from paceline.report.attribution import WaitAttribution
 from paceline.report.buckets import Buckets
 from paceline.report.detail import Detail
@@ -187,7 +190,7 @@ class RunAggregate:
         self._last_update = -math.inf
         self._computed, self._pushed = SampleCounts("computed"), SampleCounts("pushed")
         self.buckets: Buckets | None = None
-        self.bubbles = Bubbles()
+        self.bubbles, self.transfers = Bubbles(), Transfers()
         self._pending = np.zeros(0, ROW)
         self._pushes = np.zeros(0, PUSH)
         self._sums: list[Omitted] = []
@@ -223,6 +226,8 @@ class RunAggregate:
                 self.tallies[message.rank].sent += message.bytes
         for one in groups.get(Pass, ()):
             self.bubbles.add(one)
+        for moved in (*groups.get(StageTransfer, ()), *groups.get(Wait, ()), *groups.get(Omitted, ())):
+            self.transfers.add(moved)
         for cut in groups.get(Stages, ()):
             self.bubbles.add_cut(cut)
         self._sums += groups.get(Omitted, ())

@@ -59,7 +59,7 @@ def facts(
     total = sum(sum(worker["seconds"].values()) for worker in workers) or 1.0
     waiting = sum(worker["seconds"]["waiting"] for worker in workers)
     first, last = run.update_span
-    bubble = run.bubbles.result(run.strategy)
+    bubble, moved = run.bubbles.result(run.strategy), run.transfers.result()
     known: dict[str, Any] = {
         "name": name,
         "strategy": run.strategy or config.get("strategy"),
@@ -77,7 +77,8 @@ def facts(
         "bubbles": waiting / total,
         "waiting": waiting,
         "bubble": msgspec.to_builtins(bubble),
-        "verdict": _verdict(workers, findings, run.first, waiting / total, bubble),
+        "communication": msgspec.to_builtins(moved),
+        "verdict": _verdict(workers, findings, run.first, waiting / total, bubble) + (moved.sentences if moved else []),
         "slowness": [msgspec.to_builtins(finding) for finding in findings],
         "slow": [worker["rank"] for worker in workers if worker["slow"]],
         "workers": workers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import NamedTuple
 
-from paceline.events import Cancel, Compute, Event, Load, Pass, Pull, Reduce, Update, Wait
+from paceline.events import Cancel, Compute, Event, Load, Pass, Pull, Reduce, StageTransfer, Update, Wait
 from paceline.report.svg import COLOURS, LEFT, PASSES, WIDTH
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
@@ -18,8 +18,10 @@ ACTIVITIES = {
 }
 PASS_NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 OTHER = "#f0f0f0"
+RECEIVING, TRANSFER = "coming from another machine", "#D55E00"
 EXCHANGE = "#555555"
 ROW, TOP, RIGHT = 34, 46, 16
+_THIN = 4
 
 
 class Bar(NamedTuple):
@@ -33,6 +35,8 @@ class Bar(NamedTuple):
     light: bool = False
     label: str = ""
     """Drawn inside the bar if there is room."""
+    thin: bool = False
+    """True if it is drawn below the bars of what the worker does meanwhile."""
 
 
 class Scale(NamedTuple):
@@ -79,6 +83,9 @@ def bars(event: Event, served: bool) -> list[Bar]:
             kind, colour, cause = "loading", ACTIVITIES["loading"], ""
         case Update() | Reduce() | Pull():
             kind, colour, cause = "updating", EXCHANGE if served else ACTIVITIES["updating"], ""
+        case StageTransfer():
+            words = f"{event.bytes / 1e3:.1f} kB from worker {event.source} in {event.seconds * 1e3:.2f} ms"
+            return [Bar(RECEIVING, event.start, event.seconds, words, TRANSFER, thin=True)]
         case Wait():
             kind, colour, cause = "waiting", ACTIVITIES["waiting"], f" for worker {event.on}"
         case _:
@@ -125,8 +132,9 @@ def drawn(scale: Scale, rank: int, bar: Bar) -> str:
     width = max(0.6, scale.x(last) - x)
     faint = " fill-opacity='.25' stroke-dasharray='3 2'" if bar.light else ""
     edge = f" stroke='{bar.colour}' stroke-width='.8'" if bar.light else ""
+    top, height = (y + ROW - 8, _THIN) if bar.thin else (y + 1, ROW - 10)
     box = (
-        f"<rect x='{x:.2f}' y='{y + 1}' width='{width:.2f}' height='{ROW - 10}' fill='{bar.colour}'{faint}{edge}>"
+        f"<rect x='{x:.2f}' y='{top}' width='{width:.2f}' height='{height}' fill='{bar.colour}'{faint}{edge}>"
         f"<title>{escape(bar.kind)}: {escape(bar.note)}</title></rect>"
     )
     if bar.label and width > 8 * len(bar.label) + 2:

@@ -10,15 +10,17 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from html import escape
 
-from paceline.events import Compute, Event, Load, Pass, Pull, Push, Wait
+from paceline.events import Compute, Event, Load, Pass, Pull, Push, StageTransfer, Wait
 from paceline.report.lanes import (
     ACTIVITIES,
     EXCHANGE,
     OTHER,
     PASS_NAMES,
+    RECEIVING,
     RIGHT,
     ROW,
     TOP,
+    TRANSFER,
     Scale,
     bars,
     drawn,
@@ -127,6 +129,8 @@ def _legend(events: list[Event], served: bool) -> list[tuple[str, list[str], str
         left_out = {"slowed on purpose": not slowed, "loading": not loads, "computing": bool(passes)}
         known = [(words, [PASSES[kind]], "") for kind, words in PASS_NAMES.items() if kind in passes]
         known += [(kind, [colour], "") for kind, colour in ACTIVITIES.items() if not left_out.get(kind, False)]
+        if any(isinstance(event, StageTransfer) for event in events):
+            known.append((RECEIVING, [TRANSFER], ""))
     else:
         known = [
             ("computing, a colour per version", list(COLOURS), ""),

@@ -44,6 +44,7 @@ class MailboxPart:
     def __init__(self, mailbox: MachinesMailbox, ranks: Sequence[int]) -> None:
         self.rank, self.size = ranks.index(mailbox.rank), len(ranks)
         self._mailbox, self._ranks = mailbox, ranks
+        self.network = mailbox.network
 
     @property
     def unsent(self) -> bool:

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,7 +37,8 @@ from paceline.transport.tcp_connection import TcpConnection, damage, make_frame,
 _PIECE = 1 << 20
 """Bytes of a tensor in one frame."""
 _LARGEST = 2 * _PIECE
-_MESSAGE = struct.Struct("!BqBQQ")  # kind, tag or number of the question, dtype, bytes of all pieces, first of this one
+_MESSAGE = struct.Struct("!BqBQQd")
+"""Kind, tag or number of the question, dtype, bytes of all pieces, first byte of this one, when it was sent."""
 _SLICE = 0.1
 _BYTES = 255
 """As a dtype: an answer, or a question."""
@@ -56,6 +57,8 @@ class _Outgoing:
 
     def __init__(self, kind: _Kind, tag: int, dtype: int, data: memoryview, transfer: SendTransfer | None) -> None:
         self.kind, self.tag, self.dtype, self.data, self.transfer = kind, tag, dtype, data, transfer
+        self.moment = time.perf_counter()
+        """When it was given to be sent."""
         self.sent = 0
         self.complete = False
         """True if the connection has been given its last piece."""
@@ -70,6 +73,19 @@ class _Incoming:
         """transfer: the one into whose tensor it comes."""
         self.kind, self.tag, self.dtype, self.data, self.transfer = kind, tag, dtype, data, transfer
         self.filled = 0
+
+
+class ReceivedTensor(NamedTuple):
+    """A tensor that has come from another worker."""
+
+    source: int
+    """The rank of the sender."""
+    tag: int
+    sent: float
+    came: float
+    """When it was given to be sent, and when all of it was here, by this machine's clock."""
+    bytes: int
+    dtype: torch.dtype
 
 
 class _Peer:
@@ -105,6 +121,10 @@ class NetworkMailbox:
         """Called while this worker waits; may raise an error that ends the wait."""
         self.answer: Callable[[bytes], memoryview] = lambda _question: memoryview(b"")
         """Answers another worker's question; called by the mailbox's thread."""
+        self.ahead = 0.0
+        """Seconds by which the clock of rank 0's machine is ahead of this one's."""
+        self.arrivals: deque[ReceivedTensor] | None = None
+        """Tensors that have come, for a reader who takes them out; None if there is none."""
         self._changed = threading.Condition()
         self._peers = {peer: _Peer() for peer in sockets}
         self._expected: list[ReceiveTransfer] = []
@@ -270,7 +290,8 @@ class NetworkMailbox:
                 continue
             start, size = outgoing.sent, len(outgoing.data)
             stop = min(start + _PIECE, size)
-            head = _MESSAGE.pack(outgoing.kind, outgoing.tag, outgoing.dtype, size, start)
+            moment = outgoing.moment + self.ahead
+            head = _MESSAGE.pack(outgoing.kind, outgoing.tag, outgoing.dtype, size, start, moment)
             peer.sent += 1
             outgoing.sent, outgoing.complete = stop, stop == size
             connection.send(make_frame("", self.rank, peer.sent, head, outgoing.data[start:stop]))
@@ -280,7 +301,7 @@ class NetworkMailbox:
         peer, host = self._peers[number], self._hosts[number]
         try:
             header = read_header(parts)
-            kind, tag, dtype, size, start = _MESSAGE.unpack(parts[1])
+            kind, tag, dtype, size, start, moment = _MESSAGE.unpack(parts[1])
             piece = parts[2]
         except (ValueError, IndexError, struct.error):
             raise TeamError(f"what came from {host} is not a frame of this team") from None
@@ -297,6 +318,10 @@ class NetworkMailbox:
         message.filled += len(piece)
         if message.filled == size:
             peer.incoming = None
+            if self.arrivals is not None and message.kind is _Kind.TENSOR:
+                now, who = time.perf_counter(), self.ranks[number]
+                sent = min(moment - self.ahead, now)  # clocks are compared to some microseconds only
+                self.arrivals.append(ReceivedTensor(who, tag, sent, now, size, self._dtypes[dtype]))
             self._complete(number, message)
 
     def _begin(self, number: int, kind: _Kind, tag: int, dtype: int, size: int) -> _Incoming:

@@ -106,6 +106,7 @@ class Run {
       ["bubbles (waiting)", share(run.bubbles)],
       ["scaling efficiency", share(run.efficiency)],
       ...(run.bubble ? [["pipeline bubble (formula)", `${share(run.bubble.measured)} (${run.bubble.formula === null ? "–" : share(run.bubble.formula)})`]] : []),
+      ...(run.communication ? [[`transfers hidden behind computing${run.communication.partial ? " (where all is recorded)" : ""}`, share(run.communication.hidden)]] : []),
       ["duration", duration(run.seconds)],
       ...(run.startup ? [["start-up, before that", duration(run.startup)]] : []),
       ...(run.served ? [["mean staleness", number(run.staleness.mean)]] : []),
