@@ -1,14 +1,15 @@
 """Models split over machines with shaped links, which are namespaces. `python benchmarks/split_machines.py` (as root).
 
-| row | what is compared, in turns |
-|---|---|
-| `against torch` | the step of a pipeline over two hosts at 1 Gbit/s, and of torch's on gloo over the same links |
-| `hidden` | the share of the links' time that does not lengthen the step, against the same hosts without a limit |
-| `bubble` | the measured bubble, and that of the schedule with the measured passes and the links |
-| `slow replica` | updates per second of `mesh:data=2,pipeline=2` with k-sync:k=1 and all-reduce, one replica slow |
-| `slow link` | the step over a link of 50 Mbit/s, with the cut that avoids it and with the cut by work alone |
+| row | what is compared, in turns | goal |
+|---|---|---|
+| `against torch` | a pipeline over two hosts at 1 Gbit/s, and torch's on gloo over the same links | 1.2 times |
+| `bytes` | what leaves a host in a step, by its interface, and the values at the cut | 3 % apart |
+| `hidden` | the share of transfers in which their receiver does not wait, from the run's events | 70 % |
+| `bubble` | the measured bubble, and that of the schedule with the measured passes and the links | 10 % apart |
+| `slow replica` | updates of `mesh:data=2,pipeline=2` with k-sync:k=1 and all-reduce, one replica slow | 2 times |
+| `slow link` | a link of 50 Mbit/s, with the cut by work alone, and with the one that avoids it | 1 times |
 
-`--short` makes fewer and smaller steps, to try it.
+It prints a table with goals, and with `--json` all numbers. `--short` makes fewer and smaller steps, to try it.
 """
 
 import argparse
@@ -45,6 +46,8 @@ from paceline.schedules.timing import evaluate
 
 MICROBATCHES, GIGABIT = 8, 125e6
 PORT = 29671
+HEADER = 14 + 20 + 32
+"""Bytes of Ethernet, IP, and TCP with its timestamps."""
 
 
 class Size:
@@ -129,21 +132,33 @@ def against_torch(team: Team, size: Size, address: str) -> dict[str, list[float]
     return found
 
 
-def alone(team: Team, size: Size) -> float:
-    """The best seconds per step of a pipeline."""
+def alone(team: Team, size: Size) -> tuple[float, float]:
+    """The best seconds per step of a pipeline, and the bytes that leave this host in a step."""
     x, y = batch_of(size)
     model = made(size)
     model, optimizer = team.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-4))
     step(model, optimizer, x, y)
-    return min(timed(team, lambda: step(model, optimizer, x, y), size.steps) for _ in range(size.rounds))
+    before, rounds = sent(), size.rounds
+    best = min(timed(team, lambda: step(model, optimizer, x, y), size.steps) for _ in range(rounds))
+    return best, (sent() - before) / (rounds * size.steps)
 
 
-def over(made_hosts: Sequence[Host], size: Size) -> tuple[float, list[Event]]:
+def sent() -> int:
+    """Bytes that have left this host, without the headers of packets."""
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if "eth0" in line)
+    size, packets = (int(number) for number in line.split(":")[1].split()[8:10])
+    return size - HEADER * packets
+
+
+def over(made_hosts: Sequence[Host], size: Size) -> tuple[float, float, list[Event], dict[str, float]]:
+    """Seconds of a step, the bytes that leave a host in it, events, and the summary's facts about transfers."""
     with tempfile.TemporaryDirectory() as folder:
-        spec = f"pipeline:stages={len(made_hosts)},microbatches={MICROBATCHES}"
-        with Spread(alone, made_hosts, 1, size, strategy=spec, folder=Path(folder) / "run") as team:
-            seconds = max(team.values(300.0))
-            return seconds, team.events()
+        spec, run = f"pipeline:stages={len(made_hosts)},microbatches={MICROBATCHES}", Path(folder) / "run"
+        with Spread(alone, made_hosts, 1, size, strategy=spec, folder=run) as team:
+            found = team.values(300.0)
+            events = team.events()
+        told = json.loads((run / "summary.json").read_text())["communication"]
+        return max(one for one, _ in found), statistics.mean(size for _, size in found), events, told
 
 
 def bubbles(events: Sequence[Event]) -> dict[str, float]:
@@ -222,7 +237,9 @@ def narrow(team: Team, size: Size, blind: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="Fewer and smaller steps, to try it.")
-    size = Size(parser.parse_args().short)
+    parser.add_argument("--json", action="store_true", help="Print all numbers instead of the table.")
+    options = parser.parse_args()
+    size = Size(options.short)
     torch.set_num_threads(1)
     importlib.import_module("torch.distributed.pipelining")
     told: dict[str, Any] = {}
@@ -237,17 +254,11 @@ def main() -> None:
                 a / b for a, b in zip(found["torch"], found["paceline"], strict=True)
             ),
         }
-        shaped, events = over(two, size)
+        _, bytes_per_step, events, told["hidden"] = over(two, size)
     with hosts(2) as two:
-        free, _ = over(two, size)
         rates = {name: updates_per_second(two, size, name) for name in ("all-reduce", "k-sync:k=1")}
     (cut,) = (event for event in events if isinstance(event, Stages))
-    busy = 2 * cut.bytes[1] / GIGABIT
-    told["hidden"] = {
-        "milliseconds of a step": [round(1e3 * shaped, 2), round(1e3 * free, 2)],
-        "milliseconds of the link": round(1e3 * busy, 2),
-        "share": 1 - max(0.0, shaped - free) / busy,
-    }
+    told["bytes"] = {"of a step": bytes_per_step, "at the cut": cut.bytes[1]}
     told["bubble"] = bubbles(events)
     told["slow replica"] = {
         "updates per second": {name: rate for name, (rate, _) in rates.items()},
@@ -260,7 +271,29 @@ def main() -> None:
             with Spread(narrow, two, 1, size, blind, strategy="pipeline:stages=2,microbatches=4") as team:
                 ways[name] = min(ways.get(name, math.inf), round(1e3 * max(team.values(200.0)), 2))
     told["slow link"] = {"milliseconds of a step": ways}
-    print(json.dumps(told, indent=2))
+    print(json.dumps(told, indent=2) if options.json else table(told))
+
+
+def table(told: dict[str, Any]) -> str:
+    """The numbers with their goals."""
+    wire, bubble, ways = told["bytes"], told["bubble"], told["slow link"]["milliseconds of a step"]
+    apart = bubble["measured"] - bubble["schedule with links"]
+    extra, ratio = wire["of a step"] / wire["at the cut"] - 1, told["against torch"]["ratio, median of rounds"]
+    faster, avoiding = told["slow replica"]["ratio"], ways["cut by work alone"] / ways["cut that avoids it"]
+    hidden, amiss = told["hidden"]["hidden"], told["slow replica"]["not of one replica's whole gradient"]
+    rows = [
+        ("steps per second, times torch's", f"{ratio:.2f}", ">= 1.2", ratio >= 1.2),
+        ("bytes on the wire above the cut's", f"{extra:.1%}", "<= 3 %", abs(extra) <= 0.03),
+        ("transfers hidden", f"{hidden:.0%}", ">= 70 %", hidden >= 0.7),
+        ("bubble minus the schedule's with links", f"{apart:+.1%}", "<= 10 %", abs(apart) <= 0.1),
+        ("k-sync:k=1, times all-reduce, a slow replica", f"{faster:.2f}", ">= 2", faster >= 2),
+        ("updates not of one whole gradient", str(len(amiss)), "0", not amiss),
+        ("slow link: cut by work, times the one off it", f"{avoiding:.2f}", ">= 1", avoiding >= 1),
+    ]
+    wide = max(len(row[0]) for row in rows)
+    return "\n".join(
+        f"{what:{wide}}  {value:>8}  goal {goal:8} {'met' if met else 'missed'}" for what, value, goal, met in rows
+    )
 
 
 if __name__ == "__main__":
