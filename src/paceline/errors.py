@@ -49,6 +49,9 @@ class WorkerLost(TeamError):
 class ServerLost(TeamError):
     """A server died, and the newest version of its parameters with it."""
 
+    UNTOLD = "the server, which holds the parameters, died"
+    """The message where its connection has ended without a reason."""
+
 
 class TeamTimeout(TeamError):
     """A worker is alive but did not arrive within the timeout."""

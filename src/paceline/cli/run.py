@@ -28,6 +28,8 @@ from paceline.launcher.record import RunRecord
 from paceline.launcher.resumed_run import ResumedRun, name_of
 from paceline.loggers import parse_loggers
 from paceline.loggers.process import Logging, check_gateway
+from paceline.transport.keys import VARIABLE as KEY
+from paceline.transport.keys import key_of_run
 
 
 @with_engine_options
@@ -128,6 +130,25 @@ def run(
             rich_help_panel=panels.FAULTS,
         ),
     ] = None,
+    open_: Annotated[
+        str | None,
+        typer.Option(
+            "--open",
+            metavar="[ADDRESS:]PORT",
+            help="Let other machines join the run, which has a parameter server, by --join at this port; they prove "
+            f"that they know its {KEY}. Implies --elastic.",
+            rich_help_panel=panels.FAULTS,
+        ),
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS:PORT",
+            help="Join a run of another machine that was started with --open: its workers train on with those of this "
+            "machine. Strategy, servers and the like are the run's.",
+            rich_help_panel=panels.FAULTS,
+        ),
+    ] = None,
     slow: Annotated[
         list[str] | None,
         typer.Option(
@@ -225,6 +246,7 @@ def run(
         "slow": slow or [],
         "seed": seed,
         "timeout": timeout,
+        "open": open_,
         "grace": grace,
         "record_limit": record_limit,
     }
@@ -251,17 +273,26 @@ def run(
         logging=Logging(parse_loggers(log), push_metrics and check_gateway(push_metrics)),
         restarts_team=engine_class.RESTARTS_TEAM,
     )
-    engine = engine_class(
-        Job(
-            script=script,
-            arguments=arguments or [],
-            workers=options.workers,
-            servers=options.server_processes,
-            restarts=options.restarts,
-            on=on,
-            options=engine_options,
-        )
+    job = Job(
+        script=script,
+        arguments=arguments or [],
+        workers=options.workers,
+        servers=options.server_processes,
+        restarts=options.restarts,
+        on=on,
+        options=engine_options,
     )
+    if options.open is not None and engine_class.NAME == "ray":
+        raise UsageError("--open does not go with --on ray; start the run with `paceline run` or torchrun")
+    if options.open is not None and key_of_run(None) is None:
+        raise UsageError(f"--open needs a key; print one with `paceline key`, and set it as {KEY} on every machine")
+    if join is not None:
+        from paceline.cli.joining import REFUSED, join_run  # loads torch
+
+        refused = [name for name in REFUSED if not _is_default(context, name)]
+        progress = Progress(None, options.workers, all_output=all_output, quiet=quiet or json, apart=json)
+        raise typer.Exit(join_run(join, engine_class, job, options, refused, progress, _report_failures))
+    engine = engine_class(job)
     named = name is not None or (restarts or 0) > 0
     if engine_class.detected():
         from_run = resume if before is None else str(before.folder)

@@ -17,11 +17,13 @@ from paceline.config.gradients import (
     place_servers,
 )
 from paceline.config.launch import (
+    JOINING_MACHINES,
     Launch,
     Place,
     Profiling,
     Timeouts,
     capacity,
+    parse_door,
     parse_grace,
     parse_record_limit,
     parse_snapshot,
@@ -48,6 +50,7 @@ from paceline.config.strategy import (
 )
 
 __all__ = [
+    "JOINING_MACHINES",
     "STRATEGIES",
     "AllReduce",
     "Compression",
@@ -76,6 +79,7 @@ __all__ = [
     "one_of",
     "parse_compression",
     "parse_correction",
+    "parse_door",
     "parse_grace",
     "parse_record_limit",
     "parse_servers",

@@ -85,6 +85,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """For a worker that joins a running team: the address of the server, or of its machine's relay."""
     machine: int = 0
     """The number of the machine of a worker that joins."""
+    open: str | None = None
+    """The port, or address and port, at which other machines may join the run; None if none may."""
+    plan: str | None = None
+    """For a worker of a machine that joins a running team: the file with the plan of the run."""
     snapshot: float | None = None
     """Seconds between snapshots of the run; None for none."""
     resume: str | None = None
@@ -129,6 +133,15 @@ _LEAST_RECORD = 1e5
 """Bytes: below this the sums alone would soon take more."""
 
 
+def parse_door(text: str, option: str) -> tuple[str, int]:
+    """Address and port, from "10.0.0.1:29600" or, if there may be none, "29600"; the address is empty then."""
+    address, _, port = text.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16 or (option == "--join" and not address):
+        example = "10.0.0.1:29600" if option == "--join" else "29600 or 10.0.0.1:29600"
+        raise UsageError(f"{option} is '{text}'; it must be an address with a port, as {example}")
+    return address.strip("[]"), int(port)
+
+
 def _parse_time(option: str, text: str, examples: str) -> float:
     match = re.fullmatch(rf"({DECIMAL})(s|min|h)", text)
     if match is None or not (found := float(match[1]) * {"s": 1.0, "min": 60.0, "h": 3600.0}[match[3]]) <= LONGEST:
@@ -139,6 +152,10 @@ def _parse_time(option: str, text: str, examples: str) -> float:
 def capacity(workers: int) -> int:
     """The number of workers that a run which starts with `workers` has room for. Unused room takes no memory."""
     return max(2 * workers, workers + 4)
+
+
+JOINING_MACHINES = 16
+"""Machines that may join a run that is open to them, over its whole time."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from paceline.config import (
     check_workers,
     parse_compression,
     parse_correction,
+    parse_door,
     parse_grace,
     parse_record_limit,
     parse_servers,
@@ -46,6 +47,8 @@ class RunOptions:
     seed: int = 0
     timeout: float = 300.0
     """Seconds."""
+    open: str | None = None
+    """The port, or address and port, at which other machines may join."""
     grace: str = "30s"
     """The time from SIGTERM to a worker until it must have left."""
     record: bool = True
@@ -71,6 +74,8 @@ class RunOptions:
         parse_slowness(self.slow, self.workers, capacity(self.workers))
         parse_snapshot(self.snapshot or "off")
         parse_grace(self.grace)
+        if self.open is not None:
+            parse_door(self.open, "--open")
 
     @property
     def has_policy(self) -> bool:
@@ -114,10 +119,13 @@ class RunOptions:
             prelude=_PRELUDE,
             snapshot=parse_snapshot(self.snapshot or (_INTERVAL if named else "off")),
             resume=resume,
+            open=self.open,
             restarts=self.restarts > 0 and not self.elastic,
             grace=parse_grace(self.grace),
             # Where a team without a server is started again as a whole, it need not survive the loss of a worker.
-            elastic=self.elastic or (self.restarts > 0 and (self.has_policy or not self.restarts_team)),
+            elastic=self.elastic
+            or self.open is not None
+            or (self.restarts > 0 and (self.has_policy or not self.restarts_team)),
         )
 
     def config(self, **more: Any) -> dict[str, Any]:
@@ -135,6 +143,7 @@ class RunOptions:
             "seed": self.seed,
             "cores": len(os.sched_getaffinity(0)),
             "timeout": self.timeout,
+            "open": self.open,
             "grace": self.grace,
             "record_limit": self.record_limit,
             "snapshot": self.snapshot,

@@ -12,12 +12,20 @@ from typing import Any
 
 import msgspec
 
-from paceline.errors import JoinError
+from paceline.errors import JoinError, ServerLost
 from paceline.events.forwarding import FIRST_MACHINE
 from paceline.parameters.worker_table import SLOT
 from paceline.relay.context import RelayContext
 from paceline.relay.messages import ToCoordinator
-from paceline.server.messages import FromWorker, Hello, LeaveTeam, ShardHello, ToShard, ToWorker
+from paceline.server.messages import (
+    FromWorker,
+    Hello,
+    LeaveTeam,
+    RunFailed,
+    ShardHello,
+    ToShard,
+    ToWorker,
+)
 from paceline.transport.unix_connection import Closed, UnixConnection, connect
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -36,6 +44,8 @@ class CoordinatorSessions:
         self._connections: dict[int, UnixConnection[Any]] = {}
         self._waiting: dict[int, list[tuple[Any, Sequence[int]]]] = {}
         """By member, messages that came before the coordinator, with descriptors."""
+        self._answered: set[int] = set()
+        """Members that the coordinator has let in."""
 
     @property
     def waiting(self) -> bool:
@@ -153,9 +163,12 @@ class CoordinatorSessions:
         except Closed:
             self._closed_by_coordinator(who)
             return
+        self._answered.add(who)
         self._deliver(who, _encode(message))
 
     def _closed_by_coordinator(self, who: int) -> None:
+        if who >= 0 and who in self._answered:  # after a reason of the coordinator's own, which comes first
+            self._deliver(who, _encode(RunFailed("ServerLost", ServerLost.UNTOLD, [])))
         self.close(who)
         self._closed(who)
 
@@ -167,6 +180,7 @@ class CoordinatorSessions:
 
     def close(self, who: int) -> None:
         self._waiting.pop(who, None)
+        self._answered.discard(who)
         connection = self._connections.pop(who, None)
         if connection is not None:
             self._context.poller.unwatch(connection.descriptor)

@@ -27,6 +27,8 @@ class RelayBind(msgspec.Struct, frozen=True, array_like=True, tag=True):
     machine: int
     address: str
     key: str | None
+    door: int | None = None
+    """The port at which machines ask to join; None if none may."""
 
 
 class RelayBound(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -34,6 +36,8 @@ class RelayBound(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     control: int
     bulk: int
+    trouble: str = ""
+    """Why it does not listen; then the run cannot begin."""
 
 
 Span = tuple[int, int]
@@ -91,10 +95,12 @@ class RelayConfig(msgspec.Struct, frozen=True, kw_only=True):
     spec: RunSpec
     machine: int
     peers: list[RelayAddress]
-    """By machine, the address of its relay."""
+    """By machine, the address of its relay; an empty one for a machine that has not joined yet."""
     coordinator: str
     """The coordinator's address, on its own machine."""
     layout: TransferLayout
+    late: bool = False
+    """True if this machine has joined a run that had begun."""
 
 
 class _RelayMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -169,6 +175,13 @@ class EventLines(_RelayMessage, frozen=True, gc=False):
     text: bytes
 
 
+class MachineJoined(_RelayMessage, frozen=True, gc=False):
+    """A machine has joined the run; from the coordinator's machine."""
+
+    machine: int
+    relay: RelayAddress
+
+
 class RelayDone(_RelayMessage, frozen=True, gc=False):
     """The last message of a machine."""
 
@@ -199,5 +212,7 @@ class TransferEnd(_RelayMessage, frozen=True, gc=False):
     turn: int
 
 
-_ControlMessage = ToCoordinator | ToMember | MemberGone | Fetch | TransferDone | Ping | Pong | EventLines | RelayDone
+_ControlMessage = (
+    ToCoordinator | ToMember | MemberGone | Fetch | TransferDone | Ping | Pong | EventLines | MachineJoined | RelayDone
+)
 RelayMessage = _ControlMessage | Chunk | TransferEnd

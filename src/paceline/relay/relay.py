@@ -25,6 +25,8 @@ from paceline.parameters.worker_table import WorkerTable
 from paceline.relay import messages
 from paceline.relay.context import RelayContext
 from paceline.relay.coordinator_sessions import CoordinatorSessions
+from paceline.relay.door import Door
+from paceline.relay.joining_machines import JoiningMachines
 from paceline.relay.local_sessions import LocalSessions
 from paceline.relay.transfer import TransferManager
 from paceline.server.flags import SharedFlags
@@ -107,6 +109,13 @@ class Relay:
         address = bind.address if self._secret.encrypted else "127.0.0.1"
         ports = {link: receiver.bind(address, self._secret) for link, receiver in self._receivers.items()}
         self.bound = messages.RelayBound(ports["control"], ports["bulk"])
+        self._door: Door | None = None
+        if bind.door is not None:
+            try:
+                self._door = Door(self._poller, address, bind.door, bind.key, self._refuse_joiner)
+            except OSError as error:
+                trouble = f"--open cannot listen at port {bind.door} of {address}: {error.strerror}"
+                self.bound = messages.RelayBound(0, 0, trouble)
         self._lost: set[int] = set()
         """Machines that were given up."""
         self._finished: set[int] = set()
@@ -116,7 +125,9 @@ class Relay:
         """Connects to the other relays, and begins to take messages."""
         self._config, self._spec = config, config.spec
         spec = config.spec
-        others = {machine: peer for machine, peer in enumerate(config.peers) if machine != self._machine}
+        others = {
+            machine: peer for machine, peer in enumerate(config.peers) if machine != self._machine and peer.address
+        }
         for receiver in self._receivers.values():
             receiver.open(self._run, {machine: peer.address for machine, peer in others.items()})
         self._senders: dict[str, dict[int, LinkSender]] = {
@@ -147,6 +158,21 @@ class Relay:
         self._liveness = PeerLiveness(context, self._receivers)
         self._next_ping = 0.0
         self._pings = 0
+        if self._door is not None:
+            self._door.answer = JoiningMachines(context, self._coordinator, self.meet).answer
+
+    def meet(self, machine: int, peer: messages.RelayAddress) -> None:
+        """A machine joins: connects to its relay."""
+        self._config.peers[machine] = peer
+        for receiver in self._receivers.values():
+            receiver.meet(machine, peer.address)
+        self._transfers.meet(machine)
+        for link in LINKS:
+            self._senders[link][machine] = self._connect(link, peer)
+
+    def _refuse_joiner(self, _address: str, broken: bool) -> None:
+        if not broken:
+            self.refusals.add("not a member")
 
     def _connect(self, link: str, peer: messages.RelayAddress) -> LinkSender:
         sender = LinkSender(self._poller, link, self._machine, self._run, self._secret, _WINDOWS[link])
@@ -180,6 +206,8 @@ class Relay:
         if self._local.active or self._coordinator.active:
             return True
         came = self._context.came
+        if self._door is not None and not came:  # workers of this machine alone reach the coordinator by themselves
+            self._context.came = came = self._coordinator.reachable()
         if not (came and self._spec.elastic):
             return not came and time.monotonic() < until
         # A worker may join in place of a lost one as long as there is something to join.
@@ -196,7 +224,8 @@ class Relay:
         others = set(self._control) - self._lost
         if self._context.at_coordinator:
             return others <= self._finished  # a relay that has finished may have ended, and acknowledges nothing
-        return all(self._control[machine].idle for machine in others)
+        # One whose port is closed has ended, and takes nothing any more.
+        return all(self._control[machine].idle or self._control[machine].refused for machine in others)
 
     def _step(self, seconds: float) -> None:
         self._transfers.pump()
@@ -221,6 +250,8 @@ class Relay:
                 self._senders[link][machine].tick(_STALLED)
         for receiver in self._receivers.values():
             receiver.tick()
+        if self._door is not None:
+            self._door.tick()
         self._forward_events()
         self._record_refusals()
         self._transfers.recorder.flush()
@@ -294,8 +325,7 @@ class Relay:
             case messages.ToCoordinator():
                 self._coordinator.take(machine, message)
             case messages.ToMember():
-                if machine != FIRST_MACHINE:
-                    raise ValueError("an order that is not the coordinator's")
+                _check_order(machine)
                 self._context.flags.marked = max(self._context.flags.marked, message.marked)
                 self._local.deliver(message.who, message.data)
             case messages.MemberGone():
@@ -304,6 +334,9 @@ class Relay:
                 self._liveness.take_ping(machine, message)
             case messages.Pong():
                 self._liveness.take_pong(machine, message)
+            case messages.MachineJoined():
+                _check_order(machine)
+                self.meet(message.machine, message.relay)
             case messages.RelayDone():
                 self._finished.add(machine)
             case messages.EventLines():
@@ -323,4 +356,12 @@ class Relay:
                 sender.close()
         for receiver in self._receivers.values():
             receiver.close()
+        if self._door is not None:
+            self._door.close()
         self._poller.close()
+
+
+def _check_order(machine: int) -> None:
+    """Refuses an order of another machine than the coordinator's."""
+    if machine != FIRST_MACHINE:
+        raise ValueError("an order that is not the coordinator's")

@@ -88,7 +88,7 @@ class TransferManager:
         self._outgoing: dict[int, deque[Iterator[tuple[bytes, Any]]]] = {machine: deque() for machine in bulk}
         """By machine, what it has requested and is being sent."""
         self._turns = dict.fromkeys(bulk, 0)
-        self._versions_here: dict[int, int] = {0: 0}
+        self._versions_here: dict[int, int] = {} if config.late else {0: 0}
         """By buffer, the version that is complete in it on this machine."""
         self._fetches: dict[int, _Fetch] = {}
         self._fetch_count = 0
@@ -99,6 +99,10 @@ class TransferManager:
         slot = self._config.layout.gradient
         memory = self._gradients[rank * slot : (rank + 1) * slot]
         return _Push({machine: GradientUpload(self._chunk_maps[machine], memory) for machine in self._owners})
+
+    def meet(self, machine: int) -> None:
+        """Prepares for a machine that joins."""
+        self._outgoing[machine], self._turns[machine] = deque(), 0
 
     def adopt(self, rank: int) -> None:
         """Prepares for the gradients of a worker that joins on this machine."""

@@ -304,7 +304,7 @@ class ServerClient:
                 return _error(message)
         if self.relayed:
             return ServerLost(f"the relay of its machine, through which rank {self._rank} reaches the server, died")
-        return ServerLost("the server, which holds the parameters, died")
+        return ServerLost(ServerLost.UNTOLD)
 
     def cancelled(self, version: int) -> bool:
         """True if a gradient of this version can no longer be used."""

@@ -8,17 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import msgspec
 from torch.optim import Optimizer
 
 from paceline.cluster.process import is_stopped
 from paceline.cluster.servers import StartServers, start_servers
 from paceline.config import RunSpec, parse_servers
-from paceline.errors import UsageError
+from paceline.errors import JoinError, Mismatch, UsageError
 from paceline.parameters.joint import parts_of
 from paceline.policies import Policy
-from paceline.relay.launch import open_relay
+from paceline.relay.launch import JoiningPlan, open_joining_relay, open_relay
 from paceline.relay.messages import TransferLayout
 from paceline.server.process import serve_in_thread
 from paceline.strategies.context import TrainerContext
@@ -56,12 +58,12 @@ class LocalServers:
         """
         members, spec = self._members, memory.spec
         address = coordinator = members.gather(new_address().encode(), BarrierKind.ALLOCATE)[0].decode()
-        if len(members.machines) > 1:
+        if len(spec.machines) > 1:
             self._open_relay(memory, coordinator)
             address = self.relay_addresses[members.machine]
         if rank is not None:
             few = resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _DESCRIPTORS
-            kept = () if few or len(members.machines) > 1 else memory.run.descriptors
+            kept = () if few or len(spec.machines) > 1 else memory.run.descriptors
             self._start(spec, rank, optimizer, coordinator if members.machine == 0 else address, kept, spare=spare)
         return address
 
@@ -72,8 +74,28 @@ class LocalServers:
         kept = [memory.kept.spans(memory.layout, server, spans) for server, spans in enumerate(state)]
         layout = TransferLayout.of(memory.layout, compressed, state, kept)
         self.relay_addresses, self._relay = open_relay(
-            self._members, memory.spec, layout, memory.run, coordinator, self._launch.key
+            self._members, memory.spec, layout, memory.run, coordinator, self._launch
         )
+
+    def join_with_machine(self, own: RunSpec, make: Callable[[RunSpec], WorkerMemory]) -> None:
+        """Open the relay of a machine that joins a running team, or wait until its first worker has opened it.
+
+        own: as this worker would describe the run; make: returns new memory for the run.
+        """
+        if self._launch.plan is None:
+            return
+        rank, path = self._members.rank, Path(self._launch.plan)
+        plan = msgspec.msgpack.decode(path.read_bytes(), type=JoiningPlan)
+        spec, opened = plan.places.config.spec, path.with_suffix(".open")
+        check_model(rank, own, spec)
+        if rank == plan.places.ranks[0]:
+            self._relay = open_joining_relay(self._launch, plan, make(spec).run)
+            opened.touch()
+        until = time.monotonic() + own.timeouts.join
+        while not opened.exists():
+            if time.monotonic() >= until:
+                raise JoinError(f"rank {rank} cannot join: its machine's relay did not open in {own.timeouts.join:g} s")
+            time.sleep(0.02)
 
     def _start(
         self, spec: RunSpec, rank: int, optimizer: Optimizer, address: str, kept: Sequence[int], *, spare: bool
@@ -130,3 +152,9 @@ class LocalServers:
         except subprocess.TimeoutExpired:
             if is_stopped(self._relay.pid):  # other workers may still need a running one; a stopped one serves none
                 self._relay.kill()
+
+
+def check_model(rank: int, own: RunSpec, spec: RunSpec) -> None:
+    """Refuses a worker that joins a run with another model or optimizer."""
+    if spec.model != own.model:
+        raise Mismatch(f"rank {rank} cannot join: its model or optimizer is not the one that the run trains", [rank])

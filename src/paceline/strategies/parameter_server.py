@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from paceline.cluster.membership import Members
 from paceline.cluster.preemption import leave_if_told
 from paceline.cluster.run_state import RunState
-from paceline.config import RunSpec, capacity
-from paceline.errors import Mismatch, ServerLost, TeamError
+from paceline.config import JOINING_MACHINES, RunSpec, capacity
+from paceline.errors import ServerLost, TeamError
 from paceline.parameters.joint import split_parameters
 from paceline.parameters.layout import Slot
 from paceline.parameters.model_buffers import ModelBuffers
@@ -34,14 +34,14 @@ from paceline.strategies.cancellation import (
     release_scaler,
 )
 from paceline.strategies.context import Options, TrainerContext
-from paceline.strategies.local_servers import LocalServers
+from paceline.strategies.local_servers import LocalServers, check_model
 from paceline.strategies.optimizer_patch import load_optimizers, own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.server_trainer import ServerTrainer, check_server
 from paceline.strategies.snapshot_board import Kept
 from paceline.strategies.step_table import changed_unlike, weigh
 from paceline.strategies.worker_memory import Named, WorkerMemory, describe_run
-from paceline.transport import BarrierKind
+from paceline.transport import BarrierKind, Memory
 
 _WEIGHT = struct.Struct("=dqd")  # samples, and kind and items of the loss
 
@@ -65,7 +65,7 @@ class ParameterServerTrainer(ServerTrainer):
         if self._joins is None:
             run = _open_run(context, spec, optimizer, trained, buffers, servers)
         else:
-            run = _join_run(context, spec, optimizer, trained, buffers, self._joins)
+            run = _join_run(context, spec, optimizer, trained, buffers, servers, self._joins)
         self.size = run.memory.spec.workers
         policy = policy.for_workers(range(self.size))
         super().__init__(
@@ -359,13 +359,15 @@ def _describe(
     servers: LocalServers,
     policy: Policy,
 ) -> RunSpec:
-    launch = context.launch
+    launch, machines = context.launch, list(context.members.machines)
+    if launch.open is not None:
+        machines += [[]] * JOINING_MACHINES
     return describe_run(
         context,
         options,
         optimizer,
         (trained, optimizer),
-        context.members.machines,
+        machines,
         servers.where if launch.joins is None else "1",
         policy,
         capacity=capacity(context.members.size),
@@ -416,14 +418,16 @@ def _join_run(
     optimizer: Optimizer,
     trained: Named,
     buffers: ModelBuffers,
+    servers: LocalServers,
     address: str,
 ) -> _Run:
     """Join a run that has begun: its spec counts, and its memory comes from the server."""
     rank = context.members.rank
+    new = functools.partial(WorkerMemory, share=Memory.create, hyperparameters=optimizer)
+    servers.join_with_machine(own, lambda spec: new(spec, rank, trained, optimizer))
     client = ServerClient(address, rank, own.timeouts, late=True)
     session, spec, run = client.join()
-    if spec.model != own.model:
-        raise Mismatch(f"rank {rank} cannot join: its model or optimizer is not the one that the run trains", [rank])
+    check_model(rank, own, spec)
     memories = iter(run)
     memory = WorkerMemory(spec, rank, trained, optimizer, lambda _size: next(memories), hyperparameters=optimizer)
     optimizer.state.clear()

@@ -45,7 +45,7 @@ def describe_run(
     """
     return RunSpec(
         machines=tuple(map(tuple, machines)),
-        servers=tuple(place_servers(servers, [list(ranks) for ranks in machines])),
+        servers=tuple(place_servers(servers, [list(ranks) for ranks in machines if ranks])),
         timeouts=context.members.barrier.timeouts,
         folder=str(context.folder) if context.recorder.on else None,
         record_limit=context.launch.record_limit,

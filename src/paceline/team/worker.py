@@ -142,6 +142,11 @@ class Worker:
 
 def _check_strategy(strategy: Strategy, launch: Launch, workers: int) -> None:
     """Refuses a strategy that these workers cannot train by."""
+    if (launch.open is not None or launch.plan is not None) and not isinstance(strategy, Policy):
+        raise UsageError(
+            f"--open and --join are for runs whose workers share a parameter server, and have the whole model each; "
+            f"'{strategy}' is not one"
+        )
     between, replicas = between_replicas(strategy, workers)
     if isinstance(between, Policy):
         if launch.joins is None:

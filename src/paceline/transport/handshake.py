@@ -207,12 +207,13 @@ class PortListener:
         secret: Secret,
         proven: Callable[[str, socket.socket], None],
         refused: Callable[[str, bool], None],
+        port: int = 0,
     ) -> None:
         """proven: is given the name and the socket of a member. refused: is given the address of each other caller,
-        and True if it has only broken off, or come to nothing, and not sent what no member sends."""
+        and True if it has only broken off, or come to nothing, and not sent what no member sends. port: 0 for any."""
         self._poller, self._secret, self._proven, self._refused = poller, secret, proven, refused
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self._socket = socket.create_server((address, port), family=family, backlog=_BACKLOG)
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self._unproven: dict[int, Handshake] = {}

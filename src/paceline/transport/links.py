@@ -232,6 +232,11 @@ class LinkReceiver:
         self._taken = dict.fromkeys(machines, 0)
         self.heard = dict.fromkeys(machines, time.monotonic())
 
+    def meet(self, machine: int, address: str) -> None:
+        """Takes frames of one more machine."""
+        self._hosts.add(address)
+        self._taken[machine], self.heard[machine] = 0, time.monotonic()
+
     def _connected(self, name: str, connection: socket.socket) -> None:
         machine = next((number for number in self._taken if name == f"{number} {self._link}"), None)
         if machine is None:

@@ -48,6 +48,8 @@ class Job:
     script: Path
     arguments: Sequence[str] = ()
     workers: int
+    ranks: Sequence[int] = ()
+    """Their ranks, if they join a team that runs elsewhere."""
     servers: int = 0
     """Server processes that the workers will ask for, as far as the command line determines it."""
     restarts: int = 0

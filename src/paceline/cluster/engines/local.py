@@ -89,11 +89,13 @@ class LocalRun(SupervisedRun):
             "PYTHONUNBUFFERED": "1",
             **launch.to_environment(),
         }
-        for rank in range(workers):
-            self._start_worker(rank, workers, (control.descriptor, self._lead_socket.fileno()))
+        ranks = self.job.ranks or range(workers)
+        for place, rank in enumerate(ranks):
+            self._start_worker(rank, max(ranks) + 1, (control.descriptor, self._lead_socket.fileno()), place)
+        self.supervision.tolerates_loss = bool(self.job.ranks)
         self._lead_socket.close()
         control.close_descriptor()
-        if self.launch.folder is not None and self._control is None:
+        if self.launch.folder is not None and self._control is None and not self.job.ranks:
             self._listen()
 
     def _clear(self) -> None:
@@ -112,7 +114,7 @@ class LocalRun(SupervisedRun):
 
     def _make_exit_reports(self) -> Path:
         """A folder for the errors of scripts: in the run's, or a temporary one if that cannot be written."""
-        if self.launch.folder is not None:
+        if self.launch.folder is not None and not self.job.ranks:
             with contextlib.suppress(OSError):
                 path = self.folder / "exit_reports"
                 path.mkdir(mode=0o700, exist_ok=True)
@@ -130,9 +132,11 @@ class LocalRun(SupervisedRun):
         self._control = listener
         self._processes.listen(listener.descriptor, lambda: self._answer(listener))
 
-    def _start_worker(self, rank: int, world_size: int, inherited: tuple[int, ...] = ()) -> None:
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        own |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    def _start_worker(
+        self, rank: int, world_size: int, inherited: tuple[int, ...] = (), place: int | None = None
+    ) -> None:
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank if place is None else place)}
+        own |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(len(self.job.ranks) or world_size)}
         environment = {**self._workers_environment, **own}
         inherited = (*inherited, *self.job.inherited)
         self._processes.spawn(rank, self.job.script, self.job.arguments, environment, inherited)
@@ -164,7 +168,8 @@ class LocalRun(SupervisedRun):
         self._peers = request.peers
         if not request.address:
             return
-        launch = msgspec.structs.replace(self.launch, joins=request.address)
+        # A run that is open to other machines is joined through this machine's relay.
+        launch = msgspec.structs.replace(self.launch, joins=(*request.relay_addresses, request.address)[0])
         self._workers_environment |= launch.to_environment()
         for index in range(request.servers):
             self._processes.spawn(-1 - index, SERVER, request.arguments(index), self._environment)
@@ -239,6 +244,8 @@ class LocalRun(SupervisedRun):
         free = [rank for rank in range(room) if rank not in self.running]
         if len(here) + len(free) < wanted:
             return ScaleReply("workers that were told to leave have not left yet; try again", True)
+        if wanted > len(here) and self.launch.open is not None:  # their ranks may be those of other machines' workers
+            return ScaleReply("this run is open to other machines; add workers with `paceline run --join`", True)
         joining, leaving = free[: max(0, wanted - len(here))], here[wanted:]
         for rank in joining:
             self.restart_worker(rank)
