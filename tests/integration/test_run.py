@@ -268,6 +268,7 @@ def test_the_summary_has_the_promised_keys_and_true_numbers(pair: Pair) -> None:
         "refused",
         "omitted",
         "bubble",
+        "communication",
         "workers",
     ]
     assert (summary["strategy"], summary["world_size"]) == ("all-reduce", 2)

@@ -17,6 +17,8 @@ from paceline.pipeline.stages import StageAssignment
 class Nobody:
     """A mailbox that is never used."""
 
+    network = None
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
