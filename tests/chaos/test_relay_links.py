@@ -133,7 +133,9 @@ def test_the_loss_of_a_machine_with_a_shard_is_the_loss_of_a_server(tmp_path: Pa
     folder = tmp_path / "run"
     with (
         hosts(2) as (a, b),
-        Spread(paced, [a, b], 1, 600, 0.1, folder=folder, servers="each", strategy=strategy, timeouts=timeouts) as team,
+        Spread(
+            paced, [a, b], 1, 3000, 0.02, folder=folder, servers="each", strategy=strategy, timeouts=timeouts
+        ) as team,
     ):
         _after_first_updates(team)
         hurt = time.monotonic()

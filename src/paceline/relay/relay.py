@@ -288,7 +288,8 @@ class Relay:
         if first or holds:
             why = f"{why}; it {'decides' if first else 'holds a shard of the parameters'}"
         for who in self._coordinator.of_machine(machine):
-            self._coordinator.fail(who, MachineLost(why, holds) if who >= 0 else RunFailed("ServerLost", why, []))
+            failed = RunFailed("ServerLost", why, self._spec.processes[machine])
+            self._coordinator.fail(who, MachineLost(why, holds) if who >= 0 else failed)
         if first or holds:
             self._local.fail(RunFailed("ServerLost", why, self._spec.processes[machine]))
 

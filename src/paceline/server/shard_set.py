@@ -17,6 +17,8 @@ from paceline.transport.unix_connection import Closed, UnixConnection
 
 _LOOK = 0.1
 """Seconds between looks whether a server that was killed is back."""
+_MARGIN = 3.0
+"""Seconds by which the first server waits longer than relays do, which can say that a server's machine is lost."""
 
 
 class ShardSet:
@@ -98,8 +100,16 @@ class ShardSet:
         try:
             self._others[index].send(request)
         except (KeyError, Closed):  # it has not connected since this server was started again, or was killed itself
+            self._raise_reason(index)
             return self._again(index, request, operation)
         return True
+
+    def _raise_reason(self, index: int) -> None:
+        """Raises what a relay has said about the loss of a server's machine, before it closed the connection."""
+        with contextlib.suppress(KeyError, Closed):
+            said = self._others[index].receive_within(0)
+            if isinstance(said, messages.RunFailed):
+                raise ServerLost(said.message)
 
     def _again(self, index: int, request: messages.ShardRequest, operation: int) -> bool:
         """Waits until another server is back, and sends it the request if it has not done it."""
@@ -119,7 +129,7 @@ class ShardSet:
     def _answer(self, index: int, request: messages.ShardRequest, operation: int) -> float:
         while True:
             try:
-                answer = self._others[index].receive_within(self._patience)
+                answer = self._others[index].receive_within(self._patience + _MARGIN)
             except Closed:
                 if not self._again(index, request, operation):
                     return self.run.shards[index].read().value
@@ -127,6 +137,6 @@ class ShardSet:
             if answer is None:
                 raise TeamTimeout(f"server {index} did not answer in {self._patience:g} s")
             if isinstance(answer, messages.RunFailed):
-                raise ServerLost(f"server {index} failed: {answer.message}")
+                raise ServerLost(answer.message if answer.ranks else f"server {index} failed: {answer.message}")
             assert isinstance(answer, messages.ShardAnswer)
             return answer.value
