@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from paceline.data.division_watch import DivisionWatch, Iteration
 from paceline.data.epochs import EpochLeft
 from paceline.data.loader_attributes import LoaderAttributes
 from paceline.data.place import LoaderPlace, generators_of, restore_sampler, sampler_state
@@ -28,10 +29,8 @@ class UserLoader(LoaderAttributes):
         """Epochs of training that are over in the run that this one goes on from, and that the script will begin."""
         self.on_epoch: Callable[[bool], None] = lambda _over: None
         """Called when the script begins an epoch of training; with True if that one is over already."""
-        self.trained: Callable[[], object] = lambda: None
-        """Counts of backward passes and updates so far."""
-        self.on_untrained: Callable[[], None] = lambda: None
-        """Called after an epoch in whose divided batches the script has not trained."""
+        self.watch: DivisionWatch | None = None
+        """Notices divided batches that the script only evaluates."""
 
     def __len__(self) -> int:
         return len(self._loader) if self._evaluated else self._length()
@@ -48,16 +47,19 @@ class UserLoader(LoaderAttributes):
         self._before_epoch()
         over, self._epochs_over = self._epochs_over > 0, max(0, self._epochs_over - 1)
         self.on_epoch(over)
-        return iter(()) if over else self._watched(self._train())
+        batches = iter(()) if over else self._train()
+        return batches if self.watch is None or self._steps() is None else self._watched(batches, self.watch)
 
-    def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _watched(self, batches: Iterator[Any], watch: DivisionWatch) -> Iterator[Any]:
         """The same batches; notices an evaluation that looks like training when it begins."""
-        before, given = self.trained(), False
-        for batch in batches:
-            given = True
-            yield batch
-        if given and self._steps() is not None and self.trained() == before:
-            self.on_untrained()
+        iteration, over = Iteration(self), False
+        try:
+            for batch in batches:
+                watch.give(iteration)
+                yield batch
+            over = True
+        finally:
+            watch.end(iteration, over=over)
 
     def _before_epoch(self) -> None:
         """Called before the script begins an epoch of training."""

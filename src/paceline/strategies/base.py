@@ -329,7 +329,12 @@ class Trainer(ABC):
     @property
     def evaluates(self) -> bool:
         """True if the script evaluates the model now, instead of training it."""
-        return not (torch.is_grad_enabled() and any(model.training for model in models_of(self._model)))
+        return not (torch.is_grad_enabled() and any(model.training for model in self.models))
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The models that the script trains."""
+        return models_of(self._model)
 
     @property
     def weightless(self) -> bool:

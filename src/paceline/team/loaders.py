@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from paceline.cluster.membership import Members
 from paceline.cluster.preemption import leave_if_told
 from paceline.data import TeamLoader
+from paceline.data.division_watch import DivisionWatch
 from paceline.data.stream.kinds import is_stream
 from paceline.data.stream.team_stream import TeamStream
 from paceline.data.team_view import Measured
@@ -50,7 +51,7 @@ class LoaderTeam:
         """Called with the number of a loader that the script gives to the team, and the loader."""
         self.on_epoch: Callable[[bool], None] = lambda _over: None
         """Called when the script begins an epoch of training; with True if that is over already."""
-        self._said_untrained = False
+        self.watch = DivisionWatch(self._trained, self._models, self._say_untrained)
         self._round: tuple[Measured, int] | None = None
         """The loader that gave the last batch to train on, and the number of its global batch."""
         self.part = 1.0 / size
@@ -75,7 +76,7 @@ class LoaderTeam:
         steps: after which an epoch of a stream ends.
         """
         shared = self._share(loader, global_batch=global_batch, balance=balance, per_worker=per_worker, steps=steps)
-        shared.on_epoch, shared.on_untrained, shared.trained = self._begin_epoch, self._say_untrained, self._trained
+        shared.on_epoch, shared.watch = self._begin_epoch, self.watch
         self.shared.append(shared)
         self.on_share(len(self.shared) - 1, shared)
         return shared
@@ -86,13 +87,15 @@ class LoaderTeam:
     def _trained(self) -> object:
         return None if self._trainer is None else (self._trainer.backward_passes, self._trainer.version)
 
+    def _models(self) -> list[torch.nn.Module]:
+        return [] if self._trainer is None else self._trainer.models
+
     def _say_untrained(self) -> None:
-        if not self._said_untrained:
-            self._said_untrained = True
-            self._say(
-                "a loader was iterated over without a backward pass, and each worker has had its part of the samples; "
-                "to evaluate all of them on every worker, call model.eval() or enter torch.no_grad() before the loop"
-            )
+        self._say(
+            "a loader was iterated over without a backward pass, and each worker has had its part of the samples; "
+            "to evaluate all of them on every worker, call model.eval() or enter torch.no_grad() before the loop, or "
+            "before next()"
+        )
 
     def _share(
         self,

@@ -231,6 +231,7 @@ class Training:
 
     def close(self) -> None:
         """Gives model and optimizer back as plain torch."""
+        self.loaders.watch.close()
         if self.trainer is not None:
             self.trainer.close()
         if self._first_call is not None:
