@@ -186,6 +186,7 @@ def test_ddp_with_a_slow_backward_pass_is_named(observe: Observe) -> None:
         blamed = facts["workers"][1]
         assert facts["verdict"][0].startswith("Worker 1 is slow") and "its backward pass" in facts["verdict"][0]
         assert blamed["pattern"] == "persistent"
+        assert "it slept, or waited for another process, a lock or a socket" in facts["verdict"][0]
         _check_blame(blamed, "backward", lateness(second, first))
         assert blamed["seconds"]["computing"] > STEPS * 0.2 * factor
         assert facts["updates"] == STEPS and facts["workers"][0]["samples"] == 4 * STEPS

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.events.kernel import KernelCounts
 from paceline.events.omitted import OmittedSums
 
 
@@ -107,6 +108,8 @@ class Compute(_Event, frozen=True, gc=False):
     """Seconds until the backward pass began."""
     core: float = 0.0
     """Core seconds, loading included: fewer than it took if others needed the core, too."""
+    kernel: KernelCounts | None = None
+    """What the kernel counted since the worker was free for this step; None if that is counted in a later one."""
 
 
 class Pass(_Event, frozen=True, gc=False):

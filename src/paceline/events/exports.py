@@ -125,7 +125,7 @@ def write_csv(folder: Path, events: Iterable[Event]) -> list[Path]:
 
 def _cell(value: object) -> object:
     """A value as a spreadsheet shows it; a text that it would compute as a formula begins with an apostrophe."""
-    if isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], tuple)):
+    if isinstance(value, dict | msgspec.Struct) or (isinstance(value, list) and value and isinstance(value[0], tuple)):
         return msgspec.json.encode(value).decode()
     if isinstance(value, list):
         value = " ".join(str(item) for item in value)

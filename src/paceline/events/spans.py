@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from paceline.events import Compute
+from paceline.events.kernel import KernelCounts
 
 Span = tuple[float, float]
 _NOTABLE = 5e-6
@@ -41,6 +42,7 @@ def computing(
     minibatches: int,
     samples: int = 0,
     core: float = 0.0,
+    kernel: KernelCounts | None = None,
 ) -> Iterator[Compute]:
     """A step in pieces between the spans in which the worker did not compute; the last one is that of the gradient."""
     pieces = list(between(*span, out))
@@ -51,4 +53,5 @@ def computing(
         turned = sum(max(0.0, min(finish, b) - max(begin, a)) for a, b in backward)
         counts = (minibatches, samples) if last else (0, 0)
         forward = max(0.0, seconds - turned)
-        yield Compute(rank, begin, seconds, version, *counts, 0.0, forward, core if last else 0.0)
+        counted = (core, kernel) if last else (0.0, None)
+        yield Compute(rank, begin, seconds, version, *counts, 0.0, forward, *counted)

@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.config import Slowness
 from paceline.events import Cancel, Compute, Load, Reduce
+from paceline.events.kernel import KernelMeter
 from paceline.events.recorder import Recorder
 
 _NOTABLE = 2e-5
@@ -50,6 +51,7 @@ class Stopwatch:
         """Seconds of the step that were not computing but exchanging, and the bytes that came."""
         self._core: float | None = None
         """CPU seconds of this process at the start of the step."""
+        self._kernel = KernelMeter()
         self.sleep: Callable[[float], None] = pause
         """Sleeps so long; a strategy may put one here that is left early when the step is cancelled."""
 
@@ -148,6 +150,7 @@ class Stopwatch:
         start = self._last if self._started is None else self._started
         end = self._now()
         core = 0.0 if self._core is None else time.process_time() - self._core
+        kernel = self._kernel.counts() if self._recorder.on else None
         slowed = 0.0
         if self._slowness is not None:
             # A drawn length is that of all a worker does from when it may, getting its batch included.
@@ -161,7 +164,7 @@ class Stopwatch:
         samples, forward = self._samples, self._forward if self._backward is not None else 0.0
         minibatches = self._minibatches or (0 if again else 1)
         self._recorder.add(
-            Compute(self._rank, start, end - start, version, minibatches, samples, slowed, forward, core)
+            Compute(self._rank, start, end - start, version, minibatches, samples, slowed, forward, core, kernel)
         )
         if self._exchanged:
             self._recorder.add(Reduce(self._rank, end, self._exchanged, self._read))
@@ -175,6 +178,7 @@ class Stopwatch:
         now = time.perf_counter()
         self._recorder.add(Cancel(self._rank, start, now - start, version, leases))
         self.drop()
+        self._kernel.begin()
         self._free = since  # it may begin anew from there; the notice and the request of a batch are parts of that
 
     def drop(self) -> None:
@@ -192,6 +196,7 @@ class Stopwatch:
         """An update is over; the worker computes again."""
         self._last = self._since = now
         self._exchanged, self._read = 0.0, 0
+        self._kernel.begin()
 
     def free(self) -> None:
         """The worker may go on with its next step, as soon as it has a batch."""

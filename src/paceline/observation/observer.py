@@ -133,6 +133,7 @@ def _prepared(wanted: Path, size: int) -> str:
         make_private(folder)
         lock_folder(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))  # until this process ends
         config = {"script": sys.argv[0], "arguments": sys.argv[1:], "workers": size, "strategy": OBSERVED}
+        config["cores"] = len(os.sched_getaffinity(0))
         write_private(folder / "config.json", msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
     except OSError as error:
         _say(unrecorded(wanted, error))

@@ -13,6 +13,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data import dataloader as loaders
 
 from paceline.events import Load, Pass, Update
+from paceline.events.kernel import KernelMeter
 from paceline.events.recorder import Recorder
 from paceline.events.spans import Span, computing
 from paceline.observation.patches import Patches
@@ -48,6 +49,7 @@ class ScriptSteps:
         """Those whose step is under way, the outermost first."""
         self._updating = 0.0
         self._core = 0.0
+        self._kernel = KernelMeter()
         self._reset(time.perf_counter())
         self._install()
 
@@ -60,6 +62,7 @@ class ScriptSteps:
         self._backward: list[Span] = []
         self._samples = self._minibatches = self._passes = 0
         self._core = time.process_time()
+        self._kernel.begin()
 
     def _install(self) -> None:
         self._patches.put(loaders._BaseDataLoaderIter, "__next__", self._next)
@@ -150,9 +153,10 @@ class ScriptSteps:
     def _record_computing(self, end: float) -> None:
         """The time since the batch came, in pieces between waits."""
         counts = {"minibatches": self._minibatches, "samples": self._samples}
-        core = time.process_time() - self._core
+        core, kernel = time.process_time() - self._core, self._kernel.counts()
         span, version = (self._begin, end), max(0, self._version - 1)
-        for piece in computing(self._rank, span, self._out, self._backward, version=version, core=core, **counts):
+        told: dict[str, Any] = {"version": version, "core": core, "kernel": kernel, **counts}
+        for piece in computing(self._rank, span, self._out, self._backward, **told):
             self._recorder.add(piece)
 
     # -- torch's pipelines -------------------------------------------------------------------------------------------

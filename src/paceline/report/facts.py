@@ -9,23 +9,19 @@ import msgspec
 import numpy as np
 
 from paceline.config.units import duration
-from paceline.errors import names
-from paceline.events.bubbles import Bubble
 from paceline.events.summary import Staleness
 from paceline.report.advice import Adviser
 from paceline.report.aggregate import RunAggregate
 from paceline.report.attribution import CAUSES
 from paceline.report.buckets import MOST
 from paceline.report.detail import DetailPiece, covers
+from paceline.report.reasons import notable_reasons
 from paceline.report.rows import COMMUNICATING, KINDS, UPDATING, WAITING, Rows, ends, median_span
 from paceline.report.slowness import Pattern, SlownessFinding, WorkerSteps, find_slowness
+from paceline.report.verdict import Host, mostly_cancelled, verdict
 
 _TYPICAL = 10
 """Updates in the timeline's first view."""
-_NOTABLE = 0.02
-"""Share of the time above which waiting is called notable."""
-_WORTH = 5e-4
-"""Share of the time below which waiting counts as none."""
 _NUMBERS = 120_000
 """Shares of time on a page, of all workers together."""
 _FEW_CANCELLED = 0.05
@@ -55,11 +51,16 @@ def facts(
     span = run.last - run.first if trained else 0.0
     workers = [_worker(run, rank, span) for rank in ranks]
     steps = run.steps.workers()
-    findings = _compare(workers, find_slowness(steps))
+    servers = sum(rank < 0 for rank in run.tallies)
+    cores = config.get("cores")
+    host = Host(cores if isinstance(cores, int) else 0, len(workers) + servers)
+    findings = _compare(workers, find_slowness(steps), host)
     total = sum(sum(worker["seconds"].values()) for worker in workers) or 1.0
     waiting = sum(worker["seconds"]["waiting"] for worker in workers)
     first, last = run.update_span
     bubble, moved = run.bubbles.result(run.strategy), run.transfers.result()
+    reasons = notable_reasons(steps)
+    shares = {"begin": run.first, "bubbles": waiting / total, "bubble": bubble}
     known: dict[str, Any] = {
         "name": name,
         "strategy": run.strategy or config.get("strategy"),
@@ -78,7 +79,7 @@ def facts(
         "waiting": waiting,
         "bubble": msgspec.to_builtins(bubble),
         "communication": msgspec.to_builtins(moved),
-        "verdict": _verdict(workers, findings, run.first, waiting / total, bubble) + (moved.sentences if moved else []),
+        "verdict": verdict(workers, findings, reasons, host, **shares) + (moved.sentences if moved else []),
         "slowness": [msgspec.to_builtins(finding) for finding in findings],
         "slow": [worker["rank"] for worker in workers if worker["slow"]],
         "workers": workers,
@@ -88,6 +89,7 @@ def facts(
             if rank < 0
         ],
         "causes": CAUSES,
+        "reasons": dict(reasons),
         "staleness": msgspec.structs.asdict(Staleness.of(run.staleness)),
         "bytes": {
             "pushed": sum(worker["bytes"]["pushed"] for worker in workers),
@@ -196,8 +198,8 @@ def _worker(run: RunAggregate, rank: int, span: float) -> dict[str, Any]:
     }
 
 
-def _compare(workers: list[dict[str, Any]], findings: list[SlownessFinding]) -> list[SlownessFinding]:
-    """Adds to each worker the ratio of its step time to the others', and whether and why it is slow.
+def _compare(workers: list[dict[str, Any]], findings: list[SlownessFinding], host: Host) -> list[SlownessFinding]:
+    """Adds to each worker the ratio of its step time to the others', and whether, in what and why it is slow.
 
     Returns the findings that are worth a sentence: of slow workers, those that were waited for, if there was waiting.
     """
@@ -206,8 +208,8 @@ def _compare(workers: list[dict[str, Any]], findings: list[SlownessFinding]) -> 
     for worker in workers:
         others = [other for other in workers if other is not worker and other["pace"]]
         worker["ratio"] = 1.0
-        worker["slow"], worker["why"] = _mostly_cancelled(worker), None
-        worker["pattern"] = None
+        worker["slow"], worker["why"] = mostly_cancelled(worker), None
+        worker["pattern"] = worker["because"] = None
         if not others or not worker["pace"]:
             continue
         worker["ratio"] = worker["pace"] / statistics.median(other["pace"] for other in others)
@@ -219,74 +221,9 @@ def _compare(workers: list[dict[str, Any]], findings: list[SlownessFinding]) -> 
         said += [one for one in mine if one.pattern is Pattern.PERSISTENT]
         if mine:
             worker["slow"], worker["why"], worker["pattern"] = True, mine[0].part, mine[0].pattern.value
+            if mine[0].reason is not None:
+                worker["because"] = host.because(mine[0].reason, mine[0].reason_share)
     return sorted(said, key=findings.index)
-
-
-def _mostly_cancelled(worker: dict[str, Any]) -> bool:
-    """True if most of its steps were cancelled: those it finished are its quick ones, and say nothing of its pace."""
-    return bool(worker["cancelled"] > worker["minibatches"])
-
-
-def _verdict(
-    workers: list[dict[str, Any]], findings: list[SlownessFinding], begin: float, bubbles: float, bubble: Bubble | None
-) -> list[str]:
-    """Sentences that name the slow workers, the share of waiting, and a pipeline's bubble.
-
-    begin: the time at which training began.
-    """
-    words = []
-    whole = sum(worker["seconds"]["waiting"] for worker in workers) or 1.0
-    blame = {worker["rank"]: worker["blame"] for worker in workers}
-    for finding in sorted(findings, key=lambda one: -sum(blame[rank] for rank in one.ranks)):
-        sentence, blamed = _sentence(finding, begin), sum(blame[rank] for rank in finding.ranks)
-        if blamed / whole > _NOTABLE and bubbles > _NOTABLE:
-            it = "it" if len(finding.ranks) == 1 else "them"
-            sentence += f"; the team waited {duration(blamed)} for {it} ({blamed / whole:.0%} of all waiting)"
-        elif bubbles > _WORTH:
-            sentence += "; the others hardly waited for it"
-        words.append(sentence + ".")
-    for worker in workers:
-        if _mostly_cancelled(worker):
-            begun = worker["cancelled"] + worker["minibatches"]
-            words.append(f"Worker {worker['rank']} was cancelled in {worker['cancelled']:,} of {begun:,} steps.")
-    if not words and len(workers) > 1:
-        words.append("No worker is slow by itself.")
-    if len(workers) > 1:
-        much = "Waiting takes" if bubbles > _NOTABLE else "Waiting takes only"
-        words.append(f"{much} {bubbles:.1%} of the workers' time." if bubbles > _WORTH else "No worker waited.")
-    if bubble is not None:
-        equal = f"; with stages of equal length it would be {bubble.formula:.1%}" if bubble.formula is not None else ""
-        words.append(f"The pipeline's bubble is {bubble.measured:.1%} of a step{equal}.")
-        if bubble.predicted:
-            words.append(
-                f"From its first pass to its last a step takes {duration(bubble.step)}; {duration(bubble.predicted)} "
-                "were predicted when the model was cut, from its measured operations and links."
-            )
-    return words
-
-
-def _sentence(finding: SlownessFinding, begin: float) -> str:
-    """A finding in words, without a full stop."""
-    who, more = f"Worker {finding.ranks[0]}", duration(finding.more)
-    match finding.pattern:
-        case Pattern.PERSISTENT:
-            step = duration(finding.usual + finding.more)
-            what = f"{who} is slow: a step of its own takes it {step}, {finding.ratio:.1f} times as long as the others'"
-        case Pattern.INTERMITTENT:
-            when = f"every {_ordinal(finding.period)} step" if finding.period else f"{finding.share:.0%} of its steps"
-            what = f"{who} is slow now and then: {when} takes it {more} longer"
-        case Pattern.ONE_OFF:
-            after = duration(max(0.0, finding.moment - begin))
-            what = f"{who} was slow once: step {finding.step:,}, {after} after the start, took it {more} longer"
-        case Pattern.ROTATING:
-            share, some = f"{finding.share:.0%} of the steps", names(finding.ranks)
-            what = f"Slowness moves from worker to worker: in {share} one of {some} takes {more} longer"
-    return f"{what}, because of {CAUSES[finding.part]}"
-
-
-def _ordinal(number: int) -> str:
-    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
 
 
 def _rate(run: RunAggregate) -> float | None:

@@ -6,16 +6,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.events import ACTIVITIES, Event, Push
+from paceline.events import ACTIVITIES, Compute, Event, Push
+from paceline.events.kernel import KernelCounts
 
 Rows = NDArray[np.void]
 Numbers = NDArray[np.float64]
 
 KINDS = ("computing", "loading", "communicating", "updating", "waiting", "cancelled")
 COMPUTING, LOADING, COMMUNICATING, UPDATING, WAITING, CANCELLED = range(len(KINDS))
+
+KERNEL = KernelCounts.__struct_fields__
+"""Columns of what the kernel counted in a step."""
+_UNCOUNTED = (0.0,) * len(KERNEL)
 
 ROW = np.dtype(
     [
@@ -32,6 +38,7 @@ ROW = np.dtype(
         ("bytes", "i8"),
         ("skipped", "?"),
         ("microbatch", "i4"),
+        ("kernel", "f4", (len(KERNEL),)),
     ]
 )
 PUSH = np.dtype(
@@ -62,8 +69,13 @@ def rows_of(groups: dict[type, list[Any]]) -> Rows:
     """The activities among these events, in the order of their starts."""
     parts = [np.zeros(0, ROW)]
     for event, activity in ACTIVITIES.items():
-        parts.append(_filled(groups.get(event, []), ROW))
+        group = groups.get(event, [])
+        parts.append(_filled(group, ROW))
         parts[-1]["kind"] = KINDS.index(activity)
+        if event is Compute and group:
+            parts[-1]["kernel"] = [
+                _UNCOUNTED if one.kernel is None else msgspec.structs.astuple(one.kernel) for one in group
+            ]
     rows = np.concatenate(parts)
     rows = rows[_sane(rows["start"], rows["seconds"])]
     return rows[np.argsort(rows["start"], kind="stable")]
@@ -89,7 +101,7 @@ def _filled(group: Sequence[Any], dtype: np.dtype[np.void]) -> Rows:
     if "microbatch" in (dtype.names or ()):
         rows["microbatch"] = -1  # of all but passes
     for name in dtype.names or ():
-        if name == "kind" or not group or not hasattr(group[0], name):
+        if name in ("kind", "kernel") or not group or not hasattr(group[0], name):
             continue
         values = [getattr(event, name) for event in group]
         try:

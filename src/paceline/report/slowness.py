@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.report.attribution import CAUSES
+from paceline.report.reasons import NONE, ReasonTimes, reason_of_all, reason_of_long
 from paceline.report.rows import (
     CANCELLED,
     COMMUNICATING,
     COMPUTING,
+    KERNEL,
     LOADING,
     ROW,
     UPDATING,
@@ -33,6 +35,8 @@ from paceline.simulate.long_steps import QUICK, excess
 PARTS = tuple(CAUSES)
 """Parts of a step, in the order of a step's columns."""
 _ELSEWHERE = PARTS.index("elsewhere")
+_UNKNOWN = ("slowed", "link")
+"""Parts of which the kernel's counts tell nothing."""
 SLOW = 1.25
 """Ratio of a worker's step time to the others' from which on it is called slow."""
 _MOST = 1_000_000
@@ -84,6 +88,10 @@ class SlownessFinding:
     """The number of a single slow step, from 1."""
     moment: float = 0.0
     """The time at which it began."""
+    reason: str | None = None
+    """Why slow steps are longer, if the kernel tells: a key of `REASONS`."""
+    reason_share: float = 0.0
+    """Its share of the time of these steps."""
 
     @property
     def ratio(self) -> float:
@@ -97,8 +105,9 @@ class StepTimes:
     def __init__(self) -> None:
         self._pending: defaultdict[int, Rows] = defaultdict(lambda: np.zeros(0, ROW))
         self._last_end: dict[int, float] = {}
-        self._steps: defaultdict[int, list[NDArray[np.float64]]] = defaultdict(list)
-        """By worker, arrays with a row per step: its start, then the seconds of its parts."""
+        self._steps: defaultdict[int, list[tuple[Numbers, NDArray[np.float32]]]] = defaultdict(list)
+        """By worker, arrays with a row per step: its start, then the seconds of its parts; and seconds by reason."""
+        self._reasons: defaultdict[int, ReasonTimes] = defaultdict(ReasonTimes)
         self._dropped: defaultdict[int, int] = defaultdict(int)
         self._kept: defaultdict[int, int] = defaultdict(int)
         self._gaps: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -146,19 +155,23 @@ class StepTimes:
         known = steps[:, 1:].sum(axis=1) + away
         steps[:, 1 + PARTS.index("elsewhere")] = np.maximum(0.0, finish - start - known)
         self._last_end[rank] = float(finish[-1])
+        counted = np.stack([total(computing, done["kernel"][:, column]) for column in range(len(KERNEL))], axis=1)
+        without = [1 + PARTS.index(part) for part in PARTS if part not in _UNKNOWN]
+        reasons = self._reasons[rank].add(counted, steps[:, without].sum(axis=1)).astype(np.float32)
         if self._gaps[rank]:
             begins, stops = np.array(sorted(self._gaps[rank])).T
             place = np.searchsorted(stops, start, "right")
-            steps = steps[~((place < len(begins)) & (begins[np.minimum(place, len(begins) - 1)] < finish))]
+            kept = ~((place < len(begins)) & (begins[np.minimum(place, len(begins) - 1)] < finish))
+            steps, reasons = steps[kept], reasons[kept]
         if len(steps):
-            self._keep(rank, steps)
+            self._keep(rank, steps, reasons)
 
-    def _keep(self, rank: int, steps: NDArray[np.float64]) -> None:
-        self._steps[rank].append(steps)
+    def _keep(self, rank: int, steps: Numbers, reasons: NDArray[np.float32]) -> None:
+        self._steps[rank].append((steps, reasons))
         self._kept[rank] += len(steps)
         most = _MOST // len(self._steps)
-        while self._kept[rank] - len(self._steps[rank][0]) >= most:
-            dropped = len(self._steps[rank].pop(0))
+        while self._kept[rank] - len(self._steps[rank][0][0]) >= most:
+            dropped = len(self._steps[rank].pop(0)[0])
             self._kept[rank] -= dropped
             self._dropped[rank] += dropped
 
@@ -166,19 +179,24 @@ class StepTimes:
         """The steps of each worker that has any, without its first ones."""
         found = {}
         for rank, blocks in sorted(self._steps.items()):
-            steps, first = np.concatenate(blocks), self._dropped[rank]
+            steps, reasons = (np.concatenate(pieces) for pieces in zip(*blocks, strict=True))
+            first = self._dropped[rank]
             begin = max(0, min(_WARM - first, len(steps) - 1))
             if self._passes:
                 steps[:, 1 + PARTS.index("elsewhere")] = 0.0
-            found[rank] = WorkerSteps(steps[begin:, 0], steps[begin:, 1:], first + begin)
+            found[rank] = WorkerSteps(steps[begin:, 0], steps[begin:, 1:], first + begin, reasons[begin:])
         return found
 
 
 class WorkerSteps:
     """The steps of one worker: which are long, and how long a quick one is."""
 
-    def __init__(self, starts: Numbers, parts: Numbers, first: int) -> None:
+    def __init__(
+        self, starts: Numbers, parts: Numbers, first: int, reasons: NDArray[np.floating] | None = None
+    ) -> None:
+        """reasons: seconds of each step, by reason."""
         self.starts, self.parts, self.first = starts, parts, first
+        self.reasons = np.tile(NONE, (len(parts), 1)) if reasons is None else reasons.astype(np.float64)
         self.own: Numbers = parts.sum(axis=1)
         self.quick = float(np.quantile(self.own, QUICK))
         self.quick_inside = float(np.quantile(parts[:, :_ELSEWHERE].sum(axis=1), QUICK))
@@ -229,7 +247,21 @@ def find_slowness(workers: dict[int, WorkerSteps]) -> list[SlownessFinding]:
         found.append(_rotating(notable, workers))
     else:
         found += [_now_and_then(rank, workers[rank]) for rank in notable if _stands_out(rank, workers)]
+    found = [_explained(one, workers) for one in found]
     return sorted(found, key=lambda one: -one.more * one.share)
+
+
+def _explained(finding: SlownessFinding, workers: dict[int, WorkerSteps]) -> SlownessFinding:
+    """The finding with its reason, if the kernel tells one."""
+    chosen = [workers[rank] for rank in finding.ranks]
+    if finding.part in _UNKNOWN:
+        return finding
+    if finding.pattern is Pattern.PERSISTENT:
+        others = [steps for rank, steps in workers.items() if rank not in finding.ranks]
+        reason, share = reason_of_all(chosen[0], others)
+    else:
+        reason, share = reason_of_long(chosen)
+    return dataclasses.replace(finding, reason=reason, reason_share=share)
 
 
 def _persistent(rank: int, workers: dict[int, WorkerSteps]) -> SlownessFinding | None:

@@ -142,7 +142,7 @@ class Run {
       const head = make("th", {}, name);
       head.scope = "row";
       const row = make("tr", { className: worker.slow ? "slow" : "" }, head, ...cells.slice(1).map((cell) => make("td", { textContent: cell })));
-      row.append(make("td", { className: "words", textContent: worker.slow ? run.causes[worker.why] || "mostly cancelled" : "" }));
+      row.append(make("td", { className: "words", textContent: worker.slow ? because(run, worker) : "" }));
       return row;
     });
     const focused = this.workers.contains(document.activeElement) ? document.activeElement.dataset.worker : undefined;
@@ -226,6 +226,11 @@ function sortable(made) {
 }
 
 // What would have been quicker, by simulation of this run, each with the line to run.
+function because(run, worker) {
+  const part = run.causes[worker.why] || "mostly cancelled";
+  return worker.because ? `${part}: ${worker.because}` : part;
+}
+
 function advice(run) {
   if (!run.advice || !run.advice.length) return null;
   const rows = run.advice.map((one) => make("li", {}, make("span", { textContent: one.sentence }), one.command ? make("code", { textContent: one.command }) : null));
