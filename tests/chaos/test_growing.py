@@ -180,4 +180,6 @@ def test_a_process_is_killed_while_a_worker_joins(fault: str, tmp_path: Path) ->
         go_on(run)
         outcome = run.finish()
     assert [path.name.replace("@", "/") for path in fired.iterdir()] == [fault]
+    if "join.counted" in fault:
+        assert outcome.err.count("it is started again") == 2, "the worker that joins asks the next lead"
     well(outcome)

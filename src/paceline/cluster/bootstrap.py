@@ -1,16 +1,20 @@
 """The first code of a worker that an engine starts: a plain file, so that it runs before any import.
 
 It ends the worker when the launcher dies, runs the script as `python script.py` would, and writes the script's error
-into an exit report, so that the launcher shows it once instead of once per worker.
+into an exit report, so that the launcher shows it once instead of once per worker. A spare imports what takes long
+first, and then waits for the script that it is to run.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import importlib
 import json
 import os
 import pathlib
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -77,14 +81,53 @@ def _import_prelude() -> None:
         importlib.import_module(prelude)
 
 
+def _wait_as_spare(connection: socket.socket, modules: list[str]) -> list[str]:
+    """Imports modules, takes environment and descriptors from the launcher, and returns the words after its id."""
+    name = pathlib.Path("/proc/self/comm")
+    usual = name.read_bytes()
+    name.write_bytes(b"paceline spare")  # what `ps` and `top` show
+    for module in modules:
+        importlib.import_module(module)
+    header, received, *_ = socket.recv_fds(connection, 8, 64)
+    if not header:
+        sys.exit(0)  # the launcher needs it no more
+    with connection, connection.makefile("rb") as source:
+        order = json.loads(source.read(int.from_bytes(header, "big")))
+    name.write_bytes(usual)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    numbers = order["descriptors"]
+    moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for one in received]
+    for one in received:
+        os.close(one)
+    taken = False
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            taken = True
+    for one, number in zip(moved, numbers, strict=True):
+        os.dup2(one, number)
+        os.close(one)
+    if taken:  # a library has a file open under a number that the script knows: only a new program is free of it
+        os.execv(sys.executable, [sys.executable, __file__, sys.argv[1], *order["words"]])
+    return list(order["words"])
+
+
 def main() -> None:
     """Arguments: the parent's process id, the path of the exit report, the script and its arguments.
 
-    Without both of the first, as "0" and "", another launcher supervises the worker.
+    Without both of the first, as "0" and "", another launcher supervises the worker. Of a spare, instead of the script,
+    `--spare=` with the descriptor of its connection to the launcher, and the modules that it imports.
     """
     parent, exit_report, script = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     if parent:
         _die_with_parent(parent)
+    if script.startswith("--spare="):
+        del sys.path[0]  # its folder has modules of this package, under other names
+        connection = socket.socket(fileno=int(script.removeprefix("--spare=")))
+        sys.argv[2:] = _wait_as_spare(connection, sys.argv[4:])
+        sys.path.insert(0, "")
+        exit_report, script = sys.argv[2], sys.argv[3]
     process = os.getpid()
     sys.argv = sys.argv[3:]
     sys.path[0] = str(pathlib.Path(script).resolve().parent)

@@ -1,15 +1,20 @@
 """Processes of one machine: starts them, reads their output line by line, collects their exit reports, and ends them.
 
 Plain Python that imports nothing else of the package: the Ray engine sends it to nodes that have not imported it yet.
+
+A spare is a process that has imported what takes long, and waits for the script that it is to run: one that replaces a
+process which was killed begins at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +24,8 @@ from typing import NamedTuple
 
 PATIENCE = 1.5
 """Seconds between SIGTERM and SIGKILL."""
+_IMPORTS = ("paceline.team.team", "paceline.server.process", "paceline.strategies.parameter_server")
+"""Modules that a spare imports; the worker's strategy and a server import few others."""
 
 
 class ProcessEnd(NamedTuple):
@@ -41,6 +48,14 @@ class _Pipe:
     partial: bytes = b""
 
 
+@dataclasses.dataclass(slots=True)
+class _Spare:
+    """A process that waits at its end of a connection for the script that it is to run."""
+
+    process: subprocess.Popen[bytes]
+    ours: socket.socket
+
+
 class ProcessSet:
     """Processes by rank. All of it belongs to one thread: a process dies with the thread that started it."""
 
@@ -48,6 +63,7 @@ class ProcessSet:
         """Takes the path of bootstrap.py, a folder for exit reports, and a function that gets each line of output."""
         self._bootstrap, self._exit_reports, self._output = bootstrap, exit_reports, output
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._spare: _Spare | None = None
         self._selector = selectors.DefaultSelector()
 
     def spawn(
@@ -58,12 +74,33 @@ class ProcessSet:
         environment: Mapping[str, str],
         inherited: Sequence[int] = (),
     ) -> None:
-        """Start a script as the process of this rank; it inherits these file descriptors."""
+        """Start a script as the process of this rank, in the spare if there is one; it inherits these descriptors."""
         report = self._exit_report_of(rank)
         report.unlink(missing_ok=True)
-        parent = str(os.getpid())
-        process = subprocess.Popen(
-            [sys.executable, str(self._bootstrap), parent, str(report), str(script), *arguments],
+        words = [str(report), str(script), *arguments]
+        process = self._use_spare(words, environment, inherited)
+        if process is None:
+            process = self._popen(words, environment, inherited)
+        self._processes[rank] = process
+        assert process.stdout is not None and process.stderr is not None
+        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
+            os.set_blocking(stream.fileno(), False)
+            self._selector.register(stream.fileno(), selectors.EVENT_READ, _Pipe(rank, name))
+        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
+
+    def prepare(self, environment: Mapping[str, str]) -> None:
+        """Start a spare, unless there is one; environment: variables that matter while it imports."""
+        if self._spare is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = self._popen(["", f"--spare={theirs.fileno()}", *_IMPORTS], environment, [theirs.fileno()])
+            self._spare = _Spare(process, ours)
+
+    def _popen(
+        self, words: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, str(self._bootstrap), str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -71,12 +108,23 @@ class ProcessSet:
             pass_fds=inherited,
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the others in order
         )
-        self._processes[rank] = process
-        assert process.stdout is not None and process.stderr is not None
-        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
-            os.set_blocking(stream.fileno(), False)
-            self._selector.register(stream.fileno(), selectors.EVENT_READ, _Pipe(rank, name))
-        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
+
+    def _use_spare(
+        self, words: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int]
+    ) -> subprocess.Popen[bytes] | None:
+        """Let the spare run this; None if there is none, or it has ended."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        order = json.dumps({"words": words, "environment": dict(environment), "descriptors": list(inherited)}).encode()
+        try:
+            with spare.ours as ours:
+                socket.send_fds(ours, [len(order).to_bytes(8, "big")], list(inherited))
+                ours.sendall(order)
+        except OSError:
+            _end(spare.process)
+            return None
+        return spare.process
 
     def listen(self, descriptor: int, callback: Callable[[], None]) -> None:
         """Call `callback` in `poll` when this descriptor is ready to read."""
@@ -125,6 +173,10 @@ class ProcessSet:
 
     def stop(self) -> None:
         """End all that still run: SIGTERM, then SIGKILL."""
+        if self._spare is not None:
+            self._spare.ours.close()
+            _end(self._spare.process)
+            self._spare = None
         self.signal(signal.SIGTERM)
         until = time.monotonic() + PATIENCE
         for process in self._processes.values():
@@ -185,6 +237,12 @@ class ProcessSet:
 
     def _exit_report_of(self, rank: int) -> Path:
         return self._exit_reports / f"{rank}.json"
+
+
+def _end(spare: subprocess.Popen[bytes]) -> None:
+    spare.kill()
+    spare.wait()
+    _close(spare)
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

@@ -3,13 +3,16 @@
 1. The worker connects and gets the team's shared memory, as descriptors.
 2. Its script begins an epoch: it asks to enter. Epochs that the team has left behind are over for it, too.
 3. The lead sends the state of the team between two updates. All hold a barrier; then the worker is a member.
+
+If the lead leaves or dies before that, the worker asks the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -157,40 +160,63 @@ class JoinClient:
 
     def __init__(self, address: str, rank: int, patience: float) -> None:
         """patience: seconds to wait for an answer."""
-        self._rank, self._patience = rank, patience
+        self._address, self._rank, self._patience = address, rank, patience
+        self._connect(_SOON)
+
+    def _connect(self, seconds: float, expected: Callable[[], bool] = lambda: True) -> None:
+        """expected: returns False if no lead will ever answer."""
         try:
             self._connection: UnixConnection[MemoryGiven | EpochPassed | JoinRefused | TeamState] = connect(
-                address, MemoryGiven | EpochPassed | JoinRefused | TeamState, _SOON
+                self._address, MemoryGiven | EpochPassed | JoinRefused | TeamState, seconds, expected
             )
         except JoinError:
             raise self._ended() from None
-        self._connection.patience(patience)
+        self._connection.patience(self._patience)
 
     def memory(self) -> tuple[MemoryGiven, list[int]]:
         """The sizes of the team, and the descriptors of its memory."""
         failpoints.hit("join.begin")
         try:
-            self._connection.send(AskMemory(self._rank, os.getpid()))
-            failpoints.hit("join.sent")
-            answer, descriptors = self._connection.receive_with_descriptors(_MOST)
+            return self._ask_memory()
         except (Closed, TimeoutError, BlockingIOError):
             raise self._ended() from None
+
+    def _ask_memory(self) -> tuple[MemoryGiven, list[int]]:
+        self._connection.send(AskMemory(self._rank, os.getpid()))
+        failpoints.hit("join.sent")
+        answer, descriptors = self._connection.receive_with_descriptors(_MOST)
         if not isinstance(answer, MemoryGiven):
             raise self._refused(answer)
         return answer, descriptors
 
-    def enter(self, loader: int, epoch: int) -> bytes | None:
-        """The state of the team, in this epoch of this loader; None if it has left the epoch behind."""
+    def enter(self, loader: int, epoch: int, members: Callable[[], bool]) -> bytes | None:
+        """The state of the team, in this epoch of this loader; None if it has left the epoch behind.
+
+        members: returns True while the team has any, of whom the next leads when the lead has gone.
+        """
+        until = time.monotonic() + self._patience
+        again = False
+        while True:
+            try:
+                if again:
+                    for descriptor in self._ask_memory()[1]:  # it has the same memory already
+                        os.close(descriptor)
+                return self._enter(loader, epoch)
+            except (TimeoutError, BlockingIOError):
+                raise self._ended() from None
+            except Closed:
+                again = True
+                self._connection.close()
+                self._connect(until - time.monotonic(), members)
+
+    def _enter(self, loader: int, epoch: int) -> bytes | None:
         data = bytearray()
-        try:
-            self._connection.send(EnterEpoch(loader, epoch))
-            while isinstance(answer := self._connection.receive(), TeamState):
-                data += answer.data
-                if not answer.more:
-                    self._connection.close()
-                    return bytes(data)
-        except (Closed, TimeoutError):
-            raise self._ended() from None
+        self._connection.send(EnterEpoch(loader, epoch))
+        while isinstance(answer := self._connection.receive(), TeamState):
+            data += answer.data
+            if not answer.more:
+                self._connection.close()
+                return bytes(data)
         if not isinstance(answer, EpochPassed):
             raise self._refused(answer)
         return None

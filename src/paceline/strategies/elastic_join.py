@@ -6,6 +6,7 @@ import contextlib
 import os
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -168,11 +169,19 @@ class TeamJoining:
 
     # -- the worker that joins ---------------------------------------------------------------------------------------
 
+    def _has_members(self) -> bool:
+        """True if a member of the team lives."""
+        barrier, own = self._barrier, self._members.rank
+        ranks = [
+            rank for rank in range(self._members.room or barrier.size) if rank != own and not barrier.has_left(rank)
+        ]
+        return any(pid and Path(f"/proc/{pid}").exists() for pid in map(barrier.pid, ranks))
+
     def enter(self, loader: JoinableLoader) -> bool:
         """This worker's script begins an epoch: become a member, or return True if the epoch is over."""
         members, trainer = self._members, self._trainer
         assert members.joining is not None
-        data = members.joining.enter(loader.number, loader.epoch)
+        data = members.joining.enter(loader.number, loader.epoch, self._has_members)
         if data is None:
             return True
         state = unpack(data)

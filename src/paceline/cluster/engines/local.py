@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,8 @@ from paceline.transport.unix_connection import Closed, Listener, connect, new_ad
 
 _MOST_DESCRIPTORS = 16
 """Descriptors that come with a request of the lead."""
+_SPARE_AFTER = 5.0
+"""Seconds after training has begun, or after the last spare was used, until one is started."""
 
 
 class LocalEngine(Engine):
@@ -65,6 +68,8 @@ class LocalRun(SupervisedRun):
         """The lead's last request for servers."""
         self._barriers: Memory | None = None
         """The memory of the workers' barriers."""
+        self._spare_due = float("inf")
+        """When a spare process is to be started: not while others begin, since importing takes a core."""
         self._control: Listener | None = None
         self._port_holder = socket.socket()
         self._lead_socket, self._own_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -140,6 +145,7 @@ class LocalRun(SupervisedRun):
         environment = {**self._workers_environment, **own}
         inherited = (*inherited, *self.job.inherited)
         self._processes.spawn(rank, self.job.script, self.job.arguments, environment, inherited)
+        self._plan_spare()
 
     def restart_worker(self, rank: int) -> None:
         """Start a worker that joins the run; also one that has not been there before."""
@@ -166,6 +172,7 @@ class LocalRun(SupervisedRun):
     def start_servers(self, request: StartServers) -> None:
         self._server_address, self._servers = request.address, request
         self._peers = request.peers
+        self._plan_spare()
         if not request.address:
             return
         # A run that is open to other machines is joined through this machine's relay.
@@ -187,6 +194,11 @@ class LocalRun(SupervisedRun):
         kept = self._memory.descriptors
         arguments = self._servers.arguments(index, kept)
         self._processes.spawn(-1 - index, SERVER, arguments, self._environment, kept)
+        self._plan_spare()
+
+    def _plan_spare(self) -> None:
+        if self.restarts_left and self._server_address:
+            self._spare_due = time.monotonic() + _SPARE_AFTER
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
@@ -201,6 +213,9 @@ class LocalRun(SupervisedRun):
                 # The others may be waiting for it to join, and cannot know of a process that they have never seen.
                 Barrier.sign_out_absent(self._barriers, end.rank, capacity(self.job.workers))
         self._leaving -= {end.rank for end in ends}
+        if time.monotonic() >= self._spare_due and not self.supervision.ending:
+            self._spare_due = float("inf")
+            self._processes.prepare(self._workers_environment)
         return ends
 
     def end_worker(self, rank: int) -> None:
