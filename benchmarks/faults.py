@@ -1,7 +1,8 @@
 """What faults do to a run, and what they must not. One command: `python benchmarks/faults.py`.
 
 `python benchmarks/faults.py soak` hurts one training every 30 s for 20 minutes, and its peers likewise
-(`harness/soak.py`). The rest is about the first.
+(`harness/soak.py`); `python benchmarks/faults.py spot` replays a trace of spot instances (`harness/spot.py`). The rest
+is about the first.
 
 Every run trains a model whose parameters count how often each sample was applied, is hurt at points which a seed draws
 (`paceline/failpoints.py`), and is judged by these counts and by its events: every sample exactly once an epoch, every
@@ -23,7 +24,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch says of every host that it has no name
 
-from harness.soak import add_options, soak
+from harness import soak, spot
 from helpers.faulted import (
     BITS,
     CUT,
@@ -48,11 +49,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=18, help="runs of each kind of fault (default: 18)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
     parser.add_argument("--only", default="", help="kinds of faults whose names have this text")
-    long = parser.add_subparsers(dest="what").add_parser("soak", help="a fault every 30 s for 20 minutes")
-    add_options(long)
+    others = parser.add_subparsers(dest="what")
+    soak.add_options(others.add_parser("soak", help="a fault every 30 s for 20 minutes"))
+    spot.add_options(others.add_parser("spot", help="workers come and go as a trace of spot instances says"))
     options = parser.parse_args()
-    if options.what == "soak":
-        soak(options)
+    if options.what:
+        (soak.soak if options.what == "soak" else spot.spot)(options)
         return
     kinds = {scenario.name: run_drawn(scenario) for scenario in SCENARIOS}
     killed = next(scenario for scenario in SCENARIOS if scenario.name == "server killed")

@@ -133,10 +133,12 @@ class Paceline(Contestant):
     def find(self, target: str) -> int | None:
         if not target.startswith("server"):
             return super().find(target)
+        others = {super(Paceline, self).find(f"worker {rank}") for rank in range(WORKERS)}
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self._process.pid and b"server" in (path / "cmdline").read_bytes():
+                name, _, rest = (path / "stat").read_text().rpartition(")")
+                spare = name.endswith("(paceline spare")
+                if int(rest.split()[1]) == self._process.pid and int(path.name) not in others and not spare:
                     return int(path.name)
         return None
 
@@ -218,16 +220,24 @@ class TorchFT(Contestant):
             process.wait()
 
     def work(self) -> Work:
-        counted, lost, twice = list[tuple[float, int]](), 0, 0
-        for rank in range(WORKERS):
-            seen = collections.Counter[int]()
-            for moment, number, committed in self._lines(rank):
-                seen[int(number)] += int(committed)
-                if int(committed):
-                    counted.append((float(moment), BATCH))
-            lost += BATCH * sum(not count for count in seen.values())
-            twice += BATCH * sum(count - 1 for count in seen.values() if count > 1)
-        return Work(sorted(counted), lost, twice, 0, self._loss())
+        """Its steps; those that a replica made before both began anew, at an earlier step, have no effect."""
+        steps = sorted(
+            (float(moment), rank, int(number), int(step) if int(committed) else 0)
+            for rank in range(WORKERS)
+            for moment, number, committed, step in self._lines(rank)
+        )
+        seen, counted = collections.Counter[tuple[int, int]](), list[tuple[float, int, int, int]]()
+        for moment, rank, number, step in steps:
+            seen[rank, number] += bool(step)
+            if step and counted and step < max(counted[-WORKERS:], key=lambda one: one[3])[3] - 1:
+                undone = [one for one in counted if one[3] >= step]
+                seen.subtract((by, place) for _, by, place, _ in undone)
+                counted = [one for one in counted if one[3] < step]
+            if step:
+                counted.append((moment, rank, number, step))
+        lost = BATCH * sum(not count for count in seen.values())
+        twice = BATCH * sum(count - 1 for count in seen.values() if count > 1)
+        return Work([(moment, BATCH) for moment, *_ in counted], lost, twice, 0, self._loss())
 
 
 class Torchrun(Contestant):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
-from soak_task import BATCH, RATE, Log, data, loss_of, model
+from soak_task import BATCH, DECAY, RATE, Log, data, loss_of, model
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -14,7 +14,7 @@ import paceline
 folder = Path(sys.argv[1])
 team = paceline.join()
 trained = model()
-plain = torch.optim.SGD(trained.parameters(), lr=RATE)
+plain = torch.optim.SGD(trained.parameters(), lr=RATE, weight_decay=DECAY)
 batches = DataLoader(TensorDataset(*data()), batch_size=BATCH * team.world_size, shuffle=True)
 network, optimizer, loader = team.setup(trained, plain, batches)
 log, over = Log(folder, team.rank), False

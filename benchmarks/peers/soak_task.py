@@ -12,7 +12,8 @@ from torch import nn
 SAMPLES, FEATURES, CLASSES = 20_000, 256, 10
 BATCH = 32
 """Samples of one worker's minibatch."""
-RATE = 0.02
+RATE, DECAY = 0.02, 0.03
+"""Learning rate and weight decay: with the latter the loss does not rise again in hundreds of epochs."""
 WORKERS = 2
 
 
@@ -23,14 +24,11 @@ def model() -> nn.Module:
 
 
 def data(samples: int = SAMPLES, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs, and classes that a fixed random network gives to them, every tenth of them at random."""
-    teacher = torch.Generator().manual_seed(7)
-    first, second = (torch.randn(FEATURES, 64, generator=teacher), torch.randn(64, CLASSES, generator=teacher))
+    """Samples of ten clouds that overlap, and the cloud of each: the loss begins at 2.3 and ends at about 1.2."""
+    centers = 0.12 * torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(7))
     source = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(samples, FEATURES, generator=source)
-    classes = (inputs @ first).relu().matmul(second).argmax(1)
-    classes[::10] = torch.randint(0, CLASSES, (len(classes[::10]),), generator=source)
-    return inputs, classes
+    classes = torch.randint(0, CLASSES, (samples,), generator=source)
+    return centers[classes] + torch.randn(samples, FEATURES, generator=source), classes
 
 
 def loss_of(trained: nn.Module) -> float:

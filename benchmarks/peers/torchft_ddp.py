@@ -2,9 +2,10 @@
 
 Arguments: folder, number of the replica, address of the lighthouse. A killed replica is started again by its starter,
 and gets model and optimizer from a living one. Its place in its data is written after every step, as torchft advises.
-"""
 
-from __future__ import annotations
+When a peer dies within an all-reduce, the DDP of torchft 0.2.0 asserts that there is a result and ends the survivor,
+too, so that all state is lost: `Enduring` passes the bucket on instead, as the manager has noted the error by then.
+"""
 
 import itertools
 import sys
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from soak_task import BATCH, RATE, SAMPLES, WORKERS, Log, data, loss_of, model
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from soak_task import BATCH, DECAY, RATE, SAMPLES, WORKERS, Log, data, loss_of, model
+from torch.distributed import GradBucket, TCPStore
 from torchft import (  # type: ignore[import-not-found]
     DistributedDataParallel,
     Manager,
@@ -23,11 +24,25 @@ from torchft import (  # type: ignore[import-not-found]
 )
 
 
+class Enduring(DistributedDataParallel):  # type: ignore[misc]
+    """Leaves it to the manager whether a step counts in which an all-reduce has failed."""
+
+    @staticmethod
+    def _comm_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = state.allreduce(bucket.buffer())
+        work.wait()
+        result = getattr(work.get_future(), "_fut", None)
+        if result is None:
+            result = torch.futures.Future()
+            result.set_result(bucket.buffer())
+        return result
+
+
 def main() -> None:
     folder, replica, lighthouse = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     trained = model()
-    inner = torch.optim.SGD(trained.parameters(), lr=RATE)
+    inner = torch.optim.SGD(trained.parameters(), lr=RATE, weight_decay=DECAY)
 
     def load(state: dict[str, Any]) -> None:
         trained.load_state_dict(state["model"])
@@ -46,7 +61,7 @@ def main() -> None:
         store_port=store.port,
         lighthouse_addr=lighthouse,
     )
-    parallel, optimizer = DistributedDataParallel(manager, trained), Optimizer(manager, inner)
+    parallel, optimizer = Enduring(manager, trained), Optimizer(manager, inner)
     inputs, classes = data()
     log, place = Log(folder, replica), folder / f"place-{replica}"
     first = int(place.read_text()) if place.exists() else 0
@@ -59,9 +74,9 @@ def main() -> None:
         mine = order[batch * BATCH : (batch + 1) * BATCH]
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(parallel(inputs[mine]), classes[mine]).backward()
-        before = manager.current_step()
+        before, takes_part = manager.current_step(), manager.is_participating()  # one that catches up adds zeros
         optimizer.step()
-        log.add(number, int(manager.current_step() > before))
+        log.add(number, int(takes_part and manager.current_step() > before), manager.current_step())
         place.write_text(str(number + 1))
     (folder / f"loss-{replica}").write_text(str(loss_of(trained)))
     manager.shutdown(wait=False)

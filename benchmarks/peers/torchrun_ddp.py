@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import torch
-from soak_task import BATCH, RATE, SAMPLES, WORKERS, Log, data, loss_of, model
+from soak_task import BATCH, DECAY, RATE, SAMPLES, WORKERS, Log, data, loss_of, model
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +20,7 @@ def main() -> None:
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     trained = model()
-    optimizer = torch.optim.SGD(trained.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=RATE, weight_decay=DECAY)
     newest, step = folder / "checkpoint.pt", 0
     if newest.exists():
         state = torch.load(newest)
