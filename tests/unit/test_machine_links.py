@@ -16,6 +16,7 @@ from paceline.errors import JoinError, TeamError
 from paceline.parameters.checkpoint_codec import pack, unpack
 from paceline.parameters.layout import borders
 from paceline.topologies import Link
+from paceline.transport.channel import Channel
 from paceline.transport.keys import Secret
 from paceline.transport.peer_connections import FrameKind, PeerConnection, PeerConnections, compare_clocks, connect
 from paceline.transport.poller import Poller
@@ -66,6 +67,25 @@ def test_links_are_measured_by_all() -> None:
     for a in range(4):
         assert links.bandwidth[a][a] == float("inf")
         assert all(links.bandwidth[a][b] > 0 and links.latency[a][b] > 0 for b in range(4) if b != a)
+
+
+class Busy:
+    """A channel of a worker whose machine is busy: it gets most messages 5 ms late."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.rank, self.size, self.send = channel.rank, channel.size, channel.send
+        self._channel, self._count = channel, 0
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> None:
+        self._channel.receive(peer, tensor)
+        self._count += 1
+        time.sleep(0.005 if self._count % 4 else 0.0)
+
+
+def test_what_delays_most_messages_on_a_busy_machine_is_no_latency_of_a_link() -> None:
+    rows, _ = run_in_memory(2, lambda channel: measure(channel if channel.rank else Busy(channel)), Link(latency=1e-5))
+    assert rows[0].latency[1] < 0.0025
+    assert rows[1].latency[0] < 0.0025
 
 
 @pytest.mark.parametrize("counts", [[2, 2], [3, 1], [2, 3], [4, 1, 3], [1, 1, 1]])

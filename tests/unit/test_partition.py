@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.graph.costs import Cost
 from paceline.graph.partition import Device, Problem, partition, replicated
+from paceline.graph.predicted_step import quickest_cut
 from paceline.schedules import kept_in_flight
 
 lengths = st.floats(0.01, 10.0)
@@ -107,6 +108,17 @@ def test_one_slow_link_moves_only_its_cut() -> None:
     slow = Device(bandwidth=2.0)
     assert partition(chain(known), [Device(), Device(), slow]).bounds[1] == 5
     assert partition(chain(known), [Device(), slow, Device()]).bounds[0] == 2
+
+
+def test_a_link_with_latency_alone_leaves_both_stages_their_layers() -> None:
+    """Nothing crosses behind the first operation, so that a cut there waits for no message; it would be no pipeline."""
+    known = [Cost(0.001, 0.001, 0), *[Cost(1.0, 1.0, 100, 10)] * 8]
+    devices = [Device(), Device(bandwidth=1e6, latency=9.0)]
+    assert partition(chain(known), devices, microbatches=8).bounds[0] == 1
+    found = quickest_cut(chain(known), known, devices, schedule="1f1b", microbatches=8, slack=0.02)
+    assert found.bounds[0] in (4, 5)
+    narrow = [Device(), Device(bandwidth=1.0, latency=9.0)]
+    assert quickest_cut(chain(known), known, narrow, schedule="1f1b", microbatches=8, slack=0.02).bounds[0] == 1
 
 
 def test_stages_that_are_shared_fit_into_memory_too() -> None:

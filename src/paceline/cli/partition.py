@@ -18,8 +18,8 @@ from paceline.config.units import duration, size
 from paceline.doctor.findings import Diagnosis
 from paceline.errors import UsageError
 from paceline.graph.model_profile import ModelProfile
-from paceline.graph.partition import Device, Partition, partition, replicated
-from paceline.graph.predicted_step import LinkTraffic, predicted_step, traffic
+from paceline.graph.partition import Device, Partition, replicated
+from paceline.graph.predicted_step import LinkTraffic, predicted_step, quickest_cut, traffic
 from paceline.pipeline.script_profile import profile_script
 from paceline.report.partition import partition_figure
 from paceline.schedules import bubble, shareable
@@ -63,8 +63,9 @@ def show_partition(script: Path, arguments: Sequence[str], options: PartitionOpt
         )
         devices = [msgspec.structs.replace(devices[0], count=stage.devices) for stage in found.stages]
     # As a run does it, so that the cut is the same.
-    cut = partition(
+    cut = quickest_cut(
         profile.problem(len(devices), offloaded=options.offload),
+        profile.costs,
         devices,
         schedule=options.schedule,
         microbatches=microbatches,

@@ -16,7 +16,11 @@ _SIZES = (1 << 16, 1 << 20, 1 << 22)
 """Bytes of the probes, sent in turn until one takes long enough to be measured."""
 _LONG = 0.02
 """Seconds that are long enough."""
-_PINGS = 4
+_REPEATS, _CERTAIN = 3, 0.2
+"""How often the last probe is sent, of which the quickest counts, and the seconds from which on once is enough."""
+_PINGS, _MOST_BURSTS, _PINGING = 5, 20, 0.1
+"""Pings of a burst, bursts, and the seconds after which there are no more. The quickest ping counts: on a busy machine
+other processes delay most of them."""
 _FEW = 8
 """Machines of which all orders are tried."""
 
@@ -124,35 +128,42 @@ def tournament(size: int) -> list[list[tuple[int, int]]]:
 
 
 def _ask(channel: Channel, peer: int) -> tuple[float, float]:
-    word = torch.zeros(1)
-    latency = float("inf")
-    for _ in range(_PINGS):
-        start = time.perf_counter()
-        channel.send(peer, word).wait()
-        channel.receive(peer, word)
-        latency = min(latency, (time.perf_counter() - start) / 2)
+    since, latency = time.perf_counter(), float("inf")
+    for _ in range(_MOST_BURSTS):
+        latency = min(latency, _probe(channel, peer, 1, _PINGS) / 2)
+        if time.perf_counter() - since > _PINGING:
+            break
     seconds, size = 0.0, 0
     for size in _SIZES:
-        channel.send(peer, torch.ones(1)).wait()
-        data = torch.zeros(size, dtype=torch.uint8)
+        seconds = _probe(channel, peer, size, 1) - latency
+        if seconds > _LONG:
+            break
+    if seconds < _CERTAIN:
+        seconds = min(seconds, _probe(channel, peer, size, _REPEATS - 1) - latency)
+    channel.send(peer, torch.zeros(2)).wait()
+    return latency, size / max(1e-9, seconds)
+
+
+def _probe(channel: Channel, peer: int, size: int, count: int) -> float:
+    """Seconds until so many bytes have been sent and answered: the shortest of several."""
+    word, data, best = torch.zeros(1), torch.zeros(size, dtype=torch.uint8), float("inf")
+    channel.send(peer, torch.tensor([float(size), float(count)])).wait()
+    for _ in range(count):
         start = time.perf_counter()
         channel.send(peer, data).wait()
         channel.receive(peer, word)
-        seconds = max(1e-9, time.perf_counter() - start - latency)
-        if seconds > _LONG:
-            break
-    channel.send(peer, torch.zeros(1)).wait()
-    return latency, size / seconds
+        best = min(best, time.perf_counter() - start)
+    return best
 
 
 def _answer(channel: Channel, peer: int) -> None:
-    word = torch.zeros(1)
-    for _ in range(_PINGS):
-        channel.receive(peer, word)
-        channel.send(peer, word).wait()
-    for size in (*_SIZES, 0):
-        channel.receive(peer, word)
-        if not float(word):
+    """Answers probes, which are announced with their size and number, until one of no bytes is."""
+    word, announced = torch.zeros(1), torch.zeros(2)
+    while True:
+        channel.receive(peer, announced)
+        size, count = map(int, announced.tolist())
+        if not size:
             return
-        channel.receive(peer, torch.empty(size, dtype=torch.uint8))
-        channel.send(peer, word).wait()
+        for _ in range(count):
+            channel.receive(peer, torch.empty(size, dtype=torch.uint8))
+            channel.send(peer, word).wait()

@@ -1,4 +1,4 @@
-"""The predicted step of a cut model: its schedule on a virtual clock, with the links between its stages."""
+"""The predicted step of a cut model: its schedule on a virtual clock, with the links; and the cut of the shortest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from paceline.graph.costs import Cost
-from paceline.graph.partition import Device, Partition
+from paceline.graph.partition import Device, Partition, Problem, partition
 from paceline.schedules import SCHEDULES
 from paceline.schedules.timing import ScheduleTiming, evaluate
 
@@ -26,10 +26,32 @@ class LinkTraffic(msgspec.Struct, frozen=True, kw_only=True):
 def traffic(cut: Partition, devices: Sequence[Device], microbatches: int) -> list[LinkTraffic]:
     """The traffic of every link."""
     return [
-        LinkTraffic(stage=number, bytes=over, seconds=over / device.bandwidth + microbatches * device.latency)
+        LinkTraffic(stage=number, bytes=over, seconds=over / device.bandwidth)
         for number, (stage, device) in enumerate(zip(cut.stages, devices, strict=True))
         if number and (over := microbatches * stage.bytes) >= 0
     ]
+
+
+def quickest_cut(
+    problem: Problem,
+    costs: Sequence[Cost],
+    devices: Sequence[Device],
+    *,
+    schedule: str,
+    microbatches: int,
+    slack: float,
+) -> Partition:
+    """The cut with the shorter predicted step: where a link's latency counts as a part of each message, or not at all.
+
+    Latency delays a message but does not occupy the link, so microbatches that are under way together hide most of it.
+    Of short stages it may still be the longest part.
+    """
+    at_once = [msgspec.structs.replace(device, latency=0.0) for device in devices]
+    cuts = [
+        partition(problem, some, schedule=schedule, microbatches=microbatches, slack=slack)
+        for some in ((at_once, devices) if at_once != list(devices) else (devices,))
+    ]
+    return min(cuts, key=lambda cut: float(predicted_step(costs, cut, devices, schedule, microbatches).makespan.mean()))
 
 
 def predicted_step(

@@ -22,8 +22,8 @@ from paceline.config.units import duration, size
 from paceline.errors import UsageError
 from paceline.events import Stages
 from paceline.graph.model_profile import ModelProfile, model_profile, undivided
-from paceline.graph.partition import Device, Partition, Problem, partition
-from paceline.graph.predicted_step import predicted_step, traffic
+from paceline.graph.partition import Device, Partition, Problem
+from paceline.graph.predicted_step import predicted_step, quickest_cut, traffic
 from paceline.graph.trace import ModelTrace, trace
 from paceline.pipeline.context import PipelineContext, Traceable
 from paceline.pipeline.model_loss import loss_is_divisible
@@ -153,7 +153,7 @@ def _agree_on_bounds(
             with context.measurable(traced):
                 profile = model_profile(traced, model, args, kwargs, spec.microbatches, spec.norm)
             offloaded = spec.offload != "none"
-            found = _cut(profile.problem(len(stages), offloaded=offloaded), devices, context)
+            found = _cut(profile.problem(len(stages), offloaded=offloaded), profile, devices, context)
             answer["bounds"], answer["mixes"] = found.bounds, profile.mixes_samples
             _record(profile, found, devices, context)
             _say_if_uneven(traced, model, found.bounds, context)
@@ -203,13 +203,14 @@ def _held(context: PipelineContext) -> str:
     return f"parameters, gradients, {moments}and activations"
 
 
-def _cut(problem: Problem, devices: list[Device], context: PipelineContext) -> Partition:
+def _cut(problem: Problem, profile: ModelProfile, devices: list[Device], context: PipelineContext) -> Partition:
     """The fastest cut whose stages fit into their machines' memory; the fastest of all, if none does, and says so."""
     options: Any = {"schedule": context.spec.schedule, "microbatches": context.spec.microbatches, "slack": _SLACK}
     try:
-        return partition(problem, devices, **options)
+        return quickest_cut(problem, profile.costs, devices, **options)
     except UsageError:
-        found = partition(problem, [msgspec.structs.replace(one, memory=math.inf) for one in devices], **options)
+        roomy = [msgspec.structs.replace(one, memory=math.inf) for one in devices]
+        found = quickest_cut(problem, profile.costs, roomy, **options)
     over = next(
         (index for index, one in enumerate(devices) if found.stages[index].memory > one.memory), len(devices) - 1
     )
@@ -282,7 +283,7 @@ def _say_if_link_bound(
     """Says which link between machines takes longer than any stage."""
     longest = max(stage.seconds for stage in found.stages)
     for stage, device, ranks in zip(found.stages, devices, stages, strict=True):
-        seconds = 2 * (stage.bytes / device.bandwidth + device.latency)
+        seconds = 2 * stage.bytes / device.bandwidth
         if seconds > _LINK_BOUND * longest:
             context.say(
                 f"the link to rank {context.team_ranks[ranks[0]]} limits this pipeline: {stage.bytes / 1e6:.3g} MB per "
