@@ -11,11 +11,27 @@ import pytest
 import torch
 from helpers.hosts import Host, hosts
 from helpers.machines import Spread
-from helpers.split_models import MODELS, adam, apart, dies, launched, learned, made, same_values, score, train, words
+from helpers.meshes import parts_amiss
+from helpers.split_models import (
+    MODELS,
+    adam,
+    apart,
+    dies,
+    launched,
+    learned,
+    made,
+    same_values,
+    score,
+    struck,
+    train,
+    words,
+)
 from helpers.teams import run_spread
 from torch.utils.data import DataLoader
 
-from paceline import Mismatch, Team, UsageError
+from paceline import Mismatch, Team
+from paceline.errors import WorkerLost
+from paceline.events import Brought, Update
 
 PIPELINES, LAYERS = "mesh:data=2,pipeline=2,microbatches=2", "mesh:data=2,tensor=2"
 
@@ -117,14 +133,70 @@ def test_a_worker_that_dies_is_named_on_all_machines(strategy: str) -> None:
         assert "WorkerLost: rank 3 " in text, text
 
 
-def refused(team: Team) -> str:
-    try:
-        train(team, "small", 1)
-    except UsageError as error:
-        return str(error)
-    return ""
+# -- a parameter server between replicas -----------------------------------------------------------------------------
 
 
-def test_with_a_parameter_server_between_them_each_replica_must_be_inside_a_machine() -> None:
-    for text in run_spread(refused, "abcd", launch=launched(f"{LAYERS},sync=k-sync:k=1")):
-        assert "with 'k-sync:k=1' between replicas each must be inside a machine: leave out 'sync'" in text
+@pytest.mark.parametrize(
+    ("sync", "split", "servers"),
+    [
+        ("k-sync:k=1", "pipeline=2,microbatches=2", None),
+        ("async", "tensor=2", "lead"),
+        ("k-batch-async:k=2", "tensor=2", "0:1,2:2"),
+    ],
+)
+def test_updates_are_of_whole_gradients_and_a_replica_has_parts_of_one_version(
+    sync: str, split: str, servers: str | None, four: list[Host], tmp_path: Path
+) -> None:
+    strategy = f"mesh:data=2,{split},sync={sync}"
+    with Spread(losses, four, 1, "small", 6, strategy=strategy, servers=servers, folder=tmp_path / "run") as team:
+        found = team.values(120.0)
+        events = team.events()
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert parts_amiss(events, [[0, 1], [2, 3]], apart=[1, 2, 3]) == []
+    assert any(isinstance(event, Update) and event.pushes for event in events)
+    assert {event.rank for event in events if isinstance(event, Brought)} == {0, 1, 2, 3}
+    assert not list((tmp_path / "run").glob("machine-*"))
+
+
+@pytest.mark.parametrize("split", ["pipeline=2,microbatches=2", "tensor=2"])
+def test_checkpoints_of_a_parameter_server_are_the_plain_model_s(split: str, tmp_path: Path) -> None:
+    path, later = tmp_path / "first.pt", tmp_path / "second.pt"
+    launch = launched(f"mesh:data=2,{split},sync=sync")
+    for before, after in ((None, path), (path, later)):
+        found = run_spread(learned, "abcd", before, after, launch=launch)
+        assert all(same_values(found[0], other, 0.0) for other in found)
+        assert same_values(found[0], learned(None, before, None))
+    content = torch.load(later, weights_only=True)
+    assert content["version"] == 12
+    assert set(content["optimizer"]["state"]) == set(range(len(list(made("small").parameters()))))
+
+
+def own_parts(team: Team) -> tuple[set[str], int]:
+    """The parameters that a worker of a pipeline has after an update, and whether all are there at the end."""
+    model, loader = made("small", team.rank), DataLoader(words(40), batch_size=20)
+    model, optimizer, loader = team.setup(model, adam(model), loader)
+    for x, y in loader:
+        score(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    here = {name for name, value in model.named_parameters() if not value.isnan().any()}
+    team.close()
+    return here, sum(bool(value.isnan().any()) for value in model.parameters()) + len(optimizer.state)
+
+
+def test_with_a_parameter_server_each_worker_has_its_own_stages_until_the_end() -> None:
+    found = run_spread(own_parts, "abcd", launch=launched(f"{PIPELINES},sync=sync"))
+    names = {name for name, _ in made("small").named_parameters()}
+    for stage in range(2):
+        assert found[stage][0] < names
+        assert found[stage][0] | found[1 - stage][0] == names
+    assert {count for _, count in found} == {len(names)}
+
+
+def test_a_replica_that_is_lost_is_spared_if_its_machines_have_no_servers() -> None:
+    launch = launched(f"{LAYERS},sync=async", servers="0:1,1:1")
+    found = run_spread(struck, "abcd", 3, 5, launch=launch, may_die=[2, 3])
+    assert [kind for kind, _, _ in found[:2]] == ["", ""]
+    assert found[2][0] == WorkerLost.__name__
+    assert found[2][2] == (3,)

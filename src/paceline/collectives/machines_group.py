@@ -44,11 +44,11 @@ class MachinesGroup:
 
         self.local = Group(members.local.rank, members.local.size, exchange, members.barrier.timeouts, say)
         self.control = self.local.control
-        self.control.ranks = here
+        self.control.ranks = [members.barrier.ranks[rank] for rank in here]
         machine_of = {rank: machine for machine, ranks in enumerate(members.machines) for rank in ranks}
         hosts = [members.hosts[machine_of[rank]] for rank in range(members.size)]
         self.network = NetworkMailbox(
-            self.rank, _connect(members, hosts), hosts, range(self.size), members.barrier.timeouts, DTYPES
+            self.rank, _connect(members, hosts), hosts, members.barrier.ranks, members.barrier.timeouts, DTYPES
         )
         self.network.look_around = self._check_local
         aheads = members.gather(_CLOCK.pack(members.ahead))  # of which the leads know their machines'

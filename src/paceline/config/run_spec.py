@@ -67,6 +67,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The policy's values in a run that this one goes on from, if the policy is the same."""
     replica: int = 1
     """Processes of one replica, which is one worker to the server."""
+    places: tuple[tuple[int, ...], ...] = ()
+    """Where replicas are on several machines each: ranks in the team by machine. `machines` has the replicas' first."""
 
     @property
     def model(self) -> tuple[object, ...]:
@@ -82,6 +84,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def processes(self) -> list[list[int]]:
         """Ranks in the team of the processes of these workers, by machine."""
+        if self.places:
+            return [list(ranks) for ranks in self.places]
         each = range(self.replica)
         return [[worker * self.replica + place for worker in workers for place in each] for workers in self.machines]
 

@@ -52,6 +52,8 @@ class Versions:
         """The addresses of that."""
         self._pulled = 0
         """The buffer that the parameters are views of."""
+        self._kept: set[int] | None = None
+        """The parameters that are; None for all."""
 
     @classmethod
     def memory_size(cls, layout: Layout, buffers: int = 1) -> int:
@@ -86,13 +88,25 @@ class Versions:
             else:
                 parameter.data.copy_(view, non_blocking=True)
 
+    def restrict(self, kept: set[int] | None) -> set[int] | None:
+        """From now on only these parameters are views of a buffer, by their indices; returns what were before."""
+        before, self._kept = self._kept, kept
+        self._pairs.clear()
+        self._addresses.clear()
+        self.pull(self._pulled)
+        return before
+
+    @property
+    def _here(self) -> list[Slot]:
+        """The parameters that are views of a buffer."""
+        return [slot for slot in self.layout.slots if self._kept is None or slot.index in self._kept]
+
     def _places(self, buffer: int) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         places = self._pairs.get(buffer)
         if places is None:
             views = self.layout.buffers(self._own[buffer])
-            slots = zip(self.layout.slots, views, strict=True)
-            places = self._pairs[buffer] = [(slot.parameter, view) for slot, view in slots]
-            self._addresses[buffer] = [view.data_ptr() for view in views]
+            places = self._pairs[buffer] = [(slot.parameter, views[slot.index]) for slot in self._here]
+            self._addresses[buffer] = [view.data_ptr() for _, view in places]
         return places
 
     # -- changes by hand ---------------------------------------------------------------------------------------------
@@ -103,7 +117,7 @@ class Versions:
             return []
         places = self._places(self._pulled)
         if [parameter.data_ptr() for parameter, _ in places] != self._addresses[self._pulled]:
-            for slot, (parameter, view) in zip(self.layout.slots, places, strict=True):
+            for slot, (parameter, view) in zip(self._here, places, strict=True):
                 if parameter.data_ptr() != view.data_ptr() and view.numel():
                     take_back(slot.name, parameter, view)
         written = self._written()
@@ -113,6 +127,8 @@ class Versions:
         for number, flat in enumerate(self.layout.flats):
             base = self._offsets[self._pulled * len(self.layout.flats) + number]
             for slot in flat.slots:
+                if self._kept is not None and slot.index not in self._kept:
+                    continue
                 start = base + slot.offset * flat.dtype.itemsize
                 stop = start + slot.count * flat.dtype.itemsize
                 if any(first < stop and start < last for first, last in written) and self._differs(number, slot):

@@ -109,9 +109,7 @@ class StageState:
         self._owners += [self._buffer_workers(number)[0] for number in range(count, len(self._tensors))]
         self._members.gather(b"", BarrierKind.ALLOCATE)  # from here on all workers answer
         held = self._needed()
-        first = runtime.context.ranks[0]  # of the first replica
-        for number in sorted(held & self._held) if self._members.rank != first else ():
-            self._tensors[number].data = self.value_of(number, first)
+        self._take(held)
         if self._meta is not None:
             own = {id(self._tensors[number]) for number in held}
             self._meta.fill(lambda tensor: id(tensor) in own)
@@ -166,6 +164,13 @@ class StageState:
         for number in sorted(needed - self._held):
             self._tensors[number].data = self._value(number)
         self._hold(needed)
+
+    def _take(self, held: set[int]) -> None:
+        """Gets the first worker's values of these."""
+        assert self._runtime is not None
+        first = self._runtime.context.ranks[0]  # of the first replica
+        for number in sorted(held & self._held) if self._members.rank != first else ():
+            self._tensors[number].data = self.value_of(number, first)
 
     def _hold(self, numbers: set[int]) -> None:
         """Lets go of all other tensors."""

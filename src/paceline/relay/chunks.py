@@ -6,6 +6,7 @@ import zlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from paceline.relay.messages import Span
 from paceline.transport.links import CHUNK
@@ -20,6 +21,26 @@ def cut(spans: Iterable[Span]) -> list[Span]:
         else:
             joined.append((start, stop))
     return [(begin, min(begin + CHUNK, stop)) for start, stop in joined for begin in range(start, stop, CHUNK)]
+
+
+def overlap(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
+    """What is in spans of both."""
+    kept, found = sorted(others), list[Span]()
+    for start, stop in spans:
+        for first, last in kept:
+            if first < stop and start < last:
+                found.append((max(start, first), min(stop, last)))
+    return found
+
+
+def gaps(spans: Iterable[Span], size: int) -> list[Span]:
+    """What of so many bytes is in none of these spans."""
+    at, found = 0, list[Span]()
+    for start, stop in [*sorted(spans), (size, size)]:
+        if at < start:
+            found.append((at, start))
+        at = max(at, stop)
+    return found
 
 
 class ChunkMap:
@@ -98,6 +119,17 @@ class GradientUpload:
         return None
 
     @property
+    def size(self) -> int:
+        """Bytes of the gradient that the machine needs."""
+        return self._map.bytes
+
+    @property
     def complete(self) -> bool:
         """True if nothing is left to send."""
         return self.closing and not self._queue
+
+
+def check_place(stop: int | None, place: int, payload: Any) -> None:
+    """Raises ValueError if what has come is no chunk that ends there. stop: None if none begins at its place."""
+    if stop is None or len(payload) != stop - place:
+        raise ValueError("a chunk that does not belong where it says")

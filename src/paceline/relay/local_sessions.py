@@ -20,6 +20,8 @@ from paceline.events.forwarding import FIRST_MACHINE
 from paceline.relay.context import RelayContext
 from paceline.relay.coordinator_sessions import CoordinatorSessions
 from paceline.relay.messages import MemberGone
+from paceline.relay.part_messages import FromPart, PartHello
+from paceline.relay.part_sessions import PartSessions
 from paceline.server import messages
 from paceline.server.eviction import end_connected
 from paceline.server.memory import MEMORIES
@@ -49,6 +51,10 @@ class LocalSession:
     """True if everything that the first answer needs is here, or on its way."""
     held: list[Any] | None = None
     """Messages that came since the worker wrote parameters and state, until these are where they belong."""
+    whole: bool = False
+    """True if it has requested a frozen version of which it needs all, though it computes with a part."""
+    gathered: bool = False
+    """True if that is here, or on its way."""
     left: bool = False
     """True if it has said that it leaves."""
     hyperparameters: int = -1
@@ -62,11 +68,12 @@ class LocalSessions:
         self._context, self._listener, self._coordinator = context, listener, coordinator
         self._transfers = context.transfers
         self._sessions: dict[int, LocalSession] = {}
+        self._parts = PartSessions(context)
         context.poller.watch(listener.descriptor, self._accept)
 
     @property
     def active(self) -> bool:
-        return bool(self._sessions)
+        return bool(self._sessions) or self._parts.active
 
     def __contains__(self, who: int) -> bool:
         return who in self._sessions
@@ -74,12 +81,15 @@ class LocalSessions:
     # -- from workers ------------------------------------------------------------------------------------------------
 
     def _accept(self, _: int) -> None:
-        connection = self._listener.accept(messages.FromWorker, 0.0)
+        connection = self._listener.accept(messages.FromWorker | FromPart, 0.0)
         if connection is None:
             return
         try:
             hello, descriptors = connection.receive_with_descriptors(MEMORIES)
         except Closed:
+            return
+        if isinstance(hello, PartHello):
+            self._parts.open(hello, connection)
             return
         if not isinstance(hello, messages.Hello | messages.ShardHello):
             connection.close()
@@ -125,6 +135,8 @@ class LocalSessions:
                 self._transfers.restart(who)
             case messages.LeaveTeam():
                 session.left = True
+            case messages.Freeze():
+                session.whole = bool(self._context.config.spec.places) and not message.pull
             case messages.BuffersCopied():
                 self._transfers.show(who, lambda: self._coordinator.send(who, message))
                 return
@@ -135,9 +147,13 @@ class LocalSessions:
                 session.held = []  # the coordinator is frozen until this message, and must get none before it
                 self._transfers.load(who, session.buffer, lambda: self._reloaded(session, message))
                 return
+            case messages.Thaw() if session.whole:
+                self._transfers.drop_rest(session.buffer)
         self._coordinator.send(who, message)
 
     def _reloaded(self, session: LocalSession, message: messages.Thaw) -> None:
+        if session.whole:
+            self._transfers.drop_rest(session.buffer)
         self._coordinator.send(session.who, message)
         held, session.held = session.held or [], None
         for later in held:
@@ -193,18 +209,22 @@ class LocalSessions:
         while session.answers and not session.fetching and session.who in self._sessions:
             message = session.answers[0]
             if not session.fetched and isinstance(message, messages.WithVersion):
-                if not transfers.holds(message.buffer, message.version):
-                    self._fetch(session, functools.partial(transfers.fetch, message.buffer, message.version))
+                frozen = isinstance(message, messages.Frozen)
+                gather = frozen and session.whole and not session.gathered
+                if gather or not transfers.holds(message.buffer, message.version):
+                    session.gathered = gather
+                    fetch = functools.partial(transfers.fetch, message.buffer, message.version, whole=gather)
+                    self._fetch(session, fetch)
                     return
                 session.buffer = message.buffer
-                if isinstance(message, messages.Frozen | messages.SessionOpened):
+                whole = session.whole or not self._context.config.spec.places
+                if (frozen and whole) or isinstance(message, messages.SessionOpened):
                     # It also needs the optimizer's state; a worker that joins, the rest of the model.
                     session.fetched = True
-                    frozen = isinstance(message, messages.Frozen)
                     self._fetch(session, transfers.fetch_state if frozen else transfers.fetch_rest)
                     continue
             session.answers.popleft()
-            session.fetched = False
+            session.fetched = session.gathered = False
             # A worker that joins gets this machine's memory.
             self._send(session, message, with_memories=isinstance(message, messages.SessionOpened))
 
@@ -236,6 +256,7 @@ class LocalSessions:
 
     def fail(self, failure: messages.RunFailed) -> None:
         """Tells all workers why the run has failed, and closes all sessions."""
+        self._parts.fail(failure)
         for session in list(self._sessions.values()):
             if session.who >= 0:
                 with contextlib.suppress(Closed):

@@ -143,6 +143,8 @@ class Fetch(_RelayMessage, frozen=True, gc=False):
     number: int
     buffer: int
     version: int
+    parameters: tuple[int, ...] | None = None
+    """Of a version, the parameters that are needed; None for all."""
 
 
 class TransferDone(_RelayMessage, frozen=True, gc=False):
@@ -197,7 +199,8 @@ class Chunk(_RelayMessage, frozen=True, gc=False):
     worker has loaded; `rest`: the model's other tensors, and `shown`: these as a worker has written them for one that
     joins."""
     number: int
-    """The worker's rank, or the number of the fetch."""
+    """The worker's rank, or the number of the fetch; for a part of a replica's gradient, the run's capacity and the
+    rank in the team of the worker whose part it is."""
     place: int
     """Its first byte in what is transferred."""
     turn: int

@@ -18,7 +18,7 @@ import msgspec
 from paceline import events
 from paceline.events.forwarding import FIRST_MACHINE
 from paceline.events.recorder import ReplicaRecorder, folder_of, limit_of
-from paceline.relay.chunks import ChunkMap, GradientUpload, cut
+from paceline.relay.chunks import ChunkMap, GradientUpload, check_place, cut, gaps, overlap
 from paceline.relay.messages import Chunk, Fetch, RelayConfig, Span, TransferDone, TransferEnd
 from paceline.server.memory import RunMemory
 from paceline.transport import Memory
@@ -28,6 +28,8 @@ _encode = msgspec.msgpack.Encoder().encode
 Done = Callable[[], None]
 _FETCHED = {-1: "state", -2: "rest", -3: "kept"}
 """By number of a buffer that is none, what is fetched instead of a version."""
+_LINE = 64
+"""Bytes: a parameter begins on a cache line of its own."""
 _REQUESTED = ("version", *_FETCHED.values())
 
 
@@ -55,6 +57,8 @@ class _Fetch:
     version: int
     waits: set[int]
     done: list[Done]
+    parameters: tuple[int, ...] | None = None
+    """Of a version; None for all."""
 
 
 class TransferManager:
@@ -63,7 +67,7 @@ class TransferManager:
     def __init__(
         self, config: RelayConfig, memory: RunMemory, control: dict[int, LinkSender], bulk: dict[int, LinkSender]
     ) -> None:
-        self._config, self._control, self._bulk = config, control, bulk
+        self._config, self._memory, self._control, self._bulk = config, memory, control, bulk
         self._gradients, self._versions = _bytes(memory.gradients), _bytes(memory.versions)
         self._state, self._rest, self._kept = map(_bytes, (memory.state, memory.buffers, memory.kept))
         self._rest_spans = cut([(0, memory.buffers.size)])
@@ -84,7 +88,16 @@ class TransferManager:
         self._state_spans = {machine: cut(self._spans(config.layout.state, machine)) for machine in machines}
         self._kept_spans = {machine: cut(self._spans(config.layout.kept, machine)) for machine in machines}
         self._chunk_maps = chunk_maps
-        self._pushes = {rank: self._push_of(rank) for rank in config.spec.machines[me]}
+        self._gradient_spans = self._spans(config.layout.gradients, me) if me in machines else []
+        # Of replicas that are on several machines each, each worker sends its own part.
+        own = () if config.spec.places else config.spec.machines[me]
+        self._pushes = {rank: self._push_of(rank) for rank in own}
+        self._held: dict[int, tuple[int, ...]] = {}
+        """By worker, the parameters that it computes with, if it has a part of a replica."""
+        self._part_spans: dict[tuple[int, tuple[int, ...]], list[Span]] = {}
+        """By owner and parameters, what is sent of a version."""
+        self._needed: tuple[int, ...] | None = None
+        """The parameters that all workers of this machine compute with; None for all."""
         self._outgoing: dict[int, deque[Iterator[tuple[bytes, Any]]]] = {machine: deque() for machine in bulk}
         """By machine, what it has requested and is being sent."""
         self._turns = dict.fromkeys(bulk, 0)
@@ -111,6 +124,13 @@ class TransferManager:
         else:
             self._pushes[rank] = self._push_of(rank)
 
+    def _parameter_spans(self, parameters: tuple[int, ...]) -> list[Span]:
+        """The spans of some parameters, each up to where another may begin; ValueError if there is no such one."""
+        spans = self._config.layout.parameters
+        if not all(0 <= one < len(spans) for one in parameters):
+            raise ValueError("there is no such parameter")
+        return [(start, -(-stop // _LINE) * _LINE) for start, stop in (spans[one] for one in parameters)]
+
     def _spans(self, spans: list[list[Span]], machine: int) -> list[Span]:
         return [span for server, at in enumerate(self._config.spec.servers) if at == machine for span in spans[server]]
 
@@ -123,11 +143,32 @@ class TransferManager:
 
     def push(self, rank: int, done: Done) -> None:
         """Sends the rest of a worker's final gradient; calls `done` when all machines that need it have it."""
+        if rank not in self._pushes:
+            done()  # its parts are there
+            return
         push = self._pushes[rank]
         push.waits, push.done = set(push.uploads), done
         for upload in push.uploads.values():
             upload.close()
         self._settle(rank)
+
+    def push_part(self, rank: int, parameters: tuple[int, ...], done: Done) -> None:
+        """Sends these parameters' gradients of a replica, which a worker of this rank in the team has written."""
+        config, number = self._config, self._config.spec.capacity + rank
+        slot = config.layout.gradient
+        start = rank // config.spec.replica * slot
+        memory, spans = self._gradients[start : start + slot], self._parameter_spans(parameters)
+        turn = self._pushes[number].turn + 1 if number in self._pushes else 1
+        uploads = {
+            machine: GradientUpload(ChunkMap(overlap(self._spans(config.layout.gradients, machine), spans), []), memory)
+            for machine in self._owners
+        }
+        self._pushes[number] = _Push({machine: one for machine, one in uploads.items() if one.size}, turn)
+        self.push(number, done)
+
+    def restart_part(self, rank: int) -> None:
+        """Ends the transfers of a worker that is gone."""
+        self.restart(self._config.spec.capacity + rank)
 
     def restart(self, rank: int) -> None:
         """Begins a new gradient of a worker, or ends the transfers of one that is gone."""
@@ -144,7 +185,9 @@ class TransferManager:
             return
         if push.start:
             now = time.perf_counter()
-            self.recorder.add(events.Send(rank, push.start, now - push.start, push.bytes))
+            capacity, each = self._config.spec.capacity, self._config.spec.replica
+            replica = rank if rank < capacity else (rank - capacity) // each
+            self.recorder.add(events.Send(replica, push.start, now - push.start, push.bytes))
         done, push.done = push.done, None
         done()
         self.restart(rank)
@@ -154,13 +197,37 @@ class TransferManager:
     def holds(self, buffer: int, version: int) -> bool:
         return not self._owners or self._versions_here.get(buffer) == version
 
-    def fetch(self, buffer: int, version: int, done: Done) -> None:
-        """Fetches a version; calls `done` when all of it is here."""
+    def hold(self, rank: int, parameters: tuple[int, ...]) -> None:
+        """A worker of this rank in the team, with a part of a replica, computes with these parameters from now on."""
+        self._held[rank] = parameters
+        before, self._needed = self._needed, tuple(sorted({one for held in self._held.values() for one in held}))
+        if before is not None and not set(self._needed) <= set(before):
+            self._versions_here.clear()
+        if set(self._held) == set(self._config.spec.places[self._config.machine]):
+            self.drop_rest(0)  # which had all of the first version
+
+    def drop_rest(self, buffer: int) -> None:
+        """Gives back the memory of a version, and of the optimizer's state, that no process of this machine needs."""
+        layout, me = self._config.layout, self._config.machine
+        needed = [*self._spans(layout.versions, me), *self._parameter_spans(self._needed or ())]
+        for start, stop in gaps(needed, layout.version):
+            self._memory.versions.drop(buffer * layout.version + start, buffer * layout.version + stop)
+        for start, stop in gaps(self._spans(layout.state, me), self._memory.state.size):
+            self._memory.state.drop(start, stop)
+
+    def fetch(self, buffer: int, version: int, done: Done, *, whole: bool = False) -> None:
+        """Fetches a version, or what is needed of it here; calls `done` when all of that is here."""
+        if not self._owners:
+            done()
+            return
+        parameters, waiting = None if whole else self._needed, [done]
         for fetch in self._fetches.values():
             if (fetch.what, fetch.buffer, fetch.version) == ("version", buffer, version):
-                fetch.done.append(done)
-                return
-        self._start_fetch(_Fetch("version", buffer, version, set(self._owners), [done]))
+                if fetch.parameters in (None, parameters):
+                    fetch.done.append(done)
+                    return
+                waiting = [*fetch.done, done]
+        self._start_fetch(_Fetch("version", buffer, version, set(self._owners), waiting, parameters))
 
     def fetch_state(self, done: Done) -> None:
         """Fetches the optimizer's state as it is now."""
@@ -201,18 +268,31 @@ class TransferManager:
             self._versions_here.pop(fetch.buffer, None)
         self._fetches[number] = fetch
         for machine in fetch.waits:
-            self._control[machine].send(_encode(Fetch(number, fetch.buffer, fetch.version)))
+            self._control[machine].send(_encode(Fetch(number, fetch.buffer, fetch.version, fetch.parameters)))
 
     def take_fetch(self, machine: int, request: Fetch) -> None:
         what = _FETCHED.get(request.buffer, "version")
-        self._enqueue(machine, what, request.number, self._config.machine, request.buffer)
+        self._enqueue(machine, what, request.number, self._config.machine, request.buffer, request.parameters)
 
-    def _enqueue(self, machine: int, what: str, number: int, owner: int, buffer: int = 0) -> None:
+    def _enqueue(
+        self,
+        machine: int,
+        what: str,
+        number: int,
+        owner: int,
+        buffer: int = 0,
+        parameters: tuple[int, ...] | None = None,
+    ) -> None:
         """Sends a machine, when it is its turn, the owner's part of something."""
-        self._outgoing[machine].append(_chunks(what, number, *self._part(what, owner, buffer), buffer))
+        self._outgoing[machine].append(_chunks(what, number, *self._part(what, owner, buffer, parameters), buffer))
 
-    def _part(self, what: str, owner: int, buffer: int) -> tuple[list[Span], memoryview]:
-        """The spans of an owner's part, and the memory that they are in; ValueError if there is none of that name."""
+    def _part(
+        self, what: str, owner: int, buffer: int, parameters: tuple[int, ...] | None = None
+    ) -> tuple[list[Span], memoryview]:
+        """The spans of an owner's part, and the memory that they are in; ValueError if there is none of that name.
+
+        parameters: of a version, those that are needed; None for all.
+        """
         if what in ("rest", "shown"):
             return self._rest_spans, self._rest
         if what in ("state", "placed"):
@@ -223,8 +303,14 @@ class TransferManager:
             raise ValueError("a chunk of nothing known")
         if not 0 <= buffer < self._config.spec.versions:
             raise ValueError("there is no such buffer")
-        size = self._config.layout.version
-        return self._version_spans.get(owner, []), self._versions[buffer * size : (buffer + 1) * size]
+        size, spans = self._config.layout.version, self._version_spans.get(owner, [])
+        if parameters is not None:
+            key = owner, parameters
+            if key not in self._part_spans:
+                whole = self._spans(self._config.layout.versions, owner)
+                self._part_spans[key] = cut(overlap(whole, self._parameter_spans(parameters)))
+            spans = self._part_spans[key]
+        return spans, self._versions[buffer * size : (buffer + 1) * size]
 
     # -- parameters and state that a worker has loaded ---------------------------------------------------------------
 
@@ -245,23 +331,35 @@ class TransferManager:
             raise ValueError("a chunk without bytes")
         place, me, config = chunk.place, self._config.machine, self._config
         if chunk.what == "gradient":
-            # A worker that joins may be on another machine than its rank was before.
-            known = range(config.spec.capacity) if config.spec.elastic else config.spec.machines[machine]
-            if chunk.number not in known:
-                raise ValueError("a gradient of another machine's worker")
-            _check_place(self._incoming.places.get(place), place, payload)
-            start = chunk.number * config.layout.gradient + place
+            start = self._sender(machine, chunk.number) * config.layout.gradient + place
+            if config.spec.places:
+                if not any(first <= place and place + len(payload) <= last for first, last in self._gradient_spans):
+                    raise ValueError("a part of a gradient that no server needs here")
+            else:
+                check_place(self._incoming.places.get(place), place, payload)
             self._gradients[start : start + len(payload)] = payload
             return
-        buffer, owner = chunk.buffer, me
+        buffer, owner, parameters = chunk.buffer, me, None
         if chunk.what in _REQUESTED:
             fetch = self._fetches.get(chunk.number)
             if fetch is None or fetch.what != chunk.what or machine not in fetch.waits:
                 return  # of a fetch that was given up
-            buffer, owner = fetch.buffer, machine
-        spans, memory = self._part(chunk.what, owner, buffer)
-        _check_place(dict(spans).get(place), place, payload)
+            buffer, owner, parameters = fetch.buffer, machine, fetch.parameters
+        spans, memory = self._part(chunk.what, owner, buffer, parameters)
+        check_place(dict(spans).get(place), place, payload)
         memory[place : place + len(payload)] = payload
+
+    def _sender(self, machine: int, number: int) -> int:
+        """The worker, or the replica, whose gradient a machine sends; ValueError if it is not the machine's."""
+        spec = self._config.spec
+        if spec.places:
+            if number - spec.capacity not in spec.places[machine]:
+                raise ValueError("a part of a gradient of another machine's worker")
+            return (number - spec.capacity) // spec.replica
+        # A worker that joins may be on another machine than its rank was before.
+        if number not in (range(spec.capacity) if spec.elastic else spec.machines[machine]):
+            raise ValueError("a gradient of another machine's worker")
+        return number
 
     def take_end(self, machine: int, end: TransferEnd) -> None:
         if end.what in _REQUESTED:
@@ -271,7 +369,7 @@ class TransferManager:
             fetch.waits.discard(machine)
             if not fetch.waits:
                 del self._fetches[end.number]
-                if fetch.what == "version":
+                if fetch.what == "version" and fetch.parameters in (None, self._needed):
                     self._versions_here[fetch.buffer] = fetch.version
                 for done in fetch.done:
                     done()
@@ -349,8 +447,3 @@ def _chunks(what: str, number: int, spans: list[Span], memory: memoryview, buffe
 
 def _bytes(memory: Memory) -> memoryview:
     return memory.bytes(0, memory.size)
-
-
-def _check_place(stop: int | None, place: int, payload: Any) -> None:
-    if stop is None or len(payload) != stop - place:
-        raise ValueError("a chunk that does not belong where it says")

@@ -37,11 +37,13 @@ _DESCRIPTORS = 64
 class LocalServers:
     """Server processes, a server thread and a relay, as far as this worker has started them."""
 
-    def __init__(self, context: TrainerContext, policy: Policy) -> None:
+    def __init__(self, context: TrainerContext, policy: Policy, *, everywhere: bool = False) -> None:
+        """everywhere: True if by default every machine has a server, since none shall have the whole model."""
         self._policy = policy
         self._members, self._launch, self._say = context.members, context.launch, context.say
         self._timeouts = context.members.barrier.timeouts
-        self.where = str(parse_servers(context.launch.servers or str(policy.servers)))
+        usual = "each" if everywhere and policy.servers == Policy.servers else str(policy.servers)
+        self.where = str(parse_servers(context.launch.servers or usual))
         """The number of server processes, "lead" or "all"."""
         self.relay_addresses: Sequence[str] = ()
         """Per machine, the address at which its workers reach the server, if there are several machines."""
@@ -61,7 +63,7 @@ class LocalServers:
         if len(spec.machines) > 1:
             self._open_relay(memory, coordinator)
             address = self.relay_addresses[members.machine]
-        if rank is not None:
+        if rank is not None or members.local.rank == 0:
             few = resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _DESCRIPTORS
             kept = () if few or len(spec.machines) > 1 else memory.run.descriptors
             self._start(spec, rank, optimizer, coordinator if members.machine == 0 else address, kept, spare=spare)
@@ -98,7 +100,7 @@ class LocalServers:
             time.sleep(0.02)
 
     def _start(
-        self, spec: RunSpec, rank: int, optimizer: Optimizer, address: str, kept: Sequence[int], *, spare: bool
+        self, spec: RunSpec, rank: int | None, optimizer: Optimizer, address: str, kept: Sequence[int], *, spare: bool
     ) -> None:
         """Start the servers of this machine, as processes or in threads of workers.
 
@@ -107,7 +109,7 @@ class LocalServers:
         """
         patience, relays = self._timeouts.join, list(self.relay_addresses)
         if self.where in ("lead", "all"):
-            if rank == 0 or self.where == "all":
+            if rank is not None and (rank == 0 or self.where == "all"):
                 self._thread = serve_in_thread(address, rank, patience, self._say)
             if rank == 0:
                 spare = spare and self.where == "lead"  # the run cannot survive the loss of a worker with a shard

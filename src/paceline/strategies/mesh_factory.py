@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from paceline.config import AllReduce, Mesh, Strategy, parse_strategy, replicas_by_machine
+from paceline.config import AllReduce, Mesh, Strategy, between_replicas, parse_strategy, replicas_by_machine
 from paceline.errors import UsageError
 from paceline.strategies.all_reduce import AllReduceTrainer
 from paceline.strategies.base import Trainer
@@ -57,6 +57,11 @@ def tensor(model: torch.nn.Module, optimizer: Optimizer, options: Options, conte
 
 def _spread(model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> Trainer:
     """The trainer of replicas that are each on several machines."""
+    between, replicas = between_replicas(context.strategy, 1)
+    if replicas > 1 and not isinstance(between, AllReduce):
+        from paceline.strategies.spread_server import SpreadServerTrainer
+
+        return SpreadServerTrainer(model, optimizer, options, context)
     if isinstance(context.strategy, Mesh) and context.strategy.tensor == 1:
         from paceline.strategies.pipeline import PipelineTrainer
 

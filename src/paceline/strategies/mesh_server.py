@@ -43,6 +43,7 @@ from paceline.strategies.replica_client import ReplicaClient
 from paceline.strategies.server_trainer import ServerTrainer, check_server
 from paceline.strategies.split_checks import check_split
 from paceline.strategies.split_model import SplitModel
+from paceline.strategies.spread_replica import SpreadReplica
 from paceline.strategies.step_table import any_used
 from paceline.strategies.worker_memory import WorkerMemory, describe_run
 from paceline.transport import BarrierKind
@@ -63,9 +64,9 @@ class MeshServerTrainer(ServerTrainer):
             raise UsageError("a replica of several workers writes its gradient in parts, which cannot be compressed")
         members = context.members
         self._coord = coord = MeshCoord.of(context.strategy, members)
-        self._split = split = SplitModel(model, optimizer, options, context, coord, self)
+        self._split = split = self._split_model(model, optimizer, options, context)
         policy = sync.for_workers(range(coord.shape.data))
-        servers = LocalServers(context, sync)
+        servers = LocalServers(context, sync, everywhere=not coord.here)
         memory = self._lay_out(options, context, optimizer, servers, sync)
         state = OptimizerState(optimizer, lambda: memory.shards, split.parts)
         if members.local.rank == 0:
@@ -100,6 +101,15 @@ class MeshServerTrainer(ServerTrainer):
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
+    def _split_model(
+        self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext
+    ) -> SplitModel | SpreadReplica:
+        return SplitModel(model, optimizer, options, context, self._coord, self)
+
+    def _places(self, context: TrainerContext) -> dict[str, Any]:
+        """Fields of the run's spec about where its replicas are."""
+        return {"machines": replicas_by_machine(context.strategy, context.members.machines) or []}
+
     def _lay_out(
         self, options: Options, context: TrainerContext, optimizer: Optimizer, servers: LocalServers, sync: Policy
     ) -> WorkerMemory:
@@ -109,11 +119,11 @@ class MeshServerTrainer(ServerTrainer):
             options,
             optimizer,
             (parts.named, parts.shadow),
-            replicas_by_machine(context.strategy, context.members.machines) or [],
-            servers.where,
-            sync,
+            servers=servers.where,
+            policy=sync,
             capacity=coord.shape.data,
             replica=coord.shape.replica,
+            **self._places(context),
         )
         share = functools.partial(context.members.share, keep=True)
         return WorkerMemory(
@@ -150,6 +160,7 @@ class MeshServerTrainer(ServerTrainer):
 
     def _collect(self, found_inf: bool) -> tuple[bytes, bool]:
         used, _ = super()._collect(found_inf)
+        self._send_part(used)
         self._pushes += 1
         now, count = time.perf_counter(), len(self._layout.slots)
         self._recorder.add(
@@ -161,6 +172,9 @@ class MeshServerTrainer(ServerTrainer):
         notes = self._split.barrier.gather(bytes([found_inf]) + used, BarrierKind.UPDATE)
         self._split.calls.check_turn(UPDATES)
         return any_used([note[1:] for note in notes]), any(note[0] for note in notes)
+
+    def _send_part(self, used: bytes) -> None:
+        """Sends this worker's part of the gradient, if no other worker's push does; used: as `_collect` returns."""
 
     def _write_used(self, used: bytes) -> None:
         if not self._coord.place:

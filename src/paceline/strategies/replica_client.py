@@ -13,35 +13,43 @@ import msgspec
 
 from paceline import errors
 from paceline.cluster.membership import LivenessMonitor, Members
+from paceline.cluster.sub_team import join_part
 from paceline.errors import TeamError
 from paceline.events.stopwatch import pause
 from paceline.server.client import ServerClient
 from paceline.server.messages import ToWorker
 from paceline.strategies.mesh_coord import MeshCoord
-from paceline.transport import Barrier, BarrierKind, Memory, StepCounter
+from paceline.transport import Barrier, BarrierKind, MachinesBarrier, Memory, StepCounter
 
 
 class ReplicaBarrier:
     """The barrier of the workers of a replica."""
 
     def __init__(self, members: Members, coord: MeshCoord, say: Callable[[str], None]) -> None:
+        self._barrier: Barrier | MachinesBarrier
+        if not coord.here:
+            self.members = join_part(members, coord.shape.replica, say)
+            self._barrier = self.members.barrier
+            return
         ranks = coord.replica_ranks()
         size = len(ranks)
         memories = [members.share(Barrier.memory_size(size)) for _ in coord.here]
         memory: Memory = memories[coord.local_replica]
-        self._barrier = Barrier(memory, coord.place, size, members.barrier.timeouts, say)
-        self._barrier.ranks = ranks
-        self._barrier.crowd(members.local.size)
-        self._barrier.sign_in()
+        self._barrier = barrier = Barrier(memory, coord.place, size, members.barrier.timeouts, say)
+        barrier.ranks = ranks
+        barrier.crowd(members.local.size)
+        barrier.sign_in()
         members.barrier.wait(BarrierKind.ALLOCATE)
-        self._barrier.watch = liveness = LivenessMonitor(self._barrier)
+        barrier.watch = liveness = LivenessMonitor(barrier)
         members.barrier.wait(BarrierKind.ALLOCATE)
-        self.members = Members(coord.place, size, self._barrier, liveness, None)
+        self.members = Members(coord.place, size, barrier, liveness, None)
         """The workers of the replica, by their places in it."""
 
     @property
     def steps(self) -> StepCounter:
-        return self._barrier
+        local = self.members.local.barrier
+        assert isinstance(local, Barrier)
+        return local
 
     def gather(self, payload: bytes, intent: BarrierKind = BarrierKind.GATHER) -> list[bytes]:
         """All workers' payloads, each at most as long as a note."""

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.cluster.compiler import IgnoredCompiler
+from paceline.cluster.membership import Members
 from paceline.collectives.machines_group import MachinesGroup
 from paceline.config import Mesh, Pipeline, Tensor
 from paceline.errors import UsageError
@@ -173,10 +174,11 @@ def shard_layers(
     coord: MeshCoord,
     calls: CallLog,
     machines: MachinesGroup | None = None,
+    replica: Members | None = None,
 ) -> ShardedModel:
     """Shards a model's layers over the workers of a stage, by the lead's plan.
 
-    machines: the whole team, if the workers of a stage may be on several machines.
+    machines: the whole team, if the workers of a stage may be on several machines; or the replica, if that is given.
     """
     members, strategy = context.members, context.strategy
     assert isinstance(strategy, Tensor | Mesh)
@@ -192,7 +194,11 @@ def shard_layers(
             strategy.sequence_parallel,
             context.say,
         )
-    member = join_replica(members, coord.stage_ranks(), context.say, calls, machines)
+    if replica is None:
+        member = join_replica(members, coord.stage_ranks(), context.say, calls, machines)
+    else:
+        places = [rank - coord.lead for rank in coord.stage_ranks()]
+        member = join_replica(replica, places, context.say, calls, machines)
     seeds = members.gather(str(torch.initial_seed()).encode(), BarrierKind.ALLOCATE)
     group = ShardGroup(member, int(seeds[coord.lead]) % (1 << 31) + coord.stage * 1000, calls, coord.stage_ranks())
     return ShardedModel(model, roles, group, compiler)

@@ -43,9 +43,11 @@ def describe_run(
 
     parameters: as the servers update them, with an optimizer on them; fields: further fields of the spec.
     """
+    # Where replicas are on several machines each, there are machines without a first worker of one.
+    known = machines if servers == "all" else fields.get("places") or [ranks for ranks in machines if ranks]
     return RunSpec(
         machines=tuple(map(tuple, machines)),
-        servers=tuple(place_servers(servers, [list(ranks) for ranks in machines if ranks])),
+        servers=tuple(place_servers(servers, [list(ranks) for ranks in known])),
         timeouts=context.members.barrier.timeouts,
         folder=str(context.folder) if context.recorder.on else None,
         record_limit=context.launch.record_limit,

@@ -22,7 +22,6 @@ from paceline.config import (
     one_of,
     positive,
     replicas_by_machine,
-    workers_of,
 )
 from paceline.data.loader import check_loader
 from paceline.data.stream.kinds import is_stream
@@ -141,16 +140,27 @@ def give_values(model: torch.nn.Module, init: Any, strategy: Strategy, members: 
         random = members.gather(random, BarrierKind.ALLOCATE)[0]
     meta.draw(torch.frombuffer(bytearray(random), dtype=torch.uint8))
     whole_layers = isinstance(strategy, Pipeline) or (isinstance(strategy, Mesh) and strategy.tensor == 1)
-    if whole_layers and replicas_by_machine(strategy, members.machines) is None:
+    if whole_layers and not _is_served(strategy) and replicas_by_machine(strategy, members.machines) is None:
         return meta
     meta.fill()
     return None
+
+
+def _is_served(strategy: Strategy) -> bool:
+    """True if there is a parameter server between replicas that are split."""
+    between, replicas = between_replicas(strategy, 1)
+    return isinstance(strategy, Mesh) and replicas > 1 and not isinstance(between, AllReduce)
 
 
 def _check_offload(strategy: Strategy, members: Members) -> None:
     """Refuses to keep the optimizer's state on disk where it is in memory that the workers of a machine share."""
     if getattr(strategy, "offload", "none") == "none":
         return
+    if _is_served(strategy):
+        raise UsageError(
+            f"'{strategy}' keeps the optimizer's state on disk, but servers have it in memory; leave out 'offload', or "
+            "leave out 'sync', so that each worker has the state of its own parts"
+        )
     if len(members.machines) == 1 or (
         isinstance(strategy, Mesh) and replicas_by_machine(strategy, members.machines) is not None
     ):
@@ -161,22 +171,12 @@ def _check_offload(strategy: Strategy, members: Members) -> None:
 
 
 def _check_machines(strategy: Strategy, members: Members, elastic: bool) -> None:
-    """Refuses a split model in an elastic run, and a parameter server between replicas on several machines each."""
+    """Refuses a split model in an elastic run, and connections between machines without a key."""
     if elastic:
         raise UsageError(f"'{strategy}' cannot go on without a worker; --elastic is for whole models")
     if is_whole(strategy):
         return
     if not isinstance(strategy, Pipeline) and replicas_by_machine(strategy, members.machines) is not None:
         return
-    between, replicas = between_replicas(strategy, 1)
-    if replicas == 1 or isinstance(between, AllReduce):
-        if members.secret is not None and not members.secret.encrypted:
-            demand_key(None, members.hosts)
-        return
-    each = (workers_of(strategy) or 1) // replicas
-    counts = ", ".join(str(len(ranks)) for ranks in members.machines)
-    raise UsageError(
-        f"'{strategy}' has replicas of {each} workers, and the machines have {counts}; with '{between}' between "
-        "replicas each must be inside a machine: leave out 'sync', so that gradients are averaged by all-reduce, or "
-        "use replicas of as many workers as a machine has"
-    )
+    if members.secret is not None and not members.secret.encrypted:
+        demand_key(None, members.hosts)

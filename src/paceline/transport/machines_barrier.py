@@ -103,6 +103,7 @@ class MachinesBarrier(BarrierNotes):
         """memory: shared by the members of this machine, zeroed. connections: of a lead; None for others."""
         self.rank, self.size = rank, sum(map(len, machines))
         self.ranks: Sequence[int] = range(self.size)
+        """The members' ranks in the team, for messages."""
         self._local, self._connections, self._say = local, connections, say
         self._machines, self._hosts = machines, hosts
         self._machine_of = {member: number for number, ranks in enumerate(machines) for member in ranks}
@@ -152,13 +153,13 @@ class MachinesBarrier(BarrierNotes):
         lost = [(self._here[place], how) for place in here if (how := watch.lost(place)) is not None]
         if lost:
             text = " and ".join(f"{self.where(rank)} {how}" for rank, how in lost)
-            self._tell(WorkerLost(text, [rank for rank, _ in lost]))
+            self._tell(WorkerLost(text, [self.ranks[rank] for rank, _ in lost]))
 
     def fail(self, reason: str) -> None:
         """Tells the others that this member has given up."""
         self._local.fail(reason)
         if self._connections is not None:
-            self._tell(TeamError(f"rank {self.rank} gave up ({reason})", [self.rank]))
+            self._tell(TeamError(f"{self._own_name} gave up ({reason})", [self.ranks[self.rank]]))
 
     def pid(self, rank: int) -> int:
         """The process of a member of this machine; 0 of another's."""
@@ -182,11 +183,11 @@ class MachinesBarrier(BarrierNotes):
         return None
 
     def where(self, rank: int) -> str:
-        return f"rank {rank} on {self._hosts[self._machine_of[rank]]}"
+        return f"rank {self.ranks[rank]} on {self._hosts[self._machine_of[rank]]}"
 
     @property
     def _own_name(self) -> str:
-        return f"rank {self.rank}"
+        return f"rank {self.ranks[self.rank]}"
 
     # -- barrier -----------------------------------------------------------------------------------------------------
 
@@ -327,16 +328,17 @@ class MachinesBarrier(BarrierNotes):
             late = waiting or behind
             if waited < min(notice, limit):
                 continue
-            wait = (f"rank {self.rank}", waited, self._missing(late), topic.spoken, limit)
+            wait = (self._own_name, waited, self._missing(late), topic.spoken, limit)
             if waited >= limit + self._grace:
-                ranks = [rank for number in sorted(late) for rank in self._machines[number]]
+                ranks = [self.ranks[rank] for number in sorted(late) for rank in self._machines[number]]
                 raise TeamTimeout(waited_too_long(*wait), ranks)
             if waited >= notice:
                 self._say(still_waits(*wait))
                 notice *= 2
 
     def _missing(self, machines: set[int]) -> str:
-        return " and ".join(f"{names(self._machines[number])} on {self._hosts[number]}" for number in sorted(machines))
+        ranks = {number: [self.ranks[rank] for rank in self._machines[number]] for number in sorted(machines)}
+        return " and ".join(f"{names(there)} on {self._hosts[number]}" for number, there in ranks.items())
 
     def _take(self, number: int, topic: BarrierKind) -> int | None:
         """Takes the notes of a machine, if they have come; returns the rank that came last there."""
@@ -356,7 +358,8 @@ class MachinesBarrier(BarrierNotes):
                     SLOT.pack_into(self._slots[self._count & 1][rank], 0, 0, 0, 1)
                 return lead
             reason = LEFT if connection.left else DIED
-            raise WorkerLost(f"{self.where(lead)} {reason}; rank {self.rank} needs it at {topic.spoken}", [lead])
+            needs = f"{self._own_name} needs it at {topic.spoken}"
+            raise WorkerLost(f"{self.where(lead)} {reason}; {needs}", [self.ranks[lead]])
         return None
 
     def _unpack(self, number: int, payload: memoryview) -> int:

@@ -75,6 +75,12 @@ class Memory:
     def bytes(self, offset: int, size: int) -> memoryview:
         return memoryview(self.map)[offset : offset + size]
 
+    def drop(self, start: int, stop: int) -> None:
+        """Gives whole pages between these bytes back to the system, for all processes; they read as zeros then."""
+        first, last = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
+        if first < last:
+            self.map.madvise(mmap.MADV_REMOVE, first, last - first)
+
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         import torch  # only here: a launcher that makes memory for others need not load it
 
