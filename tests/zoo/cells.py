@@ -44,6 +44,7 @@ SAID = (
     "computes its loss of a batch in another way",
     "which is also the number of this worker's samples",
     "a worker has left an epoch before the others",
+    "the model changes buffers in training",
 )
 """Of notices that the team does not train as one process would."""
 SECONDS = 40.0

@@ -22,6 +22,7 @@ from paceline.strategies.backward_patch import BackwardPatch
 from paceline.strategies.batch_norm import TeamBatchNorm, has_batch_norm, synchronise
 from paceline.strategies.wrapping_patch import WrappingPatch
 from paceline.team.alike import check_alike
+from paceline.team.buffer_watch import BufferWatch
 from paceline.team.first_call import FirstCall
 from paceline.team.loaders import LoaderTeam
 from paceline.team.resuming import Resuming
@@ -50,6 +51,8 @@ class Training:
         self.snapshots = Snapshots(worker, self.loaders)
         self.resuming: Resuming | None = None
         """Of a run that goes on from another one, from `begin` on."""
+        self._buffer_watch: BufferWatch | None = None
+        """Where workers have parts of a batch."""
         self._weight: float | None = None
         self._make_trainer: Callable[[], None]
         self._backward_patch: BackwardPatch | None = None
@@ -132,6 +135,8 @@ class Training:
         self.loaders.attach(trainer)
         self.snapshots.attach(trainer, self.model, self.optimizer)
         trainer.on_ask = self._ask
+        if self.loaders.replicas > 1 and self._buffer_watch is None:
+            self._buffer_watch = BufferWatch(models_of(self.model), self.say)
         if trainer.joining is not None:
             trainer.joining.schedulers = Schedulers(self.optimizer)
         if self.resuming is not None and before is None:
@@ -150,6 +155,8 @@ class Training:
 
     def _ask(self) -> None:
         """The script asks for its next batch to train on."""
+        if self._buffer_watch is not None:
+            self._buffer_watch.look()
         if self.resuming is not None:
             self.resuming.ask()
         self.snapshots.ask()
