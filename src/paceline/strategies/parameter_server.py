@@ -93,6 +93,8 @@ class ParameterServerTrainer(ServerTrainer):
         self._depth = 0
         """Nested `team.step()` blocks that the script is in."""
         self._changes_by_hand = False
+        self._epochs = 0
+        """Epochs of training that this worker has begun."""
         """True if scripts change parameters themselves."""
         self._returned = False
         """True if the leases of a step that is being cancelled are returned to the server already."""
@@ -108,8 +110,7 @@ class ParameterServerTrainer(ServerTrainer):
         self._patch_optimizer()
         self._exposes = policy.lockstep and more.lockstep and len(members.machines) == 1 and run.memory.feedback is None
         """True if all workers compute every update together, and can read each other's gradients."""
-        if self._exposes:
-            self._leases.on_enter = self._begin_epoch
+        self._leases.on_enter = self._begin_epoch
         if self._exposes or policy.k > 1:  # else a gradient is an update by itself
             self._watch_gradients()
 
@@ -179,9 +180,15 @@ class ParameterServerTrainer(ServerTrainer):
         self._commit_changes(changed, BarrierKind.REDUCE)
 
     def _begin_epoch(self) -> None:
-        # A worker without samples in the last update has not run what the others' scripts did after it.
-        if self._changes_by_hand:
-            self._commit_changes(self._memory.versions.changed(), BarrierKind.EPOCH)
+        changed = self._memory.versions.changed()
+        if not self._exposes:
+            if changed:
+                self._accept_changes(changed)  # which refuses them
+        # A worker without samples in the last update has not run what the others' scripts did after it. After an epoch
+        # without an update, scripts may have changed parameters by their own gradients.
+        elif self._changes_by_hand or (changed and self._epochs and not self._server_version):
+            self._commit_changes(changed, BarrierKind.EPOCH)
+        self._epochs += 1
 
     def _commit_changes(self, changed: list[Slot], kind: BarrierKind) -> None:
         """What all scripts did alike to these parameters counts once."""
@@ -196,7 +203,7 @@ class ParameterServerTrainer(ServerTrainer):
         others = [
             rank for rank, one in digests.items() if one != digests[first] and (one or kind is BarrierKind.REDUCE)
         ]
-        if others and self._server_version:
+        if others and (self._server_version or self._epochs):
             raise changed_unlike(changed, others, first)
         if self._rank == first:
             with self.frozen():

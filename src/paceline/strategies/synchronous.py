@@ -84,6 +84,8 @@ class SynchronousTrainer(Trainer):
         self._resting: set[int] = set()
         """Workers without samples in the last update."""
         self._initial_version = self.version
+        self._trained = False
+        """True if an epoch of training is over without an update."""
         self._failure: TeamError | None = None
         """A failed exchange with another machine, to be raised on all workers at the next barrier."""
         self._state: OptimizerState | None = None
@@ -159,6 +161,10 @@ class SynchronousTrainer(Trainer):
                 self._barrier.carry(kind)
                 break
             helped = True
+        else:
+            if self.version == self._initial_version:  # scripts may have made updates by hand
+                self._trained = True
+                self._share_changes(BarrierKind.EPOCH)
         if helped:
             self._zero_grad()
 
@@ -297,7 +303,7 @@ class SynchronousTrainer(Trainer):
         each, ranks = self._table.each, sorted(digests)
         first = {rank % each: digests[rank] for rank in reversed(ranks)}
         others = [rank for rank in ranks if digests[rank] != first[rank % each]]
-        if others and self.version > self._initial_version:
+        if others and (self._trained or self.version > self._initial_version):
             raise changed_unlike(self._changed, others, ranks[0])
         machines, shared = self._members.machines, self._shared
         here = machines[self._members.machine]
