@@ -30,6 +30,7 @@ class ChainTrace(ModelTrace):
             for number, (name, layer) in enumerate(self._layers)
         ]
         self.results = (len(self._layers) - 1,)
+        self.mutates_buffers = may_mutate_buffers(model)
         self._not_one_tensor: set[int] = set()
         """Layers that have returned something else than one tensor."""
         if getattr(self._layers[0][1], "inplace", False):
@@ -118,6 +119,10 @@ def may_draw(module: nn.Module) -> bool:
 
 
 def may_mutate_buffers(module: nn.Module) -> bool:
-    """True if a layer that is not one of torch's own has buffers, which it may change."""
-    custom = (inner for inner in module.modules() if is_custom(inner))
-    return any(True for inner in custom for _ in inner.buffers(recurse=False))
+    """True if a layer has buffers that its calls may change, and that are no statistics of a norm.
+
+    Of torch's own layers those do that a parametrization or a hook gives buffers, such as `spectral_norm`.
+    """
+    norms = nn.modules.batchnorm._NormBase
+    others = (inner for inner in module.modules() if not isinstance(inner, norms))
+    return any(True for inner in others for _ in inner.buffers(recurse=False))
