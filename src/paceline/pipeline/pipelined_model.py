@@ -19,6 +19,7 @@ from paceline.errors import UsageError
 from paceline.graph.batch_dim import batch_size
 from paceline.graph.key_value_caches import returns_cache
 from paceline.graph.trace import ModelTrace
+from paceline.parameters.transforms import refuse_transforms
 from paceline.pipeline.batch_run import BatchRun
 from paceline.pipeline.build import build_runtime, share_random_state, why_undivided
 from paceline.pipeline.context import PipelineContext
@@ -89,6 +90,7 @@ class PipelinedModel:
             with self._plain():
                 return self._model(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
+        refuse_transforms(self._model, leaves)
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             raise UsageError("an input of the model requires a gradient, which a pipeline does not compute; detach it")
         if training:

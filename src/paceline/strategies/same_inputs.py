@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.cluster.membership import Members
 from paceline.errors import Mismatch, names
+from paceline.parameters.transforms import refuse_transforms
 from paceline.strategies.context import Options
 
 _COMPARED = 3
@@ -26,6 +27,7 @@ class SameInputs:
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called with these arguments."""
+        refuse_transforms(self._model, (args, kwargs))
         if not (self._left and self._model.training and torch.is_grad_enabled()):
             return  # a model may be evaluated by one worker
         self._left -= 1

@@ -48,7 +48,13 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             "the model draws from Python's or NumPy's random numbers when it is called, which a trace does only once; "
             "draw with torch, or draw in the script and pass the numbers as inputs"
         )
-    module: fx.GraphModule = program.module(check_guards=False)
+    try:
+        module: fx.GraphModule = program.module(check_guards=False)
+    except KeyError as error:
+        raise UsageError(
+            f"torch.export cannot trace the model ({error.args[0]}): its graphs use the name of one of the model's "
+            "parameters or buffers themselves; rename it, or split the model by 'tensor', which does not trace it"
+        ) from None
     _inline_no_grad(module)
     return module
 
