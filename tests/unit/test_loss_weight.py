@@ -115,6 +115,15 @@ def test_as_many_losses_as_samples_may_be_one_of_each() -> None:
     assert lists == {SAMPLES}
 
 
+def test_as_many_losses_for_every_number_of_samples_are_not_one_of_each() -> None:
+    said: list[str] = []
+    reader = LossReader(said.append, divided=True)
+    for reader.samples in (SAMPLES, 2):
+        x, y = X[: reader.samples], Y[: reader.samples]
+        assert reader.read(F.cross_entropy(MODEL(x), y) + F.cross_entropy(-MODEL(x), y)).kind is Kind.MEAN
+    assert not said
+
+
 def test_products_of_parameters_and_data_are_no_penalty() -> None:
     weight, offset = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(()))
     loss = ((X * weight).sum(1) + offset - TARGETS[:, 0]).pow(2).mean() + 0.1 * weight.abs().sum()

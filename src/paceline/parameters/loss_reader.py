@@ -36,6 +36,8 @@ class LossReader:
         """Numbers by which the script divides sums, though they count no samples."""
         self._counts: set[float] = set()
         """Numbers by which it divides sums, and which were taken for numbers of samples."""
+        self._terms: set[int] = set()
+        """Numbers of losses that sums have had for other numbers of samples."""
         self._uses: Counter[int] = Counter()
         """How often a kind of loss was used."""
         self._rows: dict[Coupling, int] = {}
@@ -54,8 +56,9 @@ class LossReader:
         if given is not None:
             return LossWeight(Kind.SUM) if given == SUM else LossWeight(Kind.MEAN, given, by_sample=False)
         counts, lists = set[float](), set[int]()
-        found = loss_weight(loss, Batch(samples, self._constants, counts, lists))
+        found = loss_weight(loss, Batch(samples, self._constants, counts, lists, self._terms))
         self._counts |= counts
+        lists -= self._terms
         if counts:
             self._say(
                 "count",

@@ -96,6 +96,8 @@ class Batch(NamedTuple):
     """Divisors that were taken for numbers of samples; new ones are added."""
     lists: set[int] = set()  # noqa: RUF012
     """Numbers of losses in a sum that may have one for each sample; new ones are added."""
+    terms: set[int] = set()  # noqa: RUF012
+    """Numbers of losses in a sum that are not as many as the samples; new ones are added."""
 
 
 def loss_weight(loss: Any, batch: Batch) -> LossWeight:
@@ -113,6 +115,8 @@ def loss_weight(loss: Any, batch: Batch) -> LossWeight:
 def _each_of_a_sample(terms: list[LossWeight], batch: Batch) -> list[LossWeight]:
     """The terms of a sum; where each is the mean loss of one sample, it is a sum over samples."""
     samples = batch.samples
+    if len(terms) != samples:
+        batch.terms.add(len(terms))
     if samples < 2 or len(terms) != samples or any(term.kind is not Kind.MEAN or not term.whole for term in terms):
         return terms
     if all(_by_sample(term.items, samples) for term in terms):  # perhaps as many losses of all samples
