@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
@@ -304,3 +305,46 @@ def label_propagation(team: Any) -> Result:
         believed = spread @ (spread @ model(x).softmax(1))
         step(model, optimizer, F.nll_loss(believed.log()[known], labels[known]))
     return state(model), []
+
+
+class Centred(nn.Module):
+    """Subtracts a mean of the batches so far, which it keeps in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.mean: torch.Tensor
+        self.batches: torch.Tensor
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.batches += 1
+                self.mean += (x.mean() - self.mean) / self.batches
+        output: torch.Tensor = self.body(x - self.mean)
+        return output
+
+
+def train_few(team: Any, model: Any) -> Result:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = ported(team, model, optimizer, DataLoader(rows(28), batch_size=8, shuffle=True))
+    for _ in range(2):
+        epoch(model, optimizer, loader)
+    return state(model), []
+
+
+@script("a mean of the samples so far in a buffer of the model, which its forward pass changes")
+def mean_in_buffer(team: Any) -> Result:
+    torch.manual_seed(0)
+    return train_few(team, Centred())
+
+
+@script("`weight_norm` and `spectral_norm`, whose buffers every call changes, in an `nn.Sequential`")
+def normalised_weights(team: Any) -> Result:
+    torch.manual_seed(0)
+    model = mlp()
+    for number, layer in enumerate(one for one in model.modules() if isinstance(one, nn.Linear)):
+        (parametrizations.weight_norm if number else parametrizations.spectral_norm)(layer)
+    return train_few(team, model)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.func import functional_call, grad, vmap
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Sampler
 
@@ -106,5 +107,36 @@ def gradients_by_hand(team: Any) -> Result:
             model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
         ):
             parameter.grad = gradient
+        optimizer.step()
+    return state(model), []
+
+
+@script("updates by hand, `p -= lr * gradient`, with the gradients of `torch.autograd.grad`: no `optimizer.step`")
+def updates_by_hand(team: Any) -> Result:
+    model, _, loader, _ = start(team)
+    for _ in range(2):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter.sub_(gradient, alpha=0.1)
+    return state(model), []
+
+
+@script("gradients of every sample by `torch.func` (`vmap` of `grad`), clipped by themselves, put into `.grad` by hand")
+def clipped_samples(team: Any) -> Result:
+    model, optimizer, loader, _ = start(team)
+
+    def loss_of(parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(functional_call(model, parameters, (x[None],)), y[None])
+
+    for x, y in loader:
+        values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        each = vmap(grad(loss_of), in_dims=(None, 0, 0))(values, x, y)
+        norms = torch.stack([one.flatten(1).norm(dim=1) for one in each.values()]).norm(dim=0)
+        factors = (0.5 / norms).clamp(max=1.0)
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.einsum("i,i...->i...", factors, each[name]).mean(0)
         optimizer.step()
     return state(model), []

@@ -75,6 +75,9 @@ REFUSED = {
     "ranking": "pipeline",
     "gradients by hand": "pipeline",
     "losses of samples": "pipeline",
+    "updates by hand": "all-reduce pipeline tensor mesh " + SERVER,
+    "clipped samples": "pipeline tensor",
+    "normalised weights": "tensor",
 }
 """Columns that refuse a script, in one sentence."""
 
@@ -104,6 +107,7 @@ KNOWN: dict[tuple[str, str], tuple[str, str]] = {
     ("hard examples", "all-reduce sync mesh"): ("said", "a worker chooses among the losses of its part"),
     ("decided by loss", "all-reduce sync mesh"): ("said", "a worker decides by the loss of its part"),
     ("factor by loss", "all-reduce sync mesh"): ("said", "a worker decides by the loss of its part"),
+    ("mean in buffer", "all-reduce sync mesh"): ("said", "a worker's buffers are of its parts of the batches"),
     ("weights of batch", "all-reduce sync mesh"): ("said", "a worker knows the labels of its part"),
     ("mean times length", "all-reduce sync mesh"): ("said", "the number may be a constant; `weight='sum'` is exact"),
     ("hard examples by index", "all-reduce sync mesh"): ("said", "a worker chooses among the losses of its part"),
