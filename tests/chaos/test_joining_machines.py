@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from helpers.forks import QuickRun, done, played, playing, starting
 from helpers.hosts import Host, hosts
 from helpers.support import PACELINE, PREAMBLE, TORCHRUN, Outcome, wait_until, write_script
 
+from paceline.config import Timeouts
 from paceline.errors import ServerLost
 from paceline.events import Lost, Push, Roster
+from paceline.relay.door import AskPlaces, PlacesRefused
+from paceline.relay.joining_machines import JoiningMachines
 from paceline.transport.keys import new_key
 
 KEY, PORT, EPOCHS = new_key(), 29600, 3
@@ -172,6 +176,32 @@ def test_a_machine_that_has_joined_is_lost_and_another_joins(machines: list[Host
         outcome = run.finish()
     went_well(outcome, joined)
     assert [event.rank for event in events_of(outcome, "run") if isinstance(event, Lost)] == [2]
+
+
+def test_a_killed_worker_of_an_open_run_is_started_again(machines: list[Host], tmp_path: Path) -> None:
+    one, other, _ = machines
+    with first(tmp_path, one, "async", "--restarts", "2") as run:
+        pid = run.note("training-1")["pid"]
+        with joining(tmp_path, other, run, f"{one.address}:{PORT}", "--workers", "1") as more:
+            run.note("training-2")
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: run.note("training-1")["pid"] != pid, 60, "rank 1 to train again")
+            (run.notes / "go-on.json").write_text("{}")
+            joined = more.finish()
+        outcome = run.finish()
+    went_well(outcome, joined)
+    assert "it is started again (1 restarts left)" in outcome.err
+    assert [event.rank for event in events_of(outcome, "run") if isinstance(event, Lost)] == [1]
+
+
+@pytest.mark.parametrize(("restarts", "free"), [(True, 4), (False, 5)])
+def test_a_lost_worker_that_is_started_again_keeps_its_rank(restarts: bool, free: int) -> None:
+    spec = SimpleNamespace(workers=2, capacity=6, restarts=restarts, timeouts=Timeouts())
+    context: Any = SimpleNamespace(config=SimpleNamespace(spec=spec, peers=[SimpleNamespace(address="")] * 9))
+    coordinator: Any = SimpleNamespace(reachable=lambda: True, may_join=lambda rank: rank != 0)  # 1 was lost
+    answer = JoiningMachines(context, coordinator, lambda *_: None).answer(AskPlaces(6))
+    assert isinstance(answer, PlacesRefused)
+    assert f"{free} places are free" in answer.reason
 
 
 def test_what_cannot_join_is_told_why_and_the_run_goes_on(machines: list[Host], tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of recorded events above which they are thinned; None for no limit."""
     elastic: bool = False
     """True if the run survives the loss of a worker under any policy."""
+    restarts: bool = False
+    """True if first workers that are lost are started again, so that nobody else gets their ranks."""
     optimizers: tuple[OptimizerSpec, ...]
     parameters: tuple[ParameterSpec, ...]
     buffers: int = 0

@@ -49,8 +49,8 @@ class JoiningMachines:
             return PlacesRefused("as many machines have joined the run as it has room for over its whole time")
         first = config.spec.workers
         free = [
-            rank  # the places of the first workers at last, which may be started again
-            for rank in (*range(first, config.spec.capacity), *range(first))
+            rank
+            for rank in (*range(first, config.spec.capacity), *(() if config.spec.restarts else range(first)))
             if self._coordinator.may_join(rank) and self._promised.get(rank, 0.0) < now
         ]
         if workers > len(free):

@@ -51,6 +51,7 @@ def describe_run(
         timeouts=context.members.barrier.timeouts,
         folder=str(context.folder) if context.recorder.on else None,
         record_limit=context.launch.record_limit,
+        restarts=context.launch.restarts,
         optimizers=describe_optimizers(optimizer),
         parameters=describe_parameters(*parameters),
         strategy=str(policy),
