@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from soak_task import BATCH, DECAY, RATE, SAMPLES, WORKERS, Log, data, loss_of, model
-from torch.distributed import GradBucket, TCPStore
+from torch.distributed import GradBucket, TCPStore  # type: ignore[attr-defined]
 from torchft import (  # type: ignore[import-not-found]
     DistributedDataParallel,
     Manager,
@@ -24,7 +24,7 @@ from torchft import (  # type: ignore[import-not-found]
 )
 
 
-class Enduring(DistributedDataParallel):  # type: ignore[misc]
+class Enduring(DistributedDataParallel):
     """Leaves it to the manager whether a step counts in which an all-reduce has failed."""
 
     @staticmethod

@@ -108,6 +108,7 @@ COORDINATOR = (
     *("update.published", "answer.begin", "answer.sent"),
 )
 REDUCE = ("reduce.agreed", "update.chunk", "reduce.written", "reduce.published")
+RECOVER = ("recover.begin", "recover.entry", "recover.done")
 JOIN = ("join.begin", "join.sent", "join.done")
 _RANKS = tuple(f"worker{rank}" for rank in range(WORKERS))
 _LEFT, _AGAIN = ("--elastic",), ("--restarts", "3")
@@ -162,6 +163,18 @@ SCENARIOS = (
     Scenario("all-reduce: two workers killed", ("all-reduce",), REDUCE, _RANKS, ("kill",), _LEFT, 2),
     Scenario("all-reduce: worker stopped", ("all-reduce",), REDUCE, _RANKS, ("stop",)),
     Scenario("all-reduce: worker delayed", ("all-reduce",), REDUCE, _RANKS, ("delay",), (), 3),
+    Scenario(
+        *("server killed in a snapshot", POLICIES, ("snapshot.marked", "snapshot.copy"), ("server0",), ("kill",)),
+        *(("--snapshot", "0.02s"), 1, 1),
+    ),
+    Scenario(
+        *("lead killed in a snapshot", POLICIES, ("snapshot.write",), ("worker0",), ("kill",)),
+        *((*_AGAIN, "--snapshot", "0.02s"), 1, 1),
+    ),
+    Scenario(
+        *("server killed as it comes back", POLICIES, RECOVER, ("server0",), ("kill",), (), 1, 1),
+        "server0/update.chunk:9:kill",
+    ),
 )
 """What is hurt, where and how, and what must go on. A fault whose remedy does not exist is not in it."""
 

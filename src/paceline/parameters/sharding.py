@@ -262,6 +262,7 @@ class ShardedOptimizer:
     def _keep(self, keep: KeptVersion, chunk: ShardChunk, buffer: int) -> None:
         """Copy a chunk's values, which lie in this buffer, and its state."""
         start, stop = chunk.start, chunk.stop
+        failpoints.hit("snapshot.copy")
         keep.values[chunk.flat][start:stop].copy_(self._in_buffer(chunk, buffer))
         self._state.copy_elements(chunk.flat, start, stop, keep)
 

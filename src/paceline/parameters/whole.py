@@ -221,6 +221,7 @@ class WholeOptimizer:
         assert self._memory is not None
         for slot in self._own:
             flat, stop = self._flat_of[slot.index], slot.offset + slot.count
+            failpoints.hit("snapshot.copy")
             keep.values[flat][slot.offset : stop].copy_(self._versions.buffers[buffer][flat][slot.offset : stop])
         for start, end in self.owned():
             keep.copy_state(start, end - start, self._memory)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from paceline import failpoints
 from paceline.parameters.kept_version import KeptVersion
 from paceline.server.flags import SharedFlags
 from paceline.server.leases import LeaseService
@@ -63,6 +64,7 @@ class VersionMarking:
             self._left = self._leases.left()
             self._note_policy()
             self._updates.keep = True
+            failpoints.hit("snapshot.marked")
             self._flags.marked = max(self._flags.marked, self._number)
 
     def _note_policy(self) -> None:

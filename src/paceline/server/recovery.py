@@ -11,6 +11,7 @@ import pickle
 import time
 from typing import TYPE_CHECKING, Any
 
+from paceline import failpoints
 from paceline.events.recorder import Recorder
 from paceline.server.journal import EntryKind, Journal
 from paceline.server.messages import SessionOpened
@@ -53,6 +54,7 @@ def keep_state(coordinator: Coordinator, journal: Journal, recorder: Recorder) -
 
 
 def read_state(journal: Journal) -> CoordinatorState:
+    failpoints.hit("recover.begin")
     state = pickle.loads(journal.read())
     assert isinstance(state, CoordinatorState)
     return state
@@ -87,10 +89,12 @@ def replay(coordinator: Coordinator, journal: Journal, receive: Callable[[Sessio
     """
     sessions, _ = coordinator.known
     while (entry := journal.peek()) is not None:
+        failpoints.hit("recover.entry")
         if entry.kind in (EntryKind.MESSAGE, EntryKind.CLOSED):
             receive(sessions[entry.rank])
         else:
             coordinator.do_again(journal.take())
+    failpoints.hit("recover.done")
     now = time.monotonic()
     for session in sessions.values():
         session.since = now  # the time in which the server was away does not count

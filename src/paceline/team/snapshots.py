@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
+from paceline import failpoints
 from paceline.data.place import LoaderPlace
 from paceline.errors import UsageError
 from paceline.parameters.joint import compact, models_of, parts_of
@@ -314,6 +315,7 @@ class Snapshots:
         """Writes a snapshot, or the checkpoints that the script has asked for."""
         with contextlib.suppress(OSError):  # it must not take time from the training
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        failpoints.hit("snapshot.write")
         start = time.monotonic()
         try:
             for path, extra in served:
