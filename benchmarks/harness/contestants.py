@@ -15,7 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from helpers.hosts import hosts
+
 from paceline.events import LeaseGiven, Push, Seen, Update, read
+from paceline.transport.keys import new_key
 
 PEERS = Path(__file__).resolve().parents[1] / "peers"
 TORCHFT = PEERS.parents[1] / ".venv-torchft"
@@ -175,6 +178,51 @@ class Paceline(Contestant):
         """All workers are in every update: the steps of all, each with its share of the samples."""
         lines = [(float(moment), int(samples)) for rank in range(WORKERS) for moment, samples in self._lines(rank)]
         return Work(sorted(lines), loss=self._loss())
+
+
+class PacelineHosts(Paceline):
+    """A worker and the server on one host, and a worker of another host that has joined them; as root.
+
+    Hosts are network namespaces. A killed worker of the first is started again; the cable of the second is pulled.
+    """
+
+    targets = ("worker 0", "cable 1")
+
+    def __init__(self, folder: Path, strategy: str) -> None:
+        super().__init__(folder, strategy)
+        self.name, self.targets = f"paceline, {strategy}, two hosts", type(self).targets
+        self._open = contextlib.ExitStack()
+
+    def start(self) -> None:
+        self._hosts = self._open.enter_context(hosts(2))
+        script, door = str(PEERS / "soak_paceline.py"), 29600
+        environment = {**ENVIRONMENT, "PACELINE_KEY": new_key()}
+        common = [sys.executable, "-m", "paceline", "run", script, "--workers", "1", "--timeout", "60", "--quiet"]
+        options = ["--strategy", self._strategy, "--restarts", "100000", "--name", "run", "--open", str(door)]
+        options += ["--record-limit", "off", "--snapshot", "off"]
+        joins = ["--join", f"{self._hosts[0].address}:{door}"]
+        for name, host, own in zip(("paceline", "joining"), self._hosts, (options, joins), strict=True):
+            with (self.folder / f"{name}.out").open("ab") as out:
+                words = [*common, *own, "--", str(self.folder)]
+                process = host.popen(words, cwd=self.folder, env=environment, stdout=out, stderr=out)
+            if name == "paceline":
+                self._process = process
+                while not self._log(0).exists() and self.alive:
+                    time.sleep(0.1)
+
+    def cut(self, seconds: float) -> None:
+        """Pulls the cable of the second host for a while."""
+        self._hosts[1].cable(False)
+        time.sleep(seconds)
+        self._hosts[1].cable(True)
+
+    def work(self) -> Work:
+        self._open.close()
+        return super().work()
+
+    def end(self) -> None:
+        super().end()
+        self._open.close()
 
 
 class TorchFT(Contestant):

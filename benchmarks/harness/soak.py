@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.contestants import Contestant, Paceline, TorchFT, Torchrun, Work
+from harness.contestants import Contestant, Paceline, PacelineHosts, TorchFT, Torchrun, Work
 
 Span = tuple[float, float]
 COLUMNS = ("faults", "goodput", "samples/s", "lost", "twice", "again", "loss")
@@ -19,6 +19,8 @@ _START = 180.0
 """Seconds until a training has begun."""
 _STOPPED = 3.0
 """Seconds for which a process is stopped."""
+_CUT = 2.0
+"""Seconds for which a cable is pulled."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=float, default=30.0, help="seconds from a fault to the next (default: 30)")
     parser.add_argument("--strategy", action="append", help="of Paceline; repeatable (default: async)", default=None)
     parser.add_argument("--folder", type=Path, help="where to keep the outputs of all processes")
-    parser.add_argument("--without", default="", help="contestants to leave out: torchft,torchrun,reference")
+    parser.add_argument("--without", default="", help="contestants to leave out: hosts,torchft,torchrun,reference")
 
 
 def soak(options: argparse.Namespace) -> None:
@@ -36,6 +38,8 @@ def soak(options: argparse.Namespace) -> None:
         lambda folder, strategy=strategy: Paceline(folder, strategy)  # type: ignore[misc]
         for strategy in options.strategy or ["async"]
     ]
+    if os.geteuid() == 0 and "hosts" not in without:
+        entrants.append(lambda folder: PacelineHosts(folder, "async"))
     entrants += [kind for kind in (TorchFT, Torchrun) if kind.__name__.lower() not in without]
     cycles = max(1, round(options.minutes * 60 / (2 * options.every)))
     print(
@@ -86,6 +90,10 @@ def _segments(contestant: Contestant, cycles: int, every: float) -> tuple[list[S
 
 def _strike(contestant: Contestant, target: str) -> int:
     """Kills a process, or stops it for a while; waits for one that is being started again."""
+    if target.startswith("cable"):
+        assert isinstance(contestant, PacelineHosts)
+        contestant.cut(_CUT)
+        return 1
     until = time.monotonic() + 60.0
     while (pid := contestant.find(target.replace("stop", "worker"))) is None:
         if time.monotonic() > until or not contestant.alive:
