@@ -211,10 +211,19 @@ def test_rows_of_samples_of_unlike_lengths_are_no_reason() -> None:
     assert not lines
 
 
+def test_as_many_classes_as_samples_are_no_samples_of_a_piece_of_the_batch() -> None:
+    read, lines = reader()
+    for _ in range(8):
+        piece = SAMPLES // 2
+        read.read(F.cross_entropy(nn.Linear(6, SAMPLES)(X[:piece]), LABELS[:piece]))
+    read.close()
+    assert not lines
+
+
 def test_a_loss_is_looked_at_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
 
-    def look(_loss: Any, _samples: int, seed: int) -> Any:
+    def look(_loss: Any, _samples: int, seed: int, **_options: Any) -> Any:
         looks.append(seed)
         return Coupling.NONE, 1
 

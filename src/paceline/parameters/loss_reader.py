@@ -84,7 +84,7 @@ class LossReader:
                 else "it is neither a mean nor a sum over samples"
             )
         elif self.divided and samples > 1 and not hooked:
-            self._look_for_coupling(loss, operations)
+            self._look_for_coupling(loss, operations, found)
         if found.kind is Kind.SUM and not samples:
             self.say_averaged("it is a sum, and its samples do not come from a loader of the team")
             return LossWeight()
@@ -95,12 +95,14 @@ class LossReader:
         self._constants |= self._counts
         self._counts.clear()
 
-    def _look_for_coupling(self, loss: torch.Tensor, operations: int) -> None:
+    def _look_for_coupling(self, loss: torch.Tensor, operations: int, weight: LossWeight) -> None:
         """operations: the digest of the loss's operations, by which its kind is known."""
         self._uses[operations] += 1
         if self._uses[operations] not in _LOOKS:
             return
-        found, rows = find_coupling(loss, self.samples, self._uses[operations])
+        # With fewer items than samples, it may be of a part of the batch that the script has cut off itself.
+        part = 0 < weight.items < self.samples
+        found, rows = find_coupling(loss, self.samples, self._uses[operations], rows_only=part)
         # Rows of samples of unlike lengths may be a multiple of the samples by chance, but not again the same one.
         if found is not Coupling.NONE and (rows == 1 or self._rows.get(found) == rows):
             self._say(

@@ -51,11 +51,14 @@ class CouplingFound(NamedTuple):
     """Rows of the outputs per sample; if not 1, they may be of samples of unlike lengths after all."""
 
 
-def find_coupling(loss: torch.Tensor, samples: int, seed: int) -> CouplingFound:
-    """What a loss does with so many samples; NONE where that cannot be seen. Its graph stays as it is."""
+def find_coupling(loss: torch.Tensor, samples: int, seed: int, *, rows_only: bool = False) -> CouplingFound:
+    """What a loss does with so many samples; NONE where that cannot be seen. Its graph stays as it is.
+
+    rows_only: samples are rows of the outputs; another dimension of this size is none of samples.
+    """
     try:
         found = find_outputs(loss.grad_fn)
-        halves = [] if found is None else list(_Halves.all(found, samples, seed))
+        halves = [] if found is None else list(_Halves.all(found, samples, seed, rows_only=rows_only))
         if found is None or not halves:
             return CouplingFound()
         return CouplingFound(_look(loss, found, halves), max(half.rows for half in halves))
@@ -108,9 +111,11 @@ class _Halves:
             self.masks.append((beside & apart, ~beside & ~apart))
 
     @classmethod
-    def all(cls, found: LayerOutputs, samples: int, seed: int) -> Iterator[_Halves]:
+    def all(cls, found: LayerOutputs, samples: int, seed: int, *, rows_only: bool) -> Iterator[_Halves]:
         """For each dimension in which the outputs may have their samples."""
         dims = {dim for edge in found.edges for dim in _sample_dims(edge_shape(edge), samples)}
+        if rows_only:
+            dims &= {0}
         yield from (cls(found, samples, seed, dim) for dim in sorted(dims))
 
     def pick(self, number: int, tensor: torch.Tensor, half: int) -> torch.Tensor | None:
