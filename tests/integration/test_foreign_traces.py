@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,18 @@ def test_a_table_has_the_blame_that_its_numbers_say(tmp_path: Path) -> None:
     assert facts["verdict"][0].startswith("Worker 2 is slow")
     assert facts["updates"] == 10 and [worker["minibatches"] for worker in facts["workers"]] == [10, 10, 10]
     assert facts["workers"][0]["seconds"]["loading"] == pytest.approx(1.0)
+
+
+def test_a_table_in_parquet_is_read_as_the_same_in_csv(tmp_path: Path) -> None:
+    source = table(tmp_path / "steps.csv", 0.7)
+    arrow, parquet = import_module("pyarrow.csv"), import_module("pyarrow.parquet")
+    parquet.write_table(arrow.read_csv(source), tmp_path / "steps.parquet")
+    assert read_foreign([tmp_path / "steps.parquet"]).events == read_foreign([source]).events != []
+    told = done([PACELINE, "report", "steps.parquet", "--json"], tmp_path)
+    assert json.loads(told.out)["slow"] == [2], told.err
+    (tmp_path / "half.parquet").write_bytes((tmp_path / "steps.parquet").read_bytes()[:500])
+    with pytest.raises(UsageError, match=r"half\.parquet cannot be read"):
+        read_foreign([tmp_path / "half.parquet"])
 
 
 def test_rows_that_cannot_be_read_are_counted_and_left_out(tmp_path: Path) -> None:
