@@ -77,6 +77,7 @@ bench: setup
 	$(BIN)/python benchmarks/parameter_server.py
 	$(BIN)/python benchmarks/time_to_accuracy.py
 	$(BIN)/python benchmarks/recording.py
+	$(BIN)/python benchmarks/recording_ddp.py
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/simulator.py

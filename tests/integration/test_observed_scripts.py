@@ -29,6 +29,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline import events
 from paceline.events.arrivals import Arrivals
+from paceline.events.recorder import Recorder
+from paceline.observation.operations import Operations
+from paceline.observation.steps import ScriptSteps
 from paceline.report.source import open_run
 
 STEPS = 8
@@ -298,6 +301,34 @@ def test_paceline_run_records_a_script_that_joins_no_team(tmp_path: Path) -> Non
     summary = json.loads((tmp_path / "runs" / "plain" / "summary.json").read_text())
     assert summary["strategy"] == "torch.distributed" and summary["updates"] == 5
     assert set(summary["workers"]) == {"0", "1"}
+
+
+def test_events_are_written_in_the_middle_of_anything_and_in_whole_steps(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0)
+    steps = ScriptSteps(recorder, 0, 1)
+    operations = Operations(recorder, steps, 0)
+
+    def record() -> None:
+        steps.record()
+        operations.settle()
+
+    recorder.before_flush = record
+    optimizer = torch.optim.SGD([weight := torch.ones(1, requires_grad=True)], 0.1)
+    for number in range(4):
+        recorder._next = 0.0  # so that the next event is written at once, with all before it
+        operation = operations.begin("all_reduce", f"group {number}", [0], 4)
+        weight.sum().backward()
+        operation.finish()
+        recorder._next = 0.0
+        optimizer.step()
+    steps.stop()
+    recorder.close()
+    found = list(events.read(tmp_path / "streams" / "0.jsonl"))
+    parts = [event for event in found if isinstance(event, events.Collective)]
+    assert [part.channel for part in parts] == [f"group {number}" for number in range(4)]
+    assert [event.version for event in found if isinstance(event, events.Update)] == [1, 2, 3, 4]
+    computed = [event for event in found if isinstance(event, events.Compute)]
+    assert sum(event.minibatches for event in computed) == 4
 
 
 def test_a_rank_that_never_came_is_the_one_that_was_waited_for() -> None:

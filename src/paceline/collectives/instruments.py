@@ -100,8 +100,7 @@ def _begin(
     group: Any, watching: observer.Observer, name: str, arguments: Sequence[Any], options: dict[str, Any]
 ) -> Operation | None:
     """The operation that begins; None for a message from anybody, whose channel is not known yet."""
-    ranks = distributed.get_process_group_ranks(group)
-    channel = str(group.group_name)
+    channel, ranks = _channel(group)
     if name in ("send", "recv"):
         given = options.get("dstRank", options.get("srcRank", options.get("peer", 0)))
         peer = arguments[1] if len(arguments) > 1 else given
@@ -113,6 +112,14 @@ def _begin(
     elif name == "recv_anysource":
         return None
     return watching.operations.begin(NAMES[name][1], channel, ranks, size_of(arguments))
+
+
+def _channel(group: Any) -> tuple[str, list[int]]:
+    """The name and the ranks of a group, which are looked up once."""
+    known: tuple[str, list[int]] | None = group.__dict__.get("_observed")
+    if known is None:
+        known = group._observed = str(group.group_name), distributed.get_process_group_ranks(group)
+    return known
 
 
 def _watched(work: Any, operation: Operation | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -34,6 +35,8 @@ class Recorder:
         self._file: IO[bytes] | None = None
         self.on_flush: Callable[[int], None] = lambda _size: None
         """Called with the size of the file when all events so far are in it."""
+        self.before_flush: Callable[[], None] = lambda: None
+        """Called before events are written: adds those whose making was put off until then, when it costs less."""
         if folder is not None:
             try:
                 self._open(folder / "streams" / f"{rank}.jsonl")
@@ -72,9 +75,16 @@ class Recorder:
         if event.start > self._next:
             self.flush()
 
+    def poll(self, now: float) -> None:
+        """Writes all events if it is time to."""
+        if now > self._next:
+            self.flush()
+
     def flush(self) -> None:
         if self._file is None:
             return
+        self._next = math.inf
+        self.before_flush()
         self._write()
         self._next = time.perf_counter() + _INTERVAL
         self._look()
@@ -110,6 +120,8 @@ class Recorder:
         self._close()
 
     def close(self) -> None:
+        self._next = math.inf
+        self.before_flush()
         self._pending += self.thinner.settle()
         self._write()
         self._close()

@@ -41,9 +41,14 @@ class Observer:
         self._recorder.add(Join(rank, time.perf_counter(), os.getpid(), *where, time.time()))
         self.steps = ScriptSteps(self._recorder, rank, size)
         self.operations = Operations(self._recorder, self.steps, rank)
+        self._recorder.before_flush = self._record
         self._process = os.getpid()
         atexit.register(self.close)
         util.Finalize(None, self.close, exitpriority=0)  # where this is a process of multiprocessing
+
+    def _record(self) -> None:
+        self.steps.record()
+        self.operations.settle()
 
     def close(self) -> None:
         """Writes the last events; the last worker to close completes the folder."""

@@ -60,26 +60,27 @@ class Operations:
         self._open: list[Operation] = []
         self._lock = threading.Lock()
         steps.after_backward = self._after_backward
-        steps.after_step = self.settle
 
     def begin(self, name: str, channel: str, ranks: Sequence[int], size: int) -> Operation:
         """The worker calls an operation of a channel between these workers; size: bytes."""
         with self._lock:
             number = self._numbers[channel]
             self._numbers[channel] = number + 1
-            if not number:
-                self._recorder.add(Peers(self._rank, time.perf_counter(), channel, list(ranks)))
-                self._steps.watch_pipelines()
             operation = Operation(self._steps, name, channel, number, size)
             self._open.append(operation)
+        if not number:  # without the lock, which `settle` takes where this is written at once
+            self._recorder.add(Peers(self._rank, operation.start, channel, list(ranks)))
+            self._steps.watch_pipelines()
         return operation
 
     def _after_backward(self, since: float) -> None:
         """A backward pass that began then has returned: it waited for the last operation that it began itself."""
-        begun = [one for one in self._open if one.future and one.start >= since and one.end is not None]
-        if begun:
-            last = max(begun, key=lambda one: one.start)
-            last.block(last.start)
+        for one in reversed(self._open):
+            if one.start < since:
+                return
+            if one.future and one.end is not None:
+                one.block(one.start)
+                return
 
     def settle(self, everything: bool = False) -> None:
         """Records the operations that are over; `everything`: also those of which no end was seen."""
@@ -95,12 +96,18 @@ class Operations:
 
 def size_of(arguments: Sequence[Any]) -> int:
     """Bytes of an operation's tensors: of its inputs or its outputs, whichever are more."""
-    return max((_size(argument) for argument in arguments), default=0)
+    most = 0
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor | list | tuple):
+            most = max(most, _size(argument))
+    return most
 
 
 def _size(argument: Any) -> int:
     if isinstance(argument, torch.Tensor):
-        return argument.numel() * argument.element_size()
+        return argument.nbytes
+    size = 0
     if isinstance(argument, list | tuple):
-        return sum(_size(one) for one in argument)
-    return 0
+        for one in argument:
+            size += _size(one)
+    return size
