@@ -85,7 +85,8 @@ def _adviser(lengths: list[list[float]], part: str, measured: float, strategy: s
         parts[:, PARTS.index("backward")] = 1.0
         parts[:, PARTS.index(part)] += own
         steps[rank] = WorkerSteps(np.arange(float(len(own))), parts, 0)
-    return Adviser(steps, find_slowness(steps), strategy, measured, {"script": "train.py", "arguments": ["-n", "3"]})
+    config = {"script": "train.py", "arguments": ["-n", "3"], "slow": ["1:2@link"]}
+    return Adviser(steps, find_slowness(steps), strategy, measured, config)
 
 
 def test_a_slow_loader_is_told_to_use_more_processes_and_what_that_brings() -> None:
@@ -94,7 +95,7 @@ def test_a_slow_loader_is_told_to_use_more_processes_and_what_that_brings() -> N
     assert loader.seconds_per_update == pytest.approx(1.1) and loader.samples == pytest.approx(4 / 1.1)
     assert "worker 2" in loader.change and loader.command is None
     policy = next(one for one in advice if "k-sync:k=2" in one.change)
-    assert policy.command == "paceline run train.py --workers 3 --strategy k-sync:k=2 -- -n 3"
+    assert policy.command == "paceline run train.py --workers 3 --strategy k-sync:k=2 --slow 1:2@link -- -n 3"
     assert [one.staleness > 0.05 for one in advice] == sorted(one.staleness > 0.05 for one in advice)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -139,7 +139,8 @@ class Adviser:
         for spec in (f"k-sync:k={workers - max(1, len(slow))}", f"k-batch-sync:k={workers}", "ssp:s=3", "async"):
             if spec != self._strategy and not spec.endswith("k=0"):
                 words = f"--strategy {spec}" if not self._observed else f"paceline.join() and --strategy {spec}"
-                found.append((words, spec, cluster, self._line(spec, workers)))
+                put_on = [str(one) for one in self._config.get("slow") or []]
+                found.append((words, spec, cluster, self._line(spec, workers, put_on)))
         return found
 
     def _repairs(self) -> list[tuple[str, str, SimulatedCluster, str | None]]:
@@ -167,10 +168,11 @@ class Adviser:
             found.append((words.format(_named(one.ranks)), self._strategy, cluster_of(lengths, 0.0), None))
         return found
 
-    def _line(self, spec: str, workers: int) -> str:
-        """The command of a run like this one."""
+    def _line(self, spec: str, workers: int, slow: Sequence[str] = ()) -> str:
+        """The command of a run like this one; slow: what is put on its workers."""
         script = str(self._config.get("script") or "SCRIPT")
         words = ["paceline", "run", script, "--workers", str(workers), "--strategy", spec]
+        words += [word for one in slow for word in ("--slow", one)]
         arguments = [str(word) for word in self._config.get("arguments") or []]
         return shlex.join([*words, *(["--", *arguments] if arguments else [])])
 
