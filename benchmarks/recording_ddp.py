@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.bench.workloads import WORKLOADS
@@ -88,7 +88,7 @@ def main() -> None:
     for model in options.model or WORKLOADS:
         with tempfile.TemporaryDirectory() as folder:
             arguments = (model, options.batch, options.blocks, options.seconds, folder)
-            multiprocessing.spawn(train, arguments, WORKERS)
+            spawn(train, arguments, WORKERS)
 
 
 if __name__ == "__main__":
