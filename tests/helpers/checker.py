@@ -75,15 +75,15 @@ class _Replay:
         self.promise, self.workers = Promise.of(spec, began), workers
         self.lockstep = self.promise.lockstep(began)
         self.found: list[str] = []
+        self._say = self.found.append
         self.version = 0
         self.k = self.promise.k
         self.most = self.k
         """The largest K since the last update, where K follows the workers."""
         self.here = set(range(began))
         self.late: set[int] = set()
-        """Who has joined while the run went on."""
         self.fresh: set[int] = set()
-        """Of those, who has trained on nothing yet: nobody waits for them."""
+        """Who has joined while the run went on; nobody waits for the fresh of them, who have trained on nothing yet."""
         self.changed = False
         """Whether workers have come or gone."""
         self.groups = -(-began // self.promise.size)
@@ -97,7 +97,8 @@ class _Replay:
         """By ticket: used, dropped or skipped."""
         self.leases: dict[int, LeaseGiven] = {}
         self.state: dict[int, str] = {}
-        """By number of the lease: out, pushed, done or returned."""
+        self.out: set[int] = set()
+        """By number of the lease: out, pushed, done or returned; and those that are out."""
         self.taken: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         """By loader and epoch: which lease has each sample, by place."""
         self.done: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
@@ -112,8 +113,7 @@ class _Replay:
         self.last_version = dict.fromkeys(range(workers), 0)
         units = range(-(-max(workers, began) // self.promise.size))
         self.at_least, self.at_most = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
-        """Bounds of the steps that each has finished: who had nothing to compute is not waited for, and need not
-        catch up."""
+        """Bounds of the steps that each has finished: who had nothing to compute need not catch up."""
         self.starved: set[int] = set()
         self.quit: set[int] = set()
         self.carries = False
@@ -121,12 +121,8 @@ class _Replay:
     def over(self, events: Sequence[Event]) -> list[str]:
         # Gradients of several minibatches may span two epochs: then samples are counted over the whole run.
         self.carries = any(isinstance(event, Push) and len(event.leases) > 1 for event in events)
-        self.training = {
-            event.loader
-            for event in events
-            if isinstance(event, LeaseGiven)
-            and any(isinstance(push, Push) and event.number in push.leases for push in events)
-        }
+        pushed = {number for event in events if isinstance(event, Push) for number in event.leases}
+        self.training = {event.loader for event in events if isinstance(event, LeaseGiven) and event.number in pushed}
         left = {event.rank for event in events if isinstance(event, Leave)}
         last = {event.rank: place for place, event in enumerate(events) if event.rank not in left and event.rank >= 0}
         for place, event in enumerate(events):
@@ -153,9 +149,6 @@ class _Replay:
             self._note_who_starves()
         self._end()
         return self.found
-
-    def _say(self, sentence: str) -> None:
-        self.found.append(sentence)
 
     def _roster(self, roster: Roster) -> None:
         """Somebody has come, or gone. Who comes is in the smallest group."""
@@ -200,7 +193,7 @@ class _Replay:
         for number in push.leases:
             if self.state.get(number) != "out" or self.leases[number].rank != push.rank:
                 self._say(f"{who} has lease {number}, which is not its own to train on")
-            self.state[number] = "pushed"
+            self._turn(number, "pushed")
         if push.leases and push.samples != sum(self.leases[n].samples for n in push.leases if n in self.leases):
             self._say(f"{who} has {push.samples} samples, which is not what its leases have")
         late = self.promise.family in _FRESH and push.version != self.version
@@ -224,9 +217,8 @@ class _Replay:
             push = self.pushes[ticket]
             if ticket in self.ended:
                 self._say(f"{what} uses push {ticket}, which was {self.ended[ticket]} before")
-            for number in push.leases:
-                if number in self.cancelled:
-                    self._say(f"{what} uses push {ticket}, whose step was cancelled")
+            if any(number in self.cancelled for number in push.leases):
+                self._say(f"{what} uses push {ticket}, whose step was cancelled")
             if self.promise.family in _FRESH and push.version != self.version:
                 self._say(f"{what} uses push {ticket}, which is of version {push.version}, not {self.version}")
             used.append(push)
@@ -319,7 +311,12 @@ class _Replay:
             self.starved.discard(lease.rank)
             self._wake(self.unit[lease.rank], lease.rank in self.fresh)
         self.fresh.discard(lease.rank)
-        self.leases[lease.number], self.state[lease.number] = lease, "out"
+        self.leases[lease.number] = lease
+        self._turn(lease.number, "out")
+
+    def _turn(self, number: int, state: str) -> None:
+        self.state[number] = state
+        (self.out.add if state == "out" else self.out.discard)(number)
 
     def _wake(self, unit: int, joined: bool) -> None:
         """Who had nothing to compute was not waited for; it need not catch up, but is waited for again.
@@ -341,7 +338,7 @@ class _Replay:
             if lease is None or self.state[number] != before:
                 self._say(f"{who} has lease {number}, which is {self.state.get(number, 'unknown')}")
             if lease is not None:
-                self.state[number] = "done"
+                self._turn(number, "done")
                 self.done[lease.loader, lease.epoch].update(range(lease.first, lease.first + lease.samples))
 
     def _return(self, back: Return) -> None:
@@ -358,7 +355,7 @@ class _Replay:
                         self.ended[ticket] = "dropped"
             elif self.state[number] == "pushed":
                 self._say(f"lease {number} was returned ({back.why}) though its gradient is with the server")
-            self.state[number] = "returned"
+            self._turn(number, "returned")
             self.given_back.add(number)
             self.again.add(number)
             if back.why == "abandoned":
@@ -393,7 +390,7 @@ class _Replay:
 
     def _holders(self) -> set[int]:
         """Who has samples and no gradient of them yet."""
-        return {self.leases[number].rank for number, state in self.state.items() if state == "out"} & self.here
+        return {self.leases[number].rank for number in self.out} & self.here
 
     def _free(self) -> int:
         """Samples that could be given out."""
@@ -432,7 +429,7 @@ class _Replay:
         if self.carries:
             # What a script had summed up when it ended was never a gradient.
             trained = sum(sum(places.values()) for places in self.done.values())
-            left = sum(self.leases[n].samples for n, s in self.state.items() if s == "out" or n in self.again)
+            left = sum(self.leases[n].samples for n in self.out | self.again)
             due = sum(epoch.samples for epoch in self.epochs.values())
             if trained + left != due:
                 self._say(f"{trained} samples were trained on, {left} were left in the end, and there were {due}")
