@@ -272,6 +272,64 @@ def test_torchrun_starts_a_team_again_from_its_newest_snapshot_and_resumes_it_ov
     assert not (folders[1] / "runs" / "first" / "snapshots").exists()
 
 
+GROWING = """
+import os, pathlib, sys, time
+import torch, paceline
+torch.manual_seed(0)
+team = paceline.join()
+model = torch.nn.Embedding(96, 1)
+torch.nn.init.zeros_(model.weight)
+loader = torch.utils.data.DataLoader(range(96), 4, shuffle=True)
+model, optimizer, loader = team.setup(model, torch.optim.SGD(model.parameters(), lr=1.0), loader)
+for epoch in range(3):
+    for index in loader:
+        model(index).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pathlib.Path(f"trained-{team.world_size}").touch()
+        time.sleep(0.0 if team.world_size > 1 or pathlib.Path("go-on").exists() else 0.2)
+        while team.world_size > 1 and not pathlib.Path("go-on").exists():
+            time.sleep(0.01)
+team.barrier()
+team.close()
+if team.is_lead:
+    print(team.world_size, "counts", sorted({-int(row) for row in model.weight.detach().flatten()}), flush=True)
+"""
+
+
+def test_torchrun_takes_a_machine_in_and_the_team_goes_on_from_its_newest_snapshot(tmp_path: Path) -> None:
+    script = write_script(tmp_path, GROWING)
+    folders = [tmp_path / "one", tmp_path / "other"]  # which do not see each other's files
+    with hosts(2) as made, contextlib.ExitStack() as stack:
+        runs = []
+        for host, folder in zip(made, folders, strict=True):
+            folder.mkdir()
+            place = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
+            place += [
+                "--rdzv-endpoint",
+                f"{made[0].address}:29400",
+                "--rdzv-conf",
+                f"is_host={int(not runs)},last_call_timeout=1",
+            ]
+            place += ["--monitor-interval", "0.1", "--local-addr", host.address]
+            words = ["-m", "paceline", "run", str(script), "--strategy", "all-reduce", "--name", "first"]
+            command = [TORCHRUN, *place, *words, "--snapshot", "0s"]
+            # In torch 2.13 a torchrun that joins waits in vain for the address of a store that is shared.
+            own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            runs.append(stack.enter_context(starting(command, folder, host=host, **own)))
+            trained = [one / f"trained-{len(runs)}" for one in folders]
+            wait_until(lambda paths=trained: any(map(Path.exists, paths)), 90, f"{len(runs)} to train")
+            if len(runs) == 1:
+                wait_until(lambda: len(list(folders[0].glob("runs/first/snapshots/[0-9]*.pt"))) > 1, 60, "snapshots")
+        for folder in folders:
+            (folder / "go-on").touch()
+        outcomes = [run.finish(120.0) for run in runs]
+    said = "".join(outcome.out + outcome.err for outcome in outcomes)
+    assert [outcome.code for outcome in outcomes] == [0, 0], said
+    assert said.count("torchrun has started the team again, which goes on from snapshot") == 1, said
+    assert "2 counts [3]" in said, said
+
+
 TOLD = """
 import paceline, torch
 team = paceline.join("all-reduce", name="of-the-script")

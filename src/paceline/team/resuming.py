@@ -49,11 +49,11 @@ class Resuming:
         """True once the script has asked for its first batch."""
 
     def _read(self, run: Path) -> dict[str, Any]:
-        """The lead looks for a snapshot that is not damaged; the others read the same, or get it from there."""
-        members = self._worker.members
+        """One worker looks for a snapshot that is not damaged; the others read the same, or get it from there."""
+        members, source = self._worker.members, self._worker.resumed_by
         content: dict[str, Any] | None = None
         found = ""
-        if members.rank == 0:
+        if members.rank == source:
             try:
                 path, content, damaged = read_newest(run)
                 for sentence in damaged:
@@ -61,7 +61,7 @@ class Resuming:
                 found = f"={_stamp(path)}"
             except UsageError as error:
                 found = str(error)
-        found = members.gather(found.encode())[0].decode()
+        found = members.gather(found.encode())[source].decode()
         if not found.startswith("="):
             raise UsageError(found)
         stamp = found[1:]
@@ -70,7 +70,7 @@ class Resuming:
             # Another machine may have another file at this path.
             here = members.gather(b"1" if content is not None or _stamp(self.path) == stamp else b"0")
             if b"0" in here:
-                sent = members.gather(b"" if content is None else pack(content))[0]
+                sent = members.gather(b"" if content is None else pack(content))[source]
                 return content if content is not None else dict(unpack(sent))
         return read(self.path) if content is None else content
 

@@ -67,6 +67,8 @@ class Worker:
         self.members: Members = join_team(place, launch, timeouts or launch.timeouts, self.say, elastic=reforms)
         if reforms and launch.joins is not None:
             self.size = self.members.size
+        self.resumed_by = 0
+        """The rank that reads the snapshot which the run goes on from."""
         self.launch = self._gone_on(launch)
         import_compiler_late()
         if place.world_size > 1 or launch != Launch():
@@ -83,19 +85,25 @@ class Worker:
     def _gone_on(self, launch: Launch) -> Launch:
         """The settings, with the run's own folder to go on from if torchrun has started the team again.
 
-        Rank 0 looks for a snapshot, which must be of this run: written since torchrun was started.
+        Every machine looks for a snapshot of this run: one that was written since its torchrun was started. When
+        machines come or go, torchrun starts all workers again and may make another machine rank 0's.
         """
-        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
-        if not again or not self._writes_summary or launch.resume is not None or launch.joins is not None:
+        restarts = "TORCHELASTIC_RUN_ID" in os.environ and self._writes_summary
+        if not restarts or launch.resume is not None or launch.joins is not None:
             return launch
-        found = b""
-        if self.rank == 0 and self.folder is not None:
-            snapshot = newest_snapshot(self.folder)
-            if snapshot is not None and snapshot.stat().st_mtime > started_at(os.getppid()):
-                found = str(self.folder.absolute()).encode()
-                self.say(f"torchrun has started the team again, which goes on from snapshot {snapshot.name}")
-        found = self.members.gather(found)[0]
-        return msgspec.structs.replace(launch, resume=found.decode()) if found else launch
+        assert self.folder is not None
+        own, snapshot = b"", newest_snapshot(self.folder)
+        if snapshot is not None and snapshot.stat().st_mtime > started_at(os.getppid()):
+            own = f"{snapshot.name}\0{self.folder.absolute()}".encode()
+        found = self.members.gather(own)
+        newest = max(found)
+        if not newest:
+            return launch
+        self.resumed_by = found.index(newest)
+        name, _, folder = newest.decode().partition("\0")
+        if self.rank == 0:
+            self.say(f"torchrun has started the team again, which goes on from snapshot {name}")
+        return msgspec.structs.replace(launch, resume=folder)
 
     def _streams_folder(self) -> Path | None:
         """The folder of this worker's events; on other machines than rank 0's, a relay or the lead forwards them."""
