@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import gc
-import importlib
 import os
 import runpy
 import signal
@@ -15,8 +15,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from multiprocessing import process as multiprocessing_process
 from multiprocessing import resource_tracker
 from multiprocessing import util as multiprocessing_util
@@ -26,6 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch._dynamo  # any optimizer imports it, which takes seconds: once here, not once in every fork
 import torch.export
+import typer
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -40,8 +42,19 @@ import paceline.team
 from helpers.hosts import Host
 from helpers.support import PACELINE, PYTHON, TORCHRUN, Outcome, Run, environment, shared_files
 
-with contextlib.suppress(ImportError):  # what some versions of typer import when they are first used: once here, too
-    importlib.import_module("typer._adapters")
+
+def _assembled_once(assemble: Callable[[str | None], Callable[..., Any]]) -> Callable[[str | None], Callable[..., Any]]:
+    """Lets forks have what typer makes of the options of `paceline run`: half of a launcher's CPU time."""
+    command: Any = typer.main.get_command(assemble("run"))  # type: ignore[arg-type]
+    command.make_context(PACELINE, ["run"])
+    command.commands["run"].make_context("run", ["train.py"])  # it makes of each option what it needs when it is used
+    return lambda asked: command if asked == "run" else assemble(asked)
+
+
+_main = sys.modules["paceline.cli.main"]  # not the function of that name
+_assemble = _assembled_once(_main.assemble)
+metadata.version = functools.cache(metadata.version)
+metadata.version("torch")  # parses a long file
 
 _Popen = subprocess.Popen
 _SERVER = str(paceline.server.main.__file__)
@@ -150,8 +163,9 @@ class _ServerFork(Fork):
 
 
 def fork_programs() -> None:
-    """Lets this process, itself a fork, start Python programs as forks."""
+    """Lets this process, itself a fork, be `paceline`, and start Python programs as forks."""
     subprocess.Popen = Fork  # type: ignore[misc,assignment]
+    _main.assemble = _assemble  # type: ignore[attr-defined]
 
 
 def fork_servers() -> None:
