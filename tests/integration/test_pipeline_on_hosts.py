@@ -78,7 +78,7 @@ def test_losses_are_those_of_the_plain_model(kind: str, strategy: str, two: list
 @pytest.mark.parametrize(
     ("places", "strategy"),
     [
-        ("abcd", "pipeline:stages=4,microbatches=4,schedule=gpipe"),
+        ("abab", "pipeline:stages=4,microbatches=4,schedule=gpipe"),
         ("ab", "pipeline:stages=2,microbatches=4,schedule=interleaved,chunks=2"),
         ("ab", "pipeline:stages=2,microbatches=4,schedule=zero-bubble"),
         ("abc", "pipeline:stages=3,microbatches=5,schedule=zero-bubble-2p"),

@@ -82,7 +82,11 @@ def hugging_face(team: Team | None, steps: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("places", "strategy"),
-    [("aabb", "tensor:degree=4"), ("aabb", "mesh:data=1,pipeline=2,tensor=2,microbatches=2")],
+    [
+        ("aabb", "tensor:degree=4"),
+        ("abc", "pipeline:stages=3,microbatches=2"),
+        ("aabb", "mesh:data=1,pipeline=2,tensor=2,microbatches=2"),
+    ],
 )
 def test_a_hugging_face_model_has_the_losses_of_the_plain_one(places: str, strategy: str) -> None:
     found = run_spread(hugging_face, places, 20, launch=launched(strategy), timeout=120.0)

@@ -35,11 +35,15 @@ class Pipeline(Strategy):
     """True if a stage keeps only its inputs, and computes its forward pass again before each backward pass."""
     offload: str = "none"
     """`disk`: the optimizer's state is in a file, not in memory, where stages are on several machines."""
+    order: str = ""
+    """On which of the replica's workers each stage is, as in `0+2+1`, where they are on several machines; by the
+    measured links if not given."""
 
     def __post_init__(self) -> None:
         _split_checked(self, "stages", "microbatches", "chunks")
         _pipeline_checked(self, self.stages)
         _workers_checked(self)
+        _order_checked(self, sum(self.by_stage))
 
     @property
     def by_stage(self) -> tuple[int, ...]:
@@ -99,6 +103,8 @@ class Mesh(Strategy):
     """As `Pipeline.recompute`."""
     offload: str = "none"
     """As `Pipeline.offload`."""
+    order: str = ""
+    """As `Pipeline.order`, in numbers of `tensor` workers with consecutive ranks."""
     plan: Mapping[str, Any] | str | None = None
     """As `Tensor.plan`."""
     sequence_parallel: bool = False
@@ -109,6 +115,7 @@ class Mesh(Strategy):
     def __post_init__(self) -> None:
         _split_checked(self, "data", "pipeline", "tensor", "microbatches", "chunks")
         _pipeline_checked(self, self.pipeline)
+        _order_checked(self, self.pipeline)
         _plan_parsed(self)
         for name in ("plan", "sequence_parallel"):
             if getattr(self, name) and self.tensor == 1:
@@ -180,6 +187,16 @@ def _workers_checked(pipeline: Pipeline) -> None:
         raise UsageError(
             f"{said}, but {most} workers cannot share {pipeline.microbatches} microbatch"
             f"{'es' * (pipeline.microbatches > 1)}; write microbatches={most} or more"
+        )
+
+
+def _order_checked(strategy: Pipeline | Mesh, count: int) -> None:
+    places = str(strategy.order).split("+")
+    if strategy.order and (places[0] != "0" or sorted(places) != sorted(map(str, range(count)))):
+        example = "+".join(map(str, [0, *reversed(range(1, count))]))
+        raise UsageError(
+            f"option 'order' of strategy '{strategy.spec}' is {strategy.order!r}; it must have each number from 0 to "
+            f"{count - 1} once and begin with 0, where the script's first worker is, as in {example}"
         )
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from paceline.cluster.free_memory import free_memory
 from paceline.cluster.membership import Members
 from paceline.collectives.group import Group
-from paceline.collectives.links import LinkMatrix
 from paceline.collectives.machines_group import MachinesGroup
 from paceline.config.units import duration, size
 from paceline.errors import UsageError
@@ -64,10 +63,9 @@ def build_runtime(
     why_undivided(model, traced, context)
     group = _join(context)
     try:
-        links = group.measure_links() if isinstance(group, MachinesGroup) else None
         memories = _memories(model, context)
         with plain():
-            bounds = _agree_on_bounds(traced, model, context, links, memories, args, kwargs)
+            bounds = _agree_on_bounds(traced, model, context, memories, args, kwargs)
     except BaseException:
         group.close()
         raise
@@ -79,11 +77,6 @@ def _join(context: PipelineContext) -> Group | MachinesGroup:
     members, ranks = context.members, context.ranks
     if context.machines is not None:
         return context.machines.part(ranks)
-    if len(members.machines) > 1:
-        machines = MachinesGroup(members, context.say)
-        context.calls.watch(machines.control)
-        machines.watch_all()
-        return machines
 
     def exchange(payload: bytes) -> list[bytes]:
         payloads = members.gather(payload)
@@ -135,19 +128,18 @@ def _agree_on_bounds(
     traced: ModelTrace,
     model: nn.Module,
     context: PipelineContext,
-    links: LinkMatrix | None,
     memories: list[float],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[int]:
     """The operation at which each stage ends; the first stage's worker measures and decides.
 
-    links: between machines, if there are several; memories: bytes that each worker can have.
+    memories: bytes that each worker can have.
     """
     answer: dict[str, Any] = {}
     spec = context.spec
     stages = StageAssignment.from_spec(spec).workers
-    devices = _slowest(context.gather_firsts(msgspec.msgpack.encode(_devices(stages, context, links, memories))))
+    devices = _slowest(context.gather_firsts(msgspec.msgpack.encode(_devices(stages, context, memories))))
     if context.decides:
         try:
             with context.measurable(traced):
@@ -233,9 +225,7 @@ def _memories(model: nn.Module, context: PipelineContext) -> list[float]:
     return [found[rank] for rank in context.ranks]
 
 
-def _devices(
-    stages: Sequence[Sequence[int]], context: PipelineContext, links: LinkMatrix | None, memories: Sequence[float]
-) -> list[Device]:
+def _devices(stages: Sequence[Sequence[int]], context: PipelineContext, memories: Sequence[float]) -> list[Device]:
     """The devices of the stages, with their links to the stages before them."""
     found = []
     for before, ranks in zip(((), *stages), stages, strict=False):
@@ -247,6 +237,7 @@ def _devices(
             if len(machines := {_machine(rank, context) for rank in pair}) == 2
             for way in itertools.permutations(machines)
         }
+        links = context.links
         if links is not None and ways:
             # Values go one way and gradients the other.
             bandwidth = min(links.bandwidth[a][b] for a, b in ways)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from paceline.cluster.membership import Members
+from paceline.collectives.links import LinkMatrix
 from paceline.collectives.machines_group import MachinesGroup
 from paceline.config import Pipeline
 from paceline.events.recorder import Recorder
@@ -55,6 +56,8 @@ class PipelineContext:
     """True if other workers run the same passes on shards of the same layers, so that no pass may be run early."""
     machines: MachinesGroup | None = None
     """All members on their machines, if the trainer has made this group already."""
+    links: LinkMatrix | None = None
+    """The links between the machines, if there are several."""
     firsts: Callable[[bytes], list[bytes]] | None = None
     """Gathers the payloads of the first workers of all replicas, if these must be cut alike; all workers call it."""
     counts_samples: bool = True

@@ -40,7 +40,7 @@ from paceline.strategies.optimizer_patch import run_closure
 from paceline.strategies.replica_exchange import ReplicaExchange, ReplicaMembers
 from paceline.strategies.same_inputs import SameInputs
 from paceline.strategies.split_checks import log_calls, refuse_parts, refuse_pipeline
-from paceline.strategies.split_model import pipeline_of, stage_speeds, tried
+from paceline.strategies.split_model import ordered_places, pipeline_of, stage_speeds, tried
 from paceline.strategies.step_table import StepAgreement
 from paceline.transport import BarrierKind
 from paceline.transport.call_log import UPDATES
@@ -94,12 +94,12 @@ class PipelineTrainer(Trainer):
 
     def _split(self, options: Options, context: TrainerContext) -> PipelinedModel | None:
         """Splits the model; returns it if it is cut into stages."""
-        spec, coord = context.strategy, self._coord
+        spec = context.strategy
         assert isinstance(spec, Pipeline | Mesh)
-        if coord.shape.data > 1:
+        if self._spread:
             self._connect(context)
         spec = spec if isinstance(spec, Pipeline) else pipeline_of(spec)
-        pipeline = self._pipeline_context(context, spec, range(coord.shape.replica))
+        pipeline = self._pipeline_context(context, spec)
         return PipelinedModel(self._model, pipeline, self._share, self._built)
 
     def _connect(self, context: TrainerContext) -> MachinesGroup:
@@ -109,14 +109,14 @@ class PipelineTrainer(Trainer):
         machines.watch_all()
         return machines
 
-    def _pipeline_context(
-        self, context: TrainerContext, spec: Pipeline, places: Sequence[int], **more: Any
-    ) -> PipelineContext:
-        """places: of the pipeline's workers in the replica."""
+    def _pipeline_context(self, context: TrainerContext, spec: Pipeline, **more: Any) -> PipelineContext:
         self._microbatches = spec.microbatches
         coord, machines, members = self._coord, self._machines, context.members
+        places, each = list(range(coord.part, coord.shape.replica, coord.shape.tensor)), coord.shape.replica
+        if machines is not None:
+            places, more["links"] = ordered_places(spec, coord, members, machines, context.say)
         if coord.shape.data > 1:
-            members, each = ReplicaMembers(members, coord), coord.shape.replica
+            members = ReplicaMembers(members, coord)
             more["firsts"] = lambda payload: context.members.gather(payload)[::each]
         return PipelineContext(
             spec=spec,
@@ -124,7 +124,7 @@ class PipelineTrainer(Trainer):
             ranks=places,
             team_ranks=[coord.lead + place for place in places],
             machines=None if machines is None else machines.part(coord.replica_ranks()),
-            speeds=stage_speeds(context, coord),
+            speeds=stage_speeds(context, coord, places),
             recorder=context.recorder,
             say=context.say,
             slow_pass=context.stopwatch.slow_pass,
@@ -180,8 +180,7 @@ class PipelineTrainer(Trainer):
     @property
     def _network(self) -> NetworkMailbox | None:
         """The connections to workers that may ask this one for its part of the state."""
-        group = None if self._runtime is None else self._runtime.group
-        return group.network if isinstance(group, MachinesGroup) else None
+        return None if self._machines is None else self._machines.network
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
 
@@ -395,7 +394,7 @@ class PipelineTrainer(Trainer):
         if network is None or self._abandoned:
             return
         network.bye()
-        if self._rank and getattr(sys, "last_value", None) is None:
+        if self._rank and self._is_split and getattr(sys, "last_value", None) is None:
             network.wait_for_bye(0, self._barrier.timeouts.barrier)  # the lead may still save the model
 
     def abandon(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.cluster.compiler import IgnoredCompiler
 from paceline.cluster.membership import Members
+from paceline.collectives.links import LinkMatrix
 from paceline.collectives.machines_group import MachinesGroup
 from paceline.config import Mesh, Pipeline, Tensor
 from paceline.errors import UsageError
@@ -28,6 +29,7 @@ from paceline.strategies.partitioned_parameters import PartitionedParameters
 from paceline.strategies.replica_client import ReplicaBarrier
 from paceline.strategies.same_inputs import SameInputs
 from paceline.strategies.split_checks import log_calls
+from paceline.strategies.stage_order import stage_order
 from paceline.tensor_parallel.comm_functions import ShardGroup
 from paceline.tensor_parallel.plans import agree_on_plan
 from paceline.tensor_parallel.sharded_model import ShardedModel
@@ -108,7 +110,7 @@ class SplitModel:
             recorder=context.recorder,
             say=context.say,
             slow_pass=context.stopwatch.slow_pass,
-            speeds=stage_speeds(context, coord),
+            speeds=stage_speeds(context, coord, ranks),
             version=lambda: trainer.version,
             calls=self.calls,
             before_call=same_inputs.check,
@@ -155,15 +157,36 @@ def pipeline_of(mesh: Mesh) -> Pipeline:
         norm=mesh.norm,
         recompute=mesh.recompute,
         offload=mesh.offload,
+        order=mesh.order,
     )
 
 
-def stage_speeds(context: TrainerContext, coord: MeshCoord) -> list[float]:
-    """The relative speed of each stage of a replica: that of its slowest worker."""
+def ordered_places(
+    spec: Pipeline, coord: MeshCoord, members: Members, machines: MachinesGroup, say: Callable[[str], None]
+) -> tuple[list[int], LinkMatrix]:
+    """The places in a replica of the workers of this worker's line, by stage; and the links between the machines.
+
+    members: of one replica or of several, all of which call it.
+    """
+    each, stages = coord.shape.tensor, coord.shape.pipeline
+    machine_of = {rank: number for number, ranks in enumerate(members.machines) for rank in ranks}
+    found = [
+        [machine_of[first + each * stage] for stage in range(stages)]
+        for first in range(0, members.size, coord.shape.replica)
+    ]
+    links = machines.measure_links()
+    order = list(map(int, spec.order.split("+"))) if spec.order else list(range(stages))
+    if not (spec.order or spec.shared):
+        order = stage_order(found, links, say)
+    return [each * stage + coord.part for stage in order], links
+
+
+def stage_speeds(context: TrainerContext, coord: MeshCoord, places: Sequence[int]) -> list[float]:
+    """The relative speed of each stage of a replica, the workers of whose lines have these places: its slowest's."""
     each, slow = coord.shape.tensor, context.launch.slow
+    firsts = [coord.lead + place // each * each for place in places]
     return [
-        min(1.0 / slow[rank].factor if rank in slow else 1.0 for rank in range(first, first + each))
-        for first in range(coord.lead, coord.lead + coord.shape.replica, each)
+        min(1.0 / slow[rank].factor if rank in slow else 1.0 for rank in range(first, first + each)) for first in firsts
     ]
 
 

@@ -32,7 +32,6 @@ from paceline.strategies.split_model import pipeline_of, shard_layers
 from paceline.strategies.spread_state import ShardedStageState
 from paceline.tensor_parallel.comm_functions import ShardGroup
 from paceline.transport import BarrierKind
-from paceline.transport.network_mailbox import NetworkMailbox
 
 
 class SpreadTrainer(PipelineTrainer):
@@ -68,7 +67,6 @@ class SpreadTrainer(PipelineTrainer):
         pipeline = self._pipeline_context(
             context,
             pipeline_of(strategy),
-            range(coord.part, coord.shape.replica, coord.shape.tensor),
             in_step=True,
             counts_samples=coord.part == 0,
         )
@@ -100,10 +98,6 @@ class SpreadTrainer(PipelineTrainer):
     @property
     def _own(self) -> list[torch.nn.Parameter]:
         return super()._own if self._pipelined is not None else list(self._model.parameters())
-
-    @property
-    def _network(self) -> NetworkMailbox | None:
-        return None if self._machines is None else self._machines.network
 
     # -- the user's loop ---------------------------------------------------------------------------------------------
 

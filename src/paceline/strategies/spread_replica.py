@@ -28,7 +28,14 @@ from paceline.strategies.replica_client import ReplicaBarrier
 from paceline.strategies.same_inputs import SameInputs
 from paceline.strategies.served_state import served_state
 from paceline.strategies.split_checks import log_calls
-from paceline.strategies.split_model import StageWatch, pipeline_of, shard_layers, stage_speeds, tried
+from paceline.strategies.split_model import (
+    StageWatch,
+    ordered_places,
+    pipeline_of,
+    shard_layers,
+    stage_speeds,
+    tried,
+)
 from paceline.transport import BarrierKind
 
 
@@ -75,17 +82,19 @@ class SpreadReplica:
     def _pipeline(self, context: TrainerContext, trainer: Trainer, same_inputs: SameInputs) -> PipelinedModel:
         mesh, coord = context.strategy, self._coord
         assert isinstance(mesh, Mesh)
-        places = range(coord.part, coord.shape.replica, coord.shape.tensor)
+        spec, members = pipeline_of(mesh), self.barrier.members
+        places, links = ordered_places(spec, coord, members, self._machines, context.say)
         pipeline = PipelineContext(
-            spec=pipeline_of(mesh),
-            members=self.barrier.members,
+            spec=spec,
+            members=members,
             ranks=places,
             team_ranks=[coord.lead + place for place in places],
             machines=self._machines,
+            links=links,
             recorder=context.recorder,
             say=context.say,
             slow_pass=context.stopwatch.slow_pass,
-            speeds=stage_speeds(context, coord),
+            speeds=stage_speeds(context, coord, places),
             version=lambda: trainer.version,
             calls=self.calls,
             before_call=same_inputs.check,
@@ -128,6 +137,13 @@ class SpreadReplica:
         if self._sharded is not None:
             self._sharded.undo()
         self.state.release()
+
+    def say_bye(self, waits: bool) -> None:
+        """This worker's script has ended. waits: until that of the replica's first one has, which may still save."""
+        network = self._machines.network
+        network.bye()
+        if waits and self._coord.place:
+            network.wait_for_bye(0, self.barrier.members.barrier.timeouts.barrier)
 
     def leave(self) -> None:
         """Leaves the replica's groups."""

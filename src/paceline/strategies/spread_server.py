@@ -14,6 +14,7 @@ So an update is of whole gradients, and all parts of a replica are of one versio
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,8 @@ class SpreadServerTrainer(MeshServerTrainer):
 
     spans = True
     _split: SpreadReplica
+    _abandoned = False
+    """True if the script has ended with an error."""
 
     def _split_model(
         self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext
@@ -100,6 +103,14 @@ class SpreadServerTrainer(MeshServerTrainer):
                 if self._rank:
                     load_optimizers(self._patches, optimizer)
             self._barrier.wait(BarrierKind.BARRIER)
+
+    def leave(self) -> None:
+        if not self._abandoned:
+            self._split.say_bye(getattr(sys, "last_value", None) is None)
+        super().leave()
+
+    def abandon(self) -> None:
+        self._abandoned = True
 
     def close(self) -> None:
         with contextlib.suppress(TeamError):

@@ -37,7 +37,9 @@ class ShardedStageState(StageState):
 
     def _workers(self, number: int) -> list[int]:
         """The workers that have the shards of a tensor, or all of it each."""
-        stage, parts = self._owners[number] if self._owners else self._coord.stage, self._coord.shape.tensor
+        stage, parts = self._coord.stage, self._coord.shape.tensor
+        if self._runtime is not None:
+            stage = self._runtime.context.ranks[self._owners[number]] // parts
         return [self._coord.lead + stage * parts + part for part in range(parts)]
 
     def _shards(self, name: str) -> list[torch.Tensor]:

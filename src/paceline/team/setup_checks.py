@@ -114,6 +114,7 @@ def choose_trainer(
     if launch.profiling is not None:
         return load(PROFILING)
     _check_offload(strategy, members)
+    _check_order(strategy, members)
     elastic = launch.elastic or launch.joins is not None
     if members.size == 1 and not (elastic and isinstance(strategy, Policy)):
         return load(SINGLE)
@@ -167,6 +168,17 @@ def _check_offload(strategy: Strategy, members: Members) -> None:
         raise UsageError(
             f"'{strategy}' keeps the optimizer's state on disk, but here the workers of a machine share it in memory; "
             "leave out 'offload', or put the stages of each replica on several machines"
+        )
+
+
+def _check_order(strategy: Strategy, members: Members) -> None:
+    """Refuses an order of stages where the workers of each replica are on one machine."""
+    if getattr(strategy, "order", "") and (
+        len(members.machines) == 1 or replicas_by_machine(strategy, members.machines) is not None
+    ):
+        raise UsageError(
+            f"'{strategy}' gives an order of stages over machines, but here the workers of a replica are on one; leave "
+            "out 'order'"
         )
 
 
