@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from typing import Any
 
 import msgspec
 import torch
@@ -33,6 +34,7 @@ msgspec.json.decode("{}", type=Launch)
 step_counter._SPINS, step_counter._YIELDS, mailbox._SPINS, client._LINGER = 200, 10, 10, 0.0
 for device in (torch.cuda, torch.xpu, torch.mtia):
     if not device.is_available():  # every seed would be kept for it together with the stack, a hundred frames of pytest
-        for place in (device, getattr(device, "random", device)):
-            place._lazy_call = lambda call, **_: None  # type: ignore[attr-defined]
+        places: list[Any] = [device, getattr(device, "random", device)]
+        for place in places:
+            place._lazy_call = lambda call, **_: None
 prepare_to_fork()
