@@ -94,9 +94,26 @@ def test_a_slow_loader_is_told_to_use_more_processes_and_what_that_brings() -> N
     loader = next(one for one in advice if one.change.startswith("more loader processes (num_workers)"))
     assert loader.seconds_per_update == pytest.approx(1.1) and loader.samples == pytest.approx(4 / 1.1)
     assert "worker 2" in loader.change and loader.command is None
+    assert not any("balance" in one.change for one in advice), "batches are balanced by the pace of computing"
     policy = next(one for one in advice if "k-sync:k=2" in one.change)
     assert policy.command == "paceline run train.py --workers 3 --strategy k-sync:k=2 --slow 1:2@link -- -n 3"
     assert [one.staleness > 0.05 for one in advice] == sorted(one.staleness > 0.05 for one in advice)
+
+
+def test_a_slow_forward_pass_is_balanced() -> None:
+    advice = _adviser([[0.1] * 20, [0.1] * 20, [3.0] * 20], "forward", 4.0).advise()
+    balanced = next(one for one in advice if one.change.startswith("balance=True"))
+    assert balanced.seconds_per_update == pytest.approx(3 / (2 / 1.1 + 1 / 4.0))
+
+
+def test_no_policy_is_promised_to_leave_a_stall_early() -> None:
+    """Each of four workers has a stall of 4 s in one of its five steps, which other ones do not share."""
+    lengths = [[4.0 if step % 5 == rank else 0.1 for step in range(40)] for rank in range(4)]
+    adviser = _adviser(lengths, "forward", 4.0)
+    advice = {one.change: one for one in adviser.advise()}
+    stalled = advice["--strategy k-sync:k=3"]
+    # A step takes 1.9 s in the mean, and no worker begins one before its last one is over.
+    assert stalled.samples < 4 * 4.0 / (1.9 * 3) and stalled.seconds_per_update > 1.4
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,13 @@ def ask(spec: str, on: SimulatedCluster, updates: int = 40, seed: int = 0) -> Re
     return simulate(spec, on, updates=updates, seed=seed)[0]
 
 
+@pytest.mark.parametrize(("interruptible", "seconds"), [(True, 4.0), (False, (20 - 4) / 3)])
+def test_a_cancelled_step_lasts_until_its_end_where_it_cannot_be_left(interruptible: bool, seconds: float) -> None:
+    """Two minibatches make an update; by hand they are made at 4, 8, 12, 16 s, or else at 4, 9, 15, 20 s."""
+    on = SimulatedCluster(workers=2, own=(Constant(3.0), Constant(4.0)), interruptible=interruptible)
+    assert ask("k-batch-sync:k=2", on, updates=4).seconds_per_update == pytest.approx(seconds)
+
+
 # -- costs of messages -----------------------------------------------------------------------------------------------
 
 

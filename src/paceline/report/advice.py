@@ -6,6 +6,7 @@ leave out cancels. If the simulation of the run as it was is far from what was m
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,10 @@ _WORTH = 1.05
 """Ratio of samples per second from which on a change is worth advising."""
 _MOST = 4
 """The most pieces of advice."""
+_BALANCED = [PARTS.index(part) for part in ("forward", "backward", "slowed")]
+"""The parts of a step whose pace decides on a worker's share of the batch."""
+_SHARED = [*_BALANCED, PARTS.index("loading")]
+"""Those that take less time for fewer samples."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,8 +116,12 @@ class Adviser:
             return False
 
     def _simulated(self, spec: str, cluster: SimulatedCluster) -> tuple[float, float, float] | None:
-        """Seconds per update, minibatches per second and staleness; None if the strategy is not for these workers."""
+        """Seconds per update, minibatches per second and staleness; None if the strategy is not for these workers.
+
+        A step that is cancelled is taken to last as long as otherwise: what makes it long may be a single operation.
+        """
         try:
+            cluster = dataclasses.replace(cluster, interruptible=False)
             told, _ = simulate(spec, cluster, updates=max(60, _STEPS // cluster.workers))
         except UsageError:
             return None
@@ -130,10 +139,13 @@ class Adviser:
             found.append((f"without {_named(slow)}", self._strategy, cluster_of(rest, 0.0), line))
         found += self._repairs()
         if isinstance(parse_strategy(self._strategy), AllReduce) and slow and not self._observed:
-            means = [float(steps.own.mean()) for steps in self._steps]
-            # Each worker's share of the batch is in proportion to its pace, so that all take equally long.
-            even = len(means) / sum(1 / mean for mean in means)
-            lengths = [(steps.own * (even / mean)).tolist() for steps, mean in zip(self._steps, means, strict=True)]
+            # Each worker's share of the batch is in proportion to its pace of computing, by which batches are balanced.
+            computing = [float(steps.parts[:, _BALANCED].sum(axis=1).mean()) for steps in self._steps]
+            even = len(computing) / sum(1 / max(1e-9, seconds) for seconds in computing)
+            lengths = [
+                (steps.own + steps.parts[:, _SHARED].sum(axis=1) * (even / max(1e-9, seconds) - 1)).tolist()
+                for steps, seconds in zip(self._steps, computing, strict=True)
+            ]
             found.append(("balance=True in team.setup", self._strategy, cluster_of(lengths, 0.0), None))
         workers = len(self._ranks)
         for spec in (f"k-sync:k={workers - max(1, len(slow))}", f"k-batch-sync:k={workers}", "ssp:s=3", "async"):

@@ -120,6 +120,9 @@ class SimulatedCluster:
     """Seconds of an update on a server."""
     overlap: float = 0.0
     """The share at the end of a step during which its gradient is already sent."""
+    interruptible: bool = True
+    """False if a cancelled worker begins its next step only when the cancelled one would have ended, as where it sleeps
+    or waits in one operation. (Where workers share cores, True is assumed.)"""
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= _MOST:
@@ -175,7 +178,8 @@ class SimulatedCluster:
     @property
     def plain(self) -> bool:
         """True if nothing takes time but the steps, which are all alike and never end early."""
-        return self.alike and not (self.push_seconds or self.update_seconds or self.has_messages)
+        timed = self.push_seconds or self.update_seconds or self.has_messages
+        return self.alike and self.interruptible and not timed
 
     @property
     def alike(self) -> bool:

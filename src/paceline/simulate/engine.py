@@ -186,7 +186,14 @@ class EventLoop:
             if self._trace is not None and self._does[rank] == _HERE:
                 self._trace.released(rank, self._ends[rank], start, version, by)
             self._version[rank] = version
-            self._begin(rank, start)
+            self._begin(rank, max(start, self._busy_until(rank, moment)))
+
+    def _busy_until(self, rank: int, moment: float) -> float:
+        """The time before which a worker cannot leave what it does."""
+        if self._cluster.interruptible or self._does[rank] != _COMPUTING or self._cores is not None:
+            return 0.0
+        # It may not have begun its step, since it was cancelled before, too.
+        return self._began[rank] if self._began[rank] > moment else self._ends[rank]
 
     def _goes(self, rank: int, order: Order, moment: float) -> bool:
         """True if a worker begins its next step with this order."""
