@@ -83,6 +83,7 @@ bench: setup
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/advice.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/bubble.py
 	$(BIN)/python benchmarks/partition.py

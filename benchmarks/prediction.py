@@ -3,18 +3,23 @@
 Four clusters are made of slowness put on with --slow: even steps with jitter, one persistent straggler, heavy tails,
 and half of the workers at half the speed. Of each one run is recorded (`async`, four workers) and learned from; then
 other strategies, on two to six workers, are predicted from that alone, and run. What is compared was not learned from.
+Chance is the standard deviation of the error of a perfect prediction: of runs as short as these, learned and real. With
+--folder runs are kept, and with --budget no run begins after so many seconds: the same command then goes on.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from harness.runs import MINIBATCHES, train
 
 from paceline.simulate.calibrate import calibrate
+from paceline.simulate.cluster import SimulatedCluster
 from paceline.simulate.predict import simulate
 
 LEARNED = ("async", 4)
@@ -41,12 +46,33 @@ QUESTIONS = [
 ]
 
 
-def run(cluster: str, strategy: str, workers: int, minibatches: int, seed: int, folder: Path) -> Path:
-    """Train so, and leave the run there."""
+class Budget:
+    """Ends the program before a run when its time is over."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+
+    def spend(self, what: str) -> None:
+        if time.monotonic() > self._until:
+            sys.exit(f"the time is over before '{what}'; the same command goes on there")
+
+
+def run(cluster: str, strategy: str, workers: int, minibatches: int, seed: int, folder: Path, budget: Budget) -> Path:
+    """Train so, unless the folder has such a run, and leave the run there."""
+    where = folder / "runs" / "run"
+    if (where / "summary.json").exists():
+        return where
+    budget.spend(f"{cluster}, {strategy}")
     folder.mkdir(parents=True, exist_ok=True)
     slow = [word for spec in CLUSTERS[cluster](workers) for word in ("--slow", spec)]
     options = ["--workers", str(workers), "--strategy", strategy, "--seed", str(seed), *slow]
     return train(MINIBATCHES, folder, *options, arguments=[str(minibatches)])
+
+
+def chance(strategy: str, learned: SimulatedCluster, updates: int) -> float:
+    """The standard deviation of the error if one run of so many updates is predicted from another that is as long."""
+    times = [simulate(strategy, learned, updates=updates, seed=seed)[0].seconds_per_update for seed in range(12)]
+    return 2**0.5 * statistics.stdev(times) / statistics.fmean(times)
 
 
 def main() -> None:
@@ -54,32 +80,39 @@ def main() -> None:
     parser.add_argument("--minibatches", type=int, default=1600, help="of each run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cluster", action="append", choices=CLUSTERS, help="only these")
+    parser.add_argument("--folder", type=Path, help="keeps the runs")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no run begins")
     options = parser.parse_args()
-    clusters = options.cluster or list(CLUSTERS)
+    with tempfile.TemporaryDirectory() as parent:
+        compare(options, options.folder or Path(parent), options.cluster or list(CLUSTERS), Budget(options.budget))
+
+
+def compare(options: argparse.Namespace, parent: Path, clusters: list[str], budget: Budget) -> None:
     errors: list[float] = []
     by_cluster: dict[str, list[tuple[float, float, str]]] = {}
-    with tempfile.TemporaryDirectory() as parent:
-        learned = {}
-        for number, cluster in enumerate(clusters):
-            print(f"learning from '{cluster}'", file=sys.stderr, flush=True)
-            folder = Path(parent) / f"learned{number}"
-            learned[cluster] = calibrate(run(cluster, *LEARNED, options.minibatches, options.seed, folder))
-        print("cluster      strategy            workers   predicted   measured     error")
-        for number, (cluster, strategy, workers) in enumerate(QUESTIONS):
-            if cluster not in clusters:
-                continue
-            told, _ = simulate(strategy, learned[cluster].for_workers(workers), updates=20_000, seed=7)
-            folder = Path(parent) / f"run{number}"
-            where = run(cluster, strategy, workers, options.minibatches, options.seed + 1, folder)
-            measured = json.loads((where / "summary.json").read_text())["seconds_per_update"]
-            error = told.seconds_per_update / measured - 1
-            errors.append(abs(error))
-            by_cluster.setdefault(cluster, []).append((told.seconds_per_update, measured, strategy))
-            print(
-                f"{cluster:12} {strategy:19} {workers:7} {1e3 * told.seconds_per_update:8.2f} ms "
-                f"{1e3 * measured:7.2f} ms {error:+8.1%}",
-                flush=True,
-            )
+    learned = {}
+    for cluster in clusters:
+        print(f"learning from '{cluster}'", file=sys.stderr, flush=True)
+        folder = parent / f"learned-{list(CLUSTERS).index(cluster)}"
+        learned[cluster] = calibrate(run(cluster, *LEARNED, options.minibatches, options.seed, folder, budget))
+    print("cluster      strategy            workers   predicted   measured     error    chance")
+    for number, (cluster, strategy, workers) in enumerate(QUESTIONS):
+        if cluster not in clusters:
+            continue
+        like = learned[cluster].for_workers(workers)
+        told, _ = simulate(strategy, like, updates=20_000, seed=7)
+        folder = parent / f"run-{number}"
+        where = run(cluster, strategy, workers, options.minibatches, options.seed + 1, folder, budget)
+        summary = json.loads((where / "summary.json").read_text())
+        measured = summary["seconds_per_update"]
+        error = told.seconds_per_update / measured - 1
+        errors.append(abs(error))
+        by_cluster.setdefault(cluster, []).append((told.seconds_per_update, measured, strategy))
+        print(
+            f"{cluster:12} {strategy:19} {workers:7} {1e3 * told.seconds_per_update:8.2f} ms "
+            f"{1e3 * measured:7.2f} ms {error:+8.1%} {chance(strategy, like, summary['updates']):9.1%}",
+            flush=True,
+        )
     ordered = sorted(errors)
     ninth = ordered[max(0, -(-9 * len(ordered) // 10) - 1)]
     print(f"error: median {statistics.median(errors):.1%}, 90th percentile {ninth:.1%}, largest {ordered[-1]:.1%}")
