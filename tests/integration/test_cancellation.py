@@ -465,6 +465,22 @@ def test_slowness_put_on_ends_with_the_step(tmp_path: Path) -> None:
     above_noise(check, (1.0, 10.0))
 
 
+def test_samples_of_a_step_that_is_cancelled_in_a_slow_exchange_are_trained_on_by_others(tmp_path: Path) -> None:
+    def work(team: Any) -> None:
+        model, optimizer, loader = team.setup(*make())
+        for batch in loader:
+            train(team, model, optimizer, batch)
+            time.sleep(0.02 if team.rank == 0 else 0.0)
+
+    slow = {VICTIM: Slowness(length="constant(0.5)", where="link")}
+    run_team(work, 2, launch=Launch(strategy="k-sync:k=1", servers="lead", folder=str(tmp_path), slow=slow))
+    merge(tmp_path, 2)
+    events = list(read(tmp_path / "events.jsonl"))
+    cut = [event for event in events if isinstance(event, Cancel) and event.rank == VICTIM]
+    assert len(cut) >= 5 and all(event.leases for event in cut)
+    assert violations(events) == []
+
+
 def test_what_a_script_raises_itself_leaves_the_block_as_ever() -> None:
     def work(team: Any) -> list[str]:
         model, optimizer, loader = team.setup(*make())

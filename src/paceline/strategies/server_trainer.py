@@ -158,6 +158,9 @@ class ServerTrainer(Trainer):
             self._accept_changes(changed)
         _, samples = self._stopwatch.stop(self._server_version)
         start = time.perf_counter()
+        self._stopwatch.slow_link(
+            self._exchange_seconds
+        )  # here, since a step that is cancelled meanwhile has its leases
         used, found_inf = self._collect(found_inf)
         state = self._making
         weight = LossWeight() if state.exposed else state.weight.loss  # which is the same on all workers
@@ -196,7 +199,6 @@ class ServerTrainer(Trainer):
         )
         self._reader.digest.value = 0
         self._loss = state.clip = None
-        self._stopwatch.slow_link(self._exchange_seconds)
         failpoints.hit("push.made")
         sent = time.perf_counter()
         answer: Proceed = self._client.call(message)
