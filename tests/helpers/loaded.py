@@ -23,6 +23,8 @@ for module in pkgutil.walk_packages(paceline.__path__, "paceline."):
     if not module.name.startswith(_ELSEWHERE):
         importlib.import_module(module.name)
 
+importlib.import_module("torch.distributed.pipelining")  # where a stage's backward pass is split
+
 # The first model to be traced waits for another second's imports, and the first call of every operator for its rules.
 for kind in ("transformer", "convnet"):
     exported(made(kind), (MODELS[kind][1]()[:16][0],), {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,6 @@ from paceline import Team
 from paceline.events import Brought, Event, Push, Update, decode
 
 REPLICAS = [[0, 1], [2, 3]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tracing_is_loaded() -> None:
-    """Once here instead of once in every worker that is forked."""
-    x = MODELS["small"][1]().tensors[0]
-    torch.export.export(made("small"), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    importlib.import_module("torch.distributed.pipelining")
 
 
 def losses(team: Team, kind: str, steps: int, options: dict[str, Any]) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,6 @@ from paceline.events import Event, Push, Update, decode
 ONE = "mesh:data=1,pipeline=2,tensor=2,microbatches=2"
 TWO = "mesh:data=2,pipeline=2,tensor=2,microbatches=2"
 REPLICAS = [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tracing_is_loaded() -> None:
-    """Once here instead of once in every worker that is forked."""
-    x = MODELS["small"][1]().tensors[0]
-    torch.export.export(made("small"), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    importlib.import_module("torch.distributed.pipelining")
 
 
 def losses(team: Team, kind: str, steps: int, batch: int, options: dict[str, Any]) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,12 @@ import torch
 from helpers.hosts import Host, hosts
 from helpers.machines import Spread
 from helpers.meshes import parts_amiss
-from helpers.split_models import MODELS, apart, launched, learned, made, same_values, struck, train
+from helpers.split_models import apart, launched, learned, same_values, struck, train
 from helpers.teams import run_spread, run_team
 
 from paceline import Team
 from paceline.errors import WorkerLost
 from paceline.events import Brought, Leave, Send, Update
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tracing_is_loaded() -> None:
-    """Once here instead of once in every worker that is forked."""
-    x = MODELS["small"][1]().tensors[0]
-    torch.export.export(made("small"), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    importlib.import_module("torch.distributed.pipelining")
 
 
 @pytest.fixture(scope="module")

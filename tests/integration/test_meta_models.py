@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import resource
 from collections.abc import Iterator
@@ -19,14 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline import Team, UsageError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tracing_is_loaded() -> None:
-    """Once here instead of once in every worker that is forked."""
-    x = MODELS["small"][1]().tensors[0]
-    torch.export.export(made("small"), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    importlib.import_module("torch.distributed.pipelining")
 
 
 @pytest.fixture(scope="module")

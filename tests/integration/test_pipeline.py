@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.load import allowed
-from helpers.split_models import MODELS, apart, launched, made, train
+from helpers.split_models import apart, launched, made, train
 from helpers.support import wait_until
 from helpers.teams import run_team
 from torch import nn
@@ -24,14 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Team, TeamError, UsageError
 from paceline.config import Launch, Timeouts
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tracing_is_loaded() -> None:
-    """Once here instead of once in every worker that is forked."""
-    x = MODELS["small"][1]().tensors[0]
-    torch.export.export(made("small"), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    importlib.import_module("torch.distributed.pipelining")
 
 
 def losses(team: Team, kind: str, steps: int, options: dict[str, Any]) -> list[float]:

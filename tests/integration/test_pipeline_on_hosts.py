@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
 import json
 import os
@@ -39,14 +38,6 @@ from torch.utils.data import DataLoader
 from paceline import Team, UsageError
 from paceline.events import Event, Pass, Stages, StageTransfer
 from paceline.report.timeline import timeline
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tracing_is_loaded() -> None:
-    """Once here instead of once in every worker that is forked."""
-    x = MODELS["small"][1]().tensors[0]
-    torch.export.export(made("small"), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    importlib.import_module("torch.distributed.pipelining")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from helpers.hosts import Host, hosts
 from helpers.machines import Spread
 from helpers.meshes import parts_amiss
 from helpers.split_models import (
-    MODELS,
     adam,
     apart,
     dies,
@@ -34,14 +32,6 @@ from paceline.errors import WorkerLost
 from paceline.events import Brought, Update
 
 PIPELINES, LAYERS = "mesh:data=2,pipeline=2,microbatches=2", "mesh:data=2,tensor=2"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tracing_is_loaded() -> None:
-    """Once here instead of once in every worker that is forked."""
-    x = MODELS["small"][1]().tensors[0]
-    torch.export.export(made("small"), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    importlib.import_module("torch.distributed.pipelining")
 
 
 @pytest.fixture(scope="module")

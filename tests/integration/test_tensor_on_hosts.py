@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.hosts import Host, hosts
+from helpers.huge_pages import prepare_to_fork
 from helpers.huggingface import gpt2, samples
 from helpers.machines import Spread
-from helpers.split_models import MODELS, adam, apart, dies, launched, learned, made, same_values, score, train, words
+from helpers.split_models import adam, apart, dies, launched, learned, made, same_values, score, train, words
 from helpers.teams import run_spread
 from torch.utils.data import DataLoader
 
@@ -24,13 +25,11 @@ from paceline.strategies.split_checks import log_calls
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tracing_is_loaded() -> None:
+def transformers_is_loaded() -> None:
     """Once here instead of once in every worker that is forked."""
-    x = MODELS["small"][1]().tensors[0]
-    torch.export.export(made("small"), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    importlib.import_module("torch.distributed.pipelining")
     importlib.import_module("transformers.models.gpt2")
     gpt2()
+    prepare_to_fork()
 
 
 @pytest.fixture(scope="module")
