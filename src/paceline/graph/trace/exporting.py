@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx import config as fx_config
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -32,7 +33,7 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     try:
         # torch.export prints far more than the one sentence of the error below.
         quiet = contextlib.redirect_stderr(io.StringIO())
-        with torch.enable_grad(), _refuse_custom_gradients(), without_caches(model), quiet:
+        with torch.enable_grad(), _refuse_custom_gradients(), _no_stack_traces(), without_caches(model), quiet:
             program = _program(model, args, kwargs)
     except PacelineError:
         raise
@@ -129,6 +130,17 @@ def _inline_no_grad(module: fx.GraphModule) -> None:
             user.replace_all_uses_with(results[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
+
+
+@contextlib.contextmanager
+def _no_stack_traces() -> Iterator[None]:
+    """Keeps torch from looking up the script's lines for every node: it takes time, and nothing here reads them."""
+    before = fx_config.do_not_emit_stack_traces
+    fx_config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        fx_config.do_not_emit_stack_traces = before
 
 
 @contextlib.contextmanager
