@@ -27,7 +27,7 @@ WORDS, LENGTH, ANSWER, PAD = 48, 10, 6, 1
 _CAUSAL = {
     "vocab_size": WORDS,
     "hidden_size": 16,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,  # gpt2 and llama have two: a trace takes its time for every one
     "num_attention_heads": 4,
     "max_position_embeddings": 16,
     "pad_token_id": PAD,
@@ -100,7 +100,7 @@ def vit() -> Any:
         hf.ViTConfig(
             hidden_size=16,
             intermediate_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=4,
             image_size=8,
             patch_size=4,
@@ -117,7 +117,7 @@ def whisper() -> Any:
 
 
 def mixtral(**more: Any) -> Any:
-    shape = {**_GROUPED, "num_hidden_layers": 1, "num_local_experts": 4, **more}
+    shape = {**_GROUPED, "num_local_experts": 4, **more}
     return hf.MixtralForCausalLM(hf.MixtralConfig(**shape))
 
 
@@ -128,7 +128,7 @@ def mamba() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": gpt2,
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GROUPED)),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**{**_GROUPED, "num_hidden_layers": 2})),
     "qwen": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_GROUPED, tie_word_embeddings=True)),
     "opt": opt,
     "neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**_CAUSAL, intermediate_size=32)),
