@@ -199,3 +199,37 @@ def test_without_a_key_there_is_only_loopback() -> None:
     demand_key(new_key(), ["10.0.0.1", "10.0.0.2"])
     with pytest.raises(UsageError, match="paceline key"):
         demand_key(None, ["10.0.0.1", "10.0.0.2"])
+
+
+def test_a_sender_forgets_what_was_under_way_to_a_receiver_that_was_killed(pair: Callable[..., Pair]) -> None:
+    made = pair()
+    lives: list[int] = []
+    made.sender.reborn = lives.append
+    made.sender.send(b"first")
+    assert made.until(lambda: made.sender.idle)
+    made.receiver.close()
+    made.sender.send(b"lost with it")
+    made.receiver = LinkReceiver(made.there, "bulk", made.refusals, made._take, 1)
+    made.proxy._target = ("127.0.0.1", made.receiver.bind("127.0.0.1", Secret.of(None, RUN)))
+    made.receiver.open(RUN, {1: "10.0.0.9"})
+    assert made.until(lambda: bool(lives))
+    made.sender.send(b"second")
+    assert made.until(lambda: made.sender.idle)
+    assert lives == [1]
+    assert [message for _, message, _ in made.came] == [b"first", b"second"]
+
+
+def test_a_receiver_takes_a_sender_that_was_killed_from_its_beginning(pair: Callable[..., Pair]) -> None:
+    made = pair()
+    lives: list[tuple[int, int]] = []
+    made.receiver.reborn = lambda *life: lives.append(life)
+    made.sender.send(b"first")
+    assert made.until(lambda: made.sender.idle)
+    made.sender.close()
+    made.sender = LinkSender(made.here, "bulk", 1, RUN, Secret.of(None, RUN), 4 * CHUNK, 1)
+    made.sender.connect("127.0.0.1", made.proxy.port)
+    made.sender.send(b"second")
+    assert made.until(lambda: made.sender.idle)
+    assert lives == [(1, 1)]
+    assert [message for _, message, _ in made.came] == [b"first", b"second"]
+    assert not made.refusals

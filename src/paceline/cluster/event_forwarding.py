@@ -70,7 +70,7 @@ class EventForwarding:
     def _send(self) -> None:
         connections = self._members.connections
         assert connections is not None
-        for name, lines in self._streams.new_lines(self._members.ahead):
+        for name, lines, _ in self._streams.new_lines(self._members.ahead):
             message = msgspec.msgpack.encode((name, lines, name in self._again))
             connections.connections[self._hub].send(FrameKind.STREAM, message)
             self._again.discard(name)

@@ -92,9 +92,11 @@ def end_process(descriptor: int, patience: float = 0.0) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """True if a process was stopped by a signal, so that it cannot even end by itself."""
+    """True if a process, or one that it has started, was stopped by a signal, so that it cannot even end by itself."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+            return True
+        return any(map(is_stopped, map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())))
     return False
 
 
@@ -108,6 +110,20 @@ def _tune(map_from: int, trim_from: int) -> None:
 
 def _pss(entry: str) -> int:
     return next(1024 * int(line.split()[1]) for line in entry.splitlines() if line.startswith("Pss:"))
+
+
+def is_alive(pid: int) -> bool:
+    """True if a process has not ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        waiting = select.poll()  # a process may have more files open than select() can tell apart
+        waiting.register(descriptor, select.POLLIN)
+        return not waiting.poll(0)
+    finally:
+        os.close(descriptor)
 
 
 def started_at(pid: int) -> float:

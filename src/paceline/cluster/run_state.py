@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from paceline.transport.memory import Memory
 
 _KEPT, _LIVE, _GIVEN_UP = range(3)
-"""Places of the words."""
+_RELAYED = 5
+"""Places of the words; those between are the record's own."""
 _MOST = 5
-"""Servers that may be started again within `_SOON`."""
+"""Processes that may be started again within `_SOON`."""
 _SOON = 60.0
 """Seconds in which so many deaths have one cause, which would kill the next one, too."""
 
@@ -43,6 +44,31 @@ class RunState:
         """No server is started again any more."""
         self._words[_GIVEN_UP] = 1
 
+    @property
+    def relayed(self) -> bool:
+        """True from when this machine's relay serves until it ends: then one that is killed comes back."""
+        return self._words[_RELAYED] == 1
+
+    @relayed.setter
+    def relayed(self, value: bool) -> None:
+        self._words[_RELAYED] = int(value)
+
+
+class Restarts:
+    """How often processes were started again within a while."""
+
+    def __init__(self) -> None:
+        self._moments: list[float] = []
+
+    def allowed(self) -> bool:
+        """True if one more may be started now, which counts from then on."""
+        now = time.monotonic()
+        self._moments = [moment for moment in self._moments if now - moment < _SOON]
+        if len(self._moments) >= _MOST:
+            return False
+        self._moments.append(now)
+        return True
+
 
 class KeptMemory:
     """The descriptors of a run's memory, and how often its servers were started again."""
@@ -50,23 +76,20 @@ class KeptMemory:
     def __init__(self) -> None:
         self.descriptors: list[int] = []
         self._state: RunState | None = None
-        self._restarts: list[float] = []
+        self._restarts = Restarts()
 
     def keep(self, descriptors: Sequence[int]) -> None:
         """Keeps this memory, whose last part is the run's record, instead of another."""
         self.close()
-        self.descriptors, self._restarts = list(descriptors), []
+        self.descriptors, self._restarts = list(descriptors), Restarts()
         self._state = RunState(Memory(descriptors[-1], 4096))
         self._state.keep()
 
     def may_restart(self) -> bool:
         """True if a server that was killed can be started again; if not, nobody waits for it any more."""
-        now = time.monotonic()
-        self._restarts = [moment for moment in self._restarts if now - moment < _SOON]
-        if self._state is None or not self._state.live or len(self._restarts) >= _MOST:
+        if self._state is None or not self._state.live or not self._restarts.allowed():
             self.give_up()
             return False
-        self._restarts.append(now)
         return True
 
     def give_up(self) -> None:

@@ -98,6 +98,12 @@ class GradientUpload:
             if self._missing[index] == 0:
                 self._queue.append(index)
 
+    def repeat(self) -> None:
+        """Sends everything again, as its receiver may have lost it."""
+        self._sent.clear()
+        self.ended = False
+        self._queue = deque(index for index, missing in enumerate(self._missing) if missing == 0 or self.closing)
+
     def close(self) -> None:
         """Queues, for the final gradient, all chunks that were not sent or have changed since."""
         self._queue.clear()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from paceline.cluster.run_state import RunState
 from paceline.events.forwarding import FIRST_MACHINE, StreamForwarder
 from paceline.parameters.worker_table import WorkerTable
 from paceline.relay.messages import RelayConfig
+from paceline.relay.record import RelayRecord
 from paceline.relay.transfer import TransferManager
 from paceline.server.flags import SharedFlags
 from paceline.server.memory import RunMemory
@@ -29,6 +31,8 @@ class RelayContext:
     machine_of: dict[int, int]
     """By worker, or by -1 - server, its machine."""
     table: WorkerTable
+    record: RelayRecord
+    state: RunState
     came: bool = False
     """True if any worker or server has come."""
 
@@ -43,5 +47,17 @@ class RelayContext:
 
     def adopt(self, who: int, machine: int) -> None:
         """A worker joins on a machine."""
-        self.machine_of[who] = machine
+        self.machine_of[who] = self.record.state.moved[who] = machine
         self.streams.assign(who, machine)
+        self.record.save()
+
+    def go_on(self) -> None:
+        """Takes up what the record says of a relay that was killed."""
+        state = self.record.state
+        self.streams.bases.update(state.bases)
+        self.streams.left.update(state.left)
+        state.bases, state.left = self.streams.bases, self.streams.left
+        for who, machine in state.moved.items():
+            self.machine_of[who] = machine
+            self.streams.place(who, machine)
+        self.came = bool(state.members or state.gone or state.sessions)

@@ -1,7 +1,7 @@
 """The way to the coordinator: through the relay of its machine, which holds one connection to it per member.
 
-A member is a worker (its rank) or a server (-1 - its number). So the coordinator treats members of all machines alike,
-and learns of the end of each by the end of its connection.
+A member is a worker (its rank) or a server (-1 - its number). So the coordinator treats members of all machines alike.
+It learns of the end of a worker by a message (`WorkerGone`), as a connection may also end since a relay was killed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from typing import Any
 
 import msgspec
 
+from paceline import failpoints
 from paceline.errors import JoinError, ServerLost
 from paceline.events.forwarding import FIRST_MACHINE
 from paceline.parameters.worker_table import SLOT
 from paceline.relay.context import RelayContext
-from paceline.relay.messages import ToCoordinator
+from paceline.relay.messages import MemberGone, ToCoordinator
 from paceline.server.messages import (
     FromWorker,
     Hello,
     LeaveTeam,
+    Resume,
     RunFailed,
     ShardHello,
     ToShard,
     ToWorker,
+    WorkerGone,
 )
 from paceline.transport.unix_connection import Closed, UnixConnection, connect
 
@@ -36,16 +39,18 @@ class CoordinatorSessions:
     """This machine's way to the coordinator; connections to it exist only on its own machine."""
 
     def __init__(
-        self, context: RelayContext, deliver: Callable[[int, bytes], None], closed: Callable[[int], None]
+        self, context: RelayContext, deliver: Callable[[int, bytes], None], closed: Callable[[int, bool], None]
     ) -> None:
         """deliver: is given a member and the coordinator's message to it. closed: is told of a member whose connection
-        the coordinator has closed."""
+        the coordinator has closed, and True if there is no coordinator any more."""
         self._context, self._deliver, self._closed = context, deliver, closed
         self._connections: dict[int, UnixConnection[Any]] = {}
         self._waiting: dict[int, list[tuple[Any, Sequence[int]]]] = {}
         """By member, messages that came before the coordinator, with descriptors."""
         self._answered: set[int] = set()
         """Members that the coordinator has let in."""
+        self._expected = set(context.record.state.sessions)
+        """Those that a relay before this one, which was killed, had connections of."""
 
     @property
     def waiting(self) -> bool:
@@ -54,7 +59,7 @@ class CoordinatorSessions:
 
     @property
     def active(self) -> bool:
-        return bool(self._connections or self._waiting)
+        return bool(self._connections or self._waiting or self._expected)
 
     def __contains__(self, who: int) -> bool:
         return who in self._connections or who in self._waiting
@@ -62,11 +67,12 @@ class CoordinatorSessions:
     def may_join(self, who: int) -> bool:
         """True if this rank is free, as far as is known here."""
         spec = self._context.config.spec
-        return spec.elastic and 0 <= who < spec.capacity and who not in self
+        return spec.elastic and 0 <= who < spec.capacity and who not in self and who not in self._expected
 
     def of_machine(self, machine: int) -> list[int]:
         """The connected members of a machine."""
-        return [who for who in self._connections if self._context.machine_of[who] == machine]
+        known = {*self._connections, *self._expected}
+        return [who for who in known if self._context.machine_of[who] == machine]
 
     def reachable(self) -> bool:
         try:
@@ -100,6 +106,7 @@ class CoordinatorSessions:
         message = _from_worker.decode(envelope.data)
         if isinstance(message, Hello) and message.joins and self.may_join(who):
             context.adopt(who, machine)
+        failpoints.hit("relay.taken")
         if context.machine_of.get(who) != machine:
             raise ValueError("words of another machine's worker")
         if who >= 0:
@@ -121,11 +128,14 @@ class CoordinatorSessions:
             context.table.used[who][:] = envelope.used
 
     def _submit(self, who: int, message: Any, descriptors: Sequence[int]) -> None:
-        if isinstance(message, Hello | ShardHello):
-            if who in self:
+        if isinstance(message, Hello | ShardHello | Resume):
+            if who in self and isinstance(message, Hello) and not message.joins:
                 raise ValueError("a worker that has come before")
+            self.close(who)  # an earlier way of the same member, if there was one
+            self._expected.discard(who)
             self._waiting[who] = []
             self._context.came = True
+            self._note()
         if who in self._waiting:
             self._waiting[who].append((message, descriptors))
             self.retry()
@@ -142,6 +152,12 @@ class CoordinatorSessions:
             self._closed_by_coordinator(who)
         if isinstance(message, LeaveTeam):
             self.close(who)
+            self._note()
+
+    def _note(self) -> None:
+        """Records of which members this relay has connections."""
+        self._context.record.state.sessions = [*self._connections, *self._waiting, *self._expected]
+        self._context.record.save()
 
     def retry(self) -> None:
         """Connects members that came before the coordinator, if it is there by now."""
@@ -149,7 +165,10 @@ class CoordinatorSessions:
             try:
                 connection = connect(self._context.config.coordinator, ToWorker if who >= 0 else ToShard, 0.0)
             except JoinError:
-                return
+                if who in self._waiting and isinstance(self._waiting[who][0][0], Resume) and not self._comes_back:
+                    del self._waiting[who]
+                    self._deliver(who, _encode(RunFailed("ServerLost", ServerLost.UNTOLD, [])))
+                continue
             self._connections[who] = connection
             self._context.poller.watch(connection.descriptor, lambda _, who=who: self._receive(who))  # type: ignore[misc]
             for message, descriptors in self._waiting.pop(who):
@@ -166,17 +185,42 @@ class CoordinatorSessions:
         self._answered.add(who)
         self._deliver(who, _encode(message))
 
+    @property
+    def _comes_back(self) -> bool:
+        """True if the coordinator is started again if it was killed."""
+        return self._context.state.live
+
     def _closed_by_coordinator(self, who: int) -> None:
-        if who >= 0 and who in self._answered:  # after a reason of the coordinator's own, which comes first
+        over = not self._comes_back and not self.reachable()
+        if over and who >= 0 and who in self._answered:  # after a reason of the coordinator's own, which comes first
             self._deliver(who, _encode(RunFailed("ServerLost", ServerLost.UNTOLD, [])))
         self.close(who)
-        self._closed(who)
+        self._note()
+        self._closed(who, over)
+
+    def end(self, who: int, *, left: bool) -> None:
+        """Tells the coordinator that a member of this machine has ended; left: True if on purpose."""
+        if self._context.at_coordinator:
+            self.fail(who, WorkerGone(who, left))
+        else:
+            self._context.control[FIRST_MACHINE].send(_encode(MemberGone(who, left)))
 
     def fail(self, who: int, message: msgspec.Struct) -> None:
         """Tells the coordinator why a member is lost, and closes its connection."""
-        with contextlib.suppress(Closed):
-            self._connections[who].send(message)
+        connection = self._connections.get(who)
+        if connection is None and who in self._expected and who >= 0:
+            with contextlib.suppress(JoinError):
+                connection = connect(self._context.config.coordinator, ToWorker, 0.0)
+                message = WorkerGone(who, isinstance(message, WorkerGone) and message.left)
+        if connection is not None:
+            with contextlib.suppress(Closed):
+                if who >= 0 or not isinstance(message, WorkerGone):
+                    connection.send(message)
+            if who not in self._connections:
+                connection.close()
         self.close(who)
+        self._expected.discard(who)
+        self._note()
 
     def close(self, who: int) -> None:
         self._waiting.pop(who, None)

@@ -64,11 +64,11 @@ class Door:
     """The coordinator's end, in the relay of its machine."""
 
     def __init__(
-        self, poller: Poller, address: str, port: int, key: str | None, refused: Callable[[str, bool], None]
+        self, poller: Poller, listening: socket.socket, key: str | None, refused: Callable[[str, bool], None]
     ) -> None:
-        """refused: as of `PortListener`."""
+        """listening: its port, bound; refused: as of `PortListener`."""
         self._poller = poller
-        self._listener = PortListener(poller, address, Secret.of(key, _PURPOSE), self._proven, refused, port)
+        self._listener = PortListener(poller, "", Secret.of(key, _PURPOSE), self._proven, refused, listening)
         self.answer: Callable[[Request], Answer] = lambda _: PlacesRefused("its training has not begun yet; try again")
         self._callers: list[TcpConnection] = []
 

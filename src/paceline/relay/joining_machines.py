@@ -26,7 +26,8 @@ class JoiningMachines:
     ) -> None:
         """meet: connects to the relay of a machine that joins."""
         self._context, self._coordinator, self._meet = context, coordinator, meet
-        self._next = sum(1 for peer in context.config.peers if peer.address)
+        state = context.record.state
+        state.places = state.places or sum(1 for peer in context.config.peers if peer.address)
         self._promised: dict[int, float] = {}
         """By rank, until when its place is kept for a worker that was given it."""
 
@@ -34,7 +35,7 @@ class JoiningMachines:
         if isinstance(request, AskPlaces):
             return self._give_places(request.workers)
         config = self._context.config
-        if not 0 < request.machine < self._next or config.peers[request.machine].address:
+        if not 0 < request.machine < self._context.record.state.places or config.peers[request.machine].address:
             return PlacesRefused("its relay is not the one that was asked for")
         for sender in self._context.control.values():
             sender.send(_encode(MachineJoined(request.machine, request.relay)))
@@ -45,7 +46,7 @@ class JoiningMachines:
         config, now = self._context.config, time.monotonic()
         if not self._coordinator.reachable():
             return PlacesRefused("the run is about to end")
-        if self._next >= len(config.peers):
+        if self._context.record.state.places >= len(config.peers):
             return PlacesRefused("as many machines have joined the run as it has room for over its whole time")
         first = config.spec.workers
         free = [
@@ -58,5 +59,7 @@ class JoiningMachines:
             return PlacesRefused(f"{room}; ask for fewer with --workers" if free else room)
         ranks = free[:workers]
         self._promised |= dict.fromkeys(ranks, now + config.spec.timeouts.join)
-        machine, self._next = self._next, self._next + 1
+        record = self._context.record
+        machine, record.state.places = record.state.places, record.state.places + 1
+        record.save()
         return PlacesGiven(ranks, msgspec.structs.replace(config, machine=machine, late=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,10 +17,9 @@ from typing import Any
 
 import msgspec
 
-from paceline.events.forwarding import FIRST_MACHINE
+from paceline import failpoints
 from paceline.relay.context import RelayContext
 from paceline.relay.coordinator_sessions import CoordinatorSessions
-from paceline.relay.messages import MemberGone
 from paceline.relay.part_messages import FromPart, PartHello
 from paceline.relay.part_sessions import PartSessions
 from paceline.server import messages
@@ -57,6 +57,9 @@ class LocalSession:
     """True if that is here, or on its way."""
     left: bool = False
     """True if it has said that it leaves."""
+    resuming: int = 0
+    """The number of the attempt to go on, until the coordinator has answered it; what comes before was sent on an
+    earlier way."""
     hyperparameters: int = -1
     """Number of its hyperparameters that were last sent to the coordinator."""
 
@@ -69,11 +72,15 @@ class LocalSessions:
         self._transfers = context.transfers
         self._sessions: dict[int, LocalSession] = {}
         self._parts = PartSessions(context)
+        self._expected: dict[int, int] = {}
+        """Those that were connected and may connect again, with descriptors of their processes."""
         context.poller.watch(listener.descriptor, self._accept)
+        for who, pid in context.record.state.members.items():
+            self._expect(who, pid)
 
     @property
     def active(self) -> bool:
-        return bool(self._sessions) or self._parts.active
+        return bool(self._sessions or self._expected) or self._parts.active
 
     def __contains__(self, who: int) -> bool:
         return who in self._sessions
@@ -86,25 +93,36 @@ class LocalSessions:
             return
         try:
             hello, descriptors = connection.receive_with_descriptors(MEMORIES)
-        except Closed:
+        except (Closed, msgspec.MsgspecError):
+            connection.close()
             return
         if isinstance(hello, PartHello):
             self._parts.open(hello, connection)
             return
-        if not isinstance(hello, messages.Hello | messages.ShardHello):
+        if not isinstance(hello, messages.Hello | messages.ShardHello | messages.Resume):
             connection.close()
             return
         context = self._context
-        who = hello.rank if isinstance(hello, messages.Hello) else -1 - hello.index
+        who = -1 - hello.index if isinstance(hello, messages.ShardHello) else hello.rank
         joins = isinstance(hello, messages.Hello) and hello.joins and self._coordinator.may_join(who)
-        if who in self._sessions or not (joins or context.machine_of.get(who) == context.machine):
+        before = self._sessions.get(who)
+        again = before is None or before.pid == hello.pid  # it has lost the way of before sooner than this relay has
+        if not (again and (joins or context.machine_of.get(who) == context.machine)):
             connection.close()
             return
+        if before is not None:
+            self.close(who)
         if joins:
             context.adopt(who, context.machine)
             self._transfers.adopt(who)
         self._sessions[who] = session = LocalSession(who, connection, hello.pid)
+        if isinstance(hello, messages.Resume):
+            session.resuming = hello.attempt
         context.came = True
+        self._stop_expecting(who)
+        context.record.state.members[who] = hello.pid
+        context.record.state.gone.pop(who, None)
+        context.record.save()
         context.poller.watch(connection.descriptor, lambda _: self._receive(session))
         self._coordinator.send(who, hello, descriptors)
 
@@ -116,11 +134,17 @@ class LocalSessions:
                 self._ended(session)
                 return
             self._handle(session, message)
-            if session.who not in self._sessions or not session.connection.ready:
+            if not self._is_current(session) or not session.connection.ready:
                 return
+
+    def _is_current(self, session: LocalSession) -> bool:
+        """False if its connection was closed, or its worker has another by now."""
+        return self._sessions.get(session.who) is session
 
     def _handle(self, session: LocalSession, message: Any) -> None:
         who = session.who
+        if not isinstance(message, messages.GradientReady):
+            failpoints.hit("relay.request")
         if session.held is not None:
             session.held.append(message)
             return
@@ -138,7 +162,7 @@ class LocalSessions:
             case messages.Freeze():
                 session.whole = bool(self._context.config.spec.places) and not message.pull
             case messages.BuffersCopied():
-                self._transfers.show(who, lambda: self._coordinator.send(who, message))
+                self._transfers.show(who, lambda: self._pass_on(session, message))
                 return
             case messages.GatherKept():
                 self._transfers.fetch_kept(lambda: setattr(self._context.flags, "gathered", message.number))
@@ -151,7 +175,14 @@ class LocalSessions:
                 self._transfers.drop_rest(session.buffer)
         self._coordinator.send(who, message)
 
+    def _pass_on(self, session: LocalSession, message: Any) -> None:
+        """Sends a message once its transfers are over, if the worker has not come again, and repeated it, meanwhile."""
+        if self._is_current(session):
+            self._coordinator.send(session.who, message)
+
     def _reloaded(self, session: LocalSession, message: messages.Thaw) -> None:
+        if not self._is_current(session):
+            return
         if session.whole:
             self._transfers.drop_rest(session.buffer)
         self._coordinator.send(session.who, message)
@@ -160,6 +191,8 @@ class LocalSessions:
             self._handle(session, later)
 
     def _send_push(self, session: LocalSession, message: messages.PushGradient) -> None:
+        if not self._is_current(session):
+            return
         table = used = None
         if message.hyperparameters != session.hyperparameters:
             slot = self._context.table.slots[session.who]
@@ -171,13 +204,54 @@ class LocalSessions:
 
     def _ended(self, session: LocalSession) -> None:
         """The process of a session has closed its connection, or died."""
-        if not session.left:
-            self._context.streams.worker_lost(session.who * self._context.config.spec.replica)
+        if not self._is_current(session):
+            return
         self.close(session.who)
-        if self._context.at_coordinator:
-            self._coordinator.close(session.who)
-        else:
-            self._context.control[FIRST_MACHINE].send(_encode(MemberGone(session.who)))
+        if session.left:
+            self._tell_end(session.who, session.pid, left=True)
+
+    def _tell_end(self, who: int, pid: int, *, left: bool) -> None:
+        """Tells the coordinator that a process of this machine has ended; left: True if it has said that it leaves."""
+        context = self._context
+        self.close(who, final=True)
+        if not left:
+            context.streams.worker_lost(who * context.config.spec.replica)
+        left = left or (who >= 0 and context.flags.has_left(who, pid))
+        context.record.state.gone[who] = left
+        context.record.save()
+        self._coordinator.end(who, left=left)
+
+    def _expect(self, who: int, pid: int) -> None:
+        """Waits until a process connects again, or has ended, or has left the team while there was no relay."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            descriptor = -1
+        if descriptor < 0 or (who >= 0 and self._context.flags.has_left(who, pid)):
+            self._tell_end(who, pid, left=False)
+            return
+        self._expected[who] = descriptor
+        self._context.poller.watch(descriptor, lambda _: self._tell_end(who, pid, left=False))
+
+    def _stop_expecting(self, who: int) -> None:
+        descriptor = self._expected.pop(who, -1)
+        if descriptor >= 0:
+            self._context.poller.unwatch(descriptor)
+            os.close(descriptor)
+
+    def tick(self) -> None:
+        """Looks whether processes have left the team that were expected to connect again."""
+        for who in list(self._expected):
+            pid = self._context.record.state.members[who]
+            if who >= 0 and self._context.flags.has_left(who, pid):
+                self._tell_end(who, pid, left=True)
+
+    def connect_again(self) -> None:
+        """Lets all connect again, as the way to the coordinator was broken: what was on it is repeated."""
+        for who in list(self._sessions):
+            self.close(who)
+        for who, left in self._context.record.state.gone.items():
+            self._coordinator.end(who, left=left)
 
     # -- to workers --------------------------------------------------------------------------------------------------
 
@@ -186,19 +260,25 @@ class LocalSessions:
         session = self._sessions.get(who)
         if session is None:
             return
+        failpoints.hit("relay.answer")
         if who < 0:
             message = _to_shard.decode(data)
             # At the start it gets this machine's memory, in place of the coordinator's.
             self._send(session, message, with_memories=isinstance(message, messages.Ready))
             return
         message = _to_worker.decode(data)
+        answers = getattr(message, "attempt", -1) == session.resuming or isinstance(message, messages.RunFailed)
+        if session.resuming and not answers:
+            return
+        session.resuming = 0
+        if isinstance(message, messages.Ready | messages.SessionOpened):
+            self._context.state.relayed = True
         if isinstance(message, messages.CancelStep):
             self._context.flags.cancel(who, message.version, time.perf_counter())
         elif isinstance(message, messages.RunFailed):
             self._send(session, message)
         elif isinstance(message, messages.EndWorker):
             end_connected(session.pid, session.connection)
-            self._ended(session)
         else:
             session.answers.append(message)
             self._answer(session)
@@ -206,7 +286,7 @@ class LocalSessions:
     def _answer(self, session: LocalSession) -> None:
         """Sends a worker its answers, as far as the versions that they name are here."""
         transfers = self._transfers
-        while session.answers and not session.fetching and session.who in self._sessions:
+        while session.answers and not session.fetching and self._is_current(session):
             message = session.answers[0]
             if not session.fetched and isinstance(message, messages.WithVersion):
                 frozen = isinstance(message, messages.Frozen)
@@ -247,12 +327,19 @@ class LocalSessions:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def close(self, who: int) -> None:
+    def close(self, who: int, *, final: bool = False) -> None:
+        """Closes a connection; final: True if its process does not come again."""
         session = self._sessions.pop(who, None)
         if session is not None:
             self._context.poller.unwatch(session.connection.descriptor)
             session.connection.close()
             self._transfers.restart(who)
+        if final:
+            self._stop_expecting(who)
+            self._context.record.state.members.pop(who, None)
+            self._context.record.save()
+        elif session is not None:
+            self._expect(who, session.pid)
 
     def fail(self, failure: messages.RunFailed) -> None:
         """Tells all workers why the run has failed, and closes all sessions."""
@@ -261,4 +348,4 @@ class LocalSessions:
             if session.who >= 0:
                 with contextlib.suppress(Closed):
                     session.connection.send(failure)
-            self.close(session.who)
+            self.close(session.who, final=True)

@@ -1,4 +1,4 @@
-"""A relay as a process of its own: started with its address on this machine and the seconds to wait."""
+"""A machine's relay, and the process that keeps it: started with its address on this machine and seconds to wait."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 
 import msgspec
 
-from paceline import failpoints
 from paceline.cluster.process import keep_freed_memory
 from paceline.errors import JoinError
+from paceline.relay.keeper import keep
 from paceline.relay.messages import RelayBind, RelayConfig
-from paceline.relay.relay import Relay
+from paceline.relay.sockets import RelaySockets
 from paceline.server.memory import MEMORIES, RunMemory
 from paceline.server.messages import MessagePart, Ready
 from paceline.server.parts import receive_parts
@@ -28,19 +28,21 @@ def run_relay(address: str, patience: float) -> None:
     if lead is None:
         raise JoinError(f"no worker has connected to the relay within {patience:g} s")
     bind, descriptors = lead.receive_with_descriptors(MEMORIES)
-    failpoints.enter(f"relay{bind.machine}")
-    relay = Relay(bind, lambda text: print(f"paceline: machine {bind.machine}: {text}", file=sys.stderr, flush=True))
-    lead.send(relay.bound)
+    sockets = RelaySockets(bind, listener)
+    lead.send(sockets.bound)
     text = receive_parts(lead, max(0.0, until - time.monotonic()))
     if text is None:
         raise JoinError(f"the first worker of machine {bind.machine} has not sent the addresses of the other relays")
-    relay.open(msgspec.msgpack.decode(text, type=RelayConfig), RunMemory.inherited(descriptors), listener)
-    lead.send(Ready())
-    lead.close()
-    try:
-        relay.run()
-    finally:
-        relay.close()
+
+    def opened() -> None:
+        lead.send(Ready())
+        lead.close()
+
+    def say(text: str) -> None:
+        print(f"paceline: machine {bind.machine}: {text}", file=sys.stderr, flush=True)
+
+    config = msgspec.msgpack.decode(text, type=RelayConfig)
+    keep(bind, config, sockets, RunMemory.inherited(descriptors), say, opened)
 
 
 if __name__ == "__main__":

@@ -131,9 +131,11 @@ class ToMember(_RelayMessage, frozen=True, gc=False):
 
 
 class MemberGone(_RelayMessage, frozen=True, gc=False):
-    """The connection of a worker or server to this relay has ended."""
+    """The connection of a worker or server to this relay has ended, or to the coordinator."""
 
     who: int
+    left: bool = False
+    """True if it has left on purpose."""
 
 
 class Fetch(_RelayMessage, frozen=True, gc=False):
@@ -175,6 +177,8 @@ class EventLines(_RelayMessage, frozen=True, gc=False):
 
     name: str
     text: bytes
+    before: int
+    """Lines of the stream before these."""
 
 
 class MachineJoined(_RelayMessage, frozen=True, gc=False):

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from paceline import events
+from paceline.cluster.run_state import RunState
 from paceline.events.forwarding import FIRST_MACHINE, StreamForwarder
 from paceline.parameters.worker_table import WorkerTable
 from paceline.relay import messages
@@ -28,6 +29,8 @@ from paceline.relay.coordinator_sessions import CoordinatorSessions
 from paceline.relay.door import Door
 from paceline.relay.joining_machines import JoiningMachines
 from paceline.relay.local_sessions import LocalSessions
+from paceline.relay.record import RelayRecord
+from paceline.relay.sockets import RelaySockets
 from paceline.relay.transfer import TransferManager
 from paceline.server.flags import SharedFlags
 from paceline.server.memory import RunMemory
@@ -35,7 +38,6 @@ from paceline.server.messages import MachineLost, RunFailed
 from paceline.transport.keys import Secret
 from paceline.transport.links import LINKS, LinkReceiver, LinkSender, RejectCounter
 from paceline.transport.poller import Poller
-from paceline.transport.unix_connection import Listener
 
 _PING_INTERVAL = 0.5
 """Seconds between signs of life."""
@@ -97,33 +99,37 @@ class PeerLiveness:
 class Relay:
     """The relay of one machine, for one run."""
 
-    def __init__(self, bind: messages.RelayBind, say: Callable[[str], None]) -> None:
+    def __init__(self, bind: messages.RelayBind, sockets: RelaySockets, say: Callable[[str], None], life: int) -> None:
+        """sockets: which outlive it; life: how often it was started again."""
         self._machine, self._run, self._say = bind.machine, bind.run, say
+        self._sockets, self._life = sockets, life
         self._secret = Secret.of(bind.key, bind.run)
         self._poller = Poller()
         self.refusals = RejectCounter(say)
         self._reported: dict[str, int] = {}
         """By reason, the refusals that are recorded."""
-        self._receivers = {link: LinkReceiver(self._poller, link, self.refusals, self._dispatch) for link in LINKS}
-        # Without a key only loopback is bound, whatever the address is.
-        address = bind.address if self._secret.encrypted else "127.0.0.1"
-        ports = {link: receiver.bind(address, self._secret) for link, receiver in self._receivers.items()}
-        self.bound = messages.RelayBound(ports["control"], ports["bulk"])
+        self._receivers = {
+            link: LinkReceiver(self._poller, link, self.refusals, self._dispatch, life) for link in LINKS
+        }
+        for link, receiver in self._receivers.items():
+            receiver.bind("", self._secret, sockets.links[link])
+            receiver.reborn = self._meet_again
         self._door: Door | None = None
-        if bind.door is not None:
-            try:
-                self._door = Door(self._poller, address, bind.door, bind.key, self._refuse_joiner)
-            except OSError as error:
-                trouble = f"--open cannot listen at port {bind.door} of {address}: {error.strerror}"
-                self.bound = messages.RelayBound(0, 0, trouble)
+        if sockets.door is not None:
+            self._door = Door(self._poller, sockets.door, bind.key, self._refuse_joiner)
+        self._lives: dict[int, int] = {}
+        """By machine, how often its relay was started again."""
         self._lost: set[int] = set()
         """Machines that were given up."""
         self._finished: set[int] = set()
         """Machines that have sent their last message."""
 
-    def open(self, config: messages.RelayConfig, memory: RunMemory, listener: Listener) -> None:
+    def open(self, config: messages.RelayConfig, memory: RunMemory, record: RelayRecord) -> None:
         """Connects to the other relays, and begins to take messages."""
-        self._config, self._spec = config, config.spec
+        for machine, peer in record.state.joined.items():
+            config.peers[machine] = peer
+        self._config, self._spec, self._record = config, config.spec, record
+        self._finished.update(record.state.finished)
         spec = config.spec
         others = {
             machine: peer for machine, peer in enumerate(config.peers) if machine != self._machine and peer.address
@@ -131,10 +137,10 @@ class Relay:
         for receiver in self._receivers.values():
             receiver.open(self._run, {machine: peer.address for machine, peer in others.items()})
         self._senders: dict[str, dict[int, LinkSender]] = {
-            link: {machine: self._connect(link, peer) for machine, peer in others.items()} for link in LINKS
+            link: {machine: self._connect(link, machine, peer) for machine, peer in others.items()} for link in LINKS
         }
         self._control = self._senders["control"]
-        self._transfers = TransferManager(config, memory, self._control, self._senders["bulk"])
+        self._transfers = TransferManager(config, memory, self._control, self._senders["bulk"], self._life)
         self._streams = StreamForwarder(spec.folder, self._machine, spec.processes)
         flags = SharedFlags(memory.flags, spec.capacity)
         # Until the coordinator has counted, and a ping has brought its number here.
@@ -152,9 +158,15 @@ class Relay:
             flags,
             machine_of,
             WorkerTable(table, spec.capacity, len(spec.parameters)),
+            record,
+            RunState(memory.record),
         )
+        if self._life:
+            context.go_on()
+        else:
+            context.state.relayed = False
         self._coordinator = CoordinatorSessions(context, self._route, self._close_member)
-        self._local = LocalSessions(context, listener, self._coordinator)
+        self._local = LocalSessions(context, self._sockets.local, self._coordinator)
         self._liveness = PeerLiveness(context, self._receivers)
         self._next_ping = 0.0
         self._pings = 0
@@ -163,19 +175,34 @@ class Relay:
 
     def meet(self, machine: int, peer: messages.RelayAddress) -> None:
         """A machine joins: connects to its relay."""
-        self._config.peers[machine] = peer
+        self._config.peers[machine] = self._record.state.joined[machine] = peer
+        self._record.save()
         for receiver in self._receivers.values():
             receiver.meet(machine, peer.address)
         self._transfers.meet(machine)
         for link in LINKS:
-            self._senders[link][machine] = self._connect(link, peer)
+            self._senders[link][machine] = self._connect(link, machine, peer)
+
+    def _meet_again(self, machine: int, life: int) -> None:
+        """A machine's relay was killed and started again: repeats what was under way to it."""
+        if life <= self._lives.get(machine, 0):
+            return
+        self._lives[machine] = life
+        for link in LINKS:
+            self._receivers[link].restart(machine, life)
+            self._senders[link][machine].restart(life)
+        self._transfers.repeat(machine)
+        if machine == FIRST_MACHINE:
+            self._streams.send_again()
+            self._local.connect_again()
 
     def _refuse_joiner(self, _address: str, broken: bool) -> None:
         if not broken:
             self.refusals.add("not a member")
 
-    def _connect(self, link: str, peer: messages.RelayAddress) -> LinkSender:
-        sender = LinkSender(self._poller, link, self._machine, self._run, self._secret, _WINDOWS[link])
+    def _connect(self, link: str, machine: int, peer: messages.RelayAddress) -> LinkSender:
+        sender = LinkSender(self._poller, link, self._machine, self._run, self._secret, _WINDOWS[link], self._life)
+        sender.reborn = lambda life: self._meet_again(machine, life)
         sender.connect(peer.address, peer.control if link == "control" else peer.bulk)
         return sender
 
@@ -186,6 +213,7 @@ class Relay:
         until = time.monotonic() + self._spec.timeouts.join
         while self._needed(until):
             self._step(_PING_INTERVAL)
+        self._context.state.relayed = False
         if self._context.at_coordinator:
             for machine, sender in self._control.items():
                 if machine not in self._lost:
@@ -252,6 +280,7 @@ class Relay:
             receiver.tick()
         if self._door is not None:
             self._door.tick()
+        self._local.tick()
         self._forward_events()
         self._record_refusals()
         self._transfers.recorder.flush()
@@ -268,8 +297,8 @@ class Relay:
         ahead = self._liveness.clock_ahead(FIRST_MACHINE)
         if ahead is None or FIRST_MACHINE in self._lost or self._pings < _FIRST_PINGS:
             return  # this is rank 0's machine, or its clock is not known well yet
-        for name, text in self._streams.new_lines(ahead):
-            self._control[FIRST_MACHINE].send(_encode(messages.EventLines(name, text)))
+        for name, text, before in self._streams.new_lines(ahead):
+            self._control[FIRST_MACHINE].send(_encode(messages.EventLines(name, text, before)))
 
     # -- losing machines ---------------------------------------------------------------------------------------------
 
@@ -303,13 +332,18 @@ class Relay:
         else:
             self._control[machine].send(_encode(messages.ToMember(who, data, self._context.flags.marked)))
 
-    def _close_member(self, who: int) -> None:
-        """The coordinator has closed the connection of a member."""
+    def _close_member(self, who: int, over: bool) -> None:
+        """The coordinator has closed the connection of a member; over: True if there is no coordinator any more."""
         machine = self._context.machine_of[who]
         if machine == self._machine:
-            self._local.close(who)
+            self._close_local(who, over)
         else:
-            self._control[machine].send(_encode(messages.MemberGone(who)))
+            self._control[machine].send(_encode(messages.MemberGone(who, over)))
+
+    def _close_local(self, who: int, over: bool) -> None:
+        if over:
+            self._context.state.relayed = False
+        self._local.close(who, final=over)
 
     def _dispatch(self, machine: int, text: bytes, payload: Any) -> None:
         """Handles a message of another relay; ValueError if it is to be refused."""
@@ -330,7 +364,7 @@ class Relay:
                 self._context.flags.marked = max(self._context.flags.marked, message.marked)
                 self._local.deliver(message.who, message.data)
             case messages.MemberGone():
-                self._take_gone(machine, message.who)
+                self._take_gone(machine, message)
             case messages.Ping():
                 self._liveness.take_ping(machine, message)
             case messages.Pong():
@@ -340,14 +374,16 @@ class Relay:
                 self.meet(message.machine, message.relay)
             case messages.RelayDone():
                 self._finished.add(machine)
+                self._record.state.finished = sorted(self._finished)
+                self._record.save()
             case messages.EventLines():
-                self._streams.append(machine, message.name, message.text)
+                self._streams.append(machine, message.name, message.text, before=message.before)
 
-    def _take_gone(self, machine: int, who: int) -> None:
+    def _take_gone(self, machine: int, message: messages.MemberGone) -> None:
         if machine == FIRST_MACHINE:
-            self._local.close(who)
-        elif self._context.at_coordinator and self._context.machine_of.get(who) == machine:
-            self._coordinator.close(who)
+            self._close_local(message.who, message.left)
+        elif self._context.at_coordinator and self._context.machine_of.get(message.who) == machine:
+            self._coordinator.end(message.who, left=message.left)
         else:
             raise ValueError("the end of another machine's worker")
 

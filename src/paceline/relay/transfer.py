@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from paceline import events
+from paceline import events, failpoints
 from paceline.events.forwarding import FIRST_MACHINE
 from paceline.events.recorder import ReplicaRecorder, folder_of, limit_of
 from paceline.relay.chunks import ChunkMap, GradientUpload, check_place, cut, gaps, overlap
@@ -65,8 +65,15 @@ class TransferManager:
     """All transfers of one machine."""
 
     def __init__(
-        self, config: RelayConfig, memory: RunMemory, control: dict[int, LinkSender], bulk: dict[int, LinkSender]
+        self,
+        config: RelayConfig,
+        memory: RunMemory,
+        control: dict[int, LinkSender],
+        bulk: dict[int, LinkSender],
+        life: int = 0,
     ) -> None:
+        """life: how often this relay was started again; numbers of transfers begin where no earlier one has been."""
+        self._first = life << 32
         self._config, self._memory, self._control, self._bulk = config, memory, control, bulk
         self._gradients, self._versions = _bytes(memory.gradients), _bytes(memory.versions)
         self._state, self._rest, self._kept = map(_bytes, (memory.state, memory.buffers, memory.kept))
@@ -104,14 +111,32 @@ class TransferManager:
         self._versions_here: dict[int, int] = {} if config.late else {0: 0}
         """By buffer, the version that is complete in it on this machine."""
         self._fetches: dict[int, _Fetch] = {}
-        self._fetch_count = 0
-        self._loads: dict[int, tuple[set[int], Done]] = {}
+        self._fetch_count = self._first
+        self._loads: dict[int, tuple[set[int], int, Done]] = {}
+        """By worker, the machines that have not confirmed what it has loaded into this buffer."""
         self._shows: dict[int, Done] = {}
 
     def _push_of(self, rank: int) -> _Push:
         slot = self._config.layout.gradient
         memory = self._gradients[rank * slot : (rank + 1) * slot]
-        return _Push({machine: GradientUpload(self._chunk_maps[machine], memory) for machine in self._owners})
+        uploads = {machine: GradientUpload(self._chunk_maps[machine], memory) for machine in self._owners}
+        return _Push(uploads, turn=self._first + 1)
+
+    def repeat(self, machine: int) -> None:
+        """Repeats what was under way to a machine, or is expected of it, as its relay was started again."""
+        self._outgoing[machine].clear()
+        for push in self._pushes.values():
+            if machine in push.uploads and (push.done is None or machine in push.waits):
+                push.uploads[machine].repeat()
+        for number, fetch in self._fetches.items():
+            if machine in fetch.waits:
+                self._control[machine].send(_encode(Fetch(number, fetch.buffer, fetch.version, fetch.parameters)))
+        for rank, (waits, buffer, _) in self._loads.items():
+            if machine in waits:
+                self._send_loaded(rank, machine, buffer)
+        if machine == FIRST_MACHINE:
+            for rank in self._shows:
+                self._enqueue(FIRST_MACHINE, "shown", rank, FIRST_MACHINE)
 
     def meet(self, machine: int) -> None:
         """Prepares for a machine that joins."""
@@ -189,6 +214,7 @@ class TransferManager:
             replica = rank if rank < capacity else (rank - capacity) // each
             self.recorder.add(events.Send(replica, push.start, now - push.start, push.bytes))
         done, push.done = push.done, None
+        failpoints.hit("relay.confirmed")
         done()
         self.restart(rank)
 
@@ -319,10 +345,13 @@ class TransferManager:
         if not self._owners:
             done()
             return
-        self._loads[rank] = (set(self._owners), done)
+        self._loads[rank] = (set(self._owners), buffer, done)
         for machine in self._owners:
-            self._enqueue(machine, "loaded", rank, machine, buffer)
-            self._enqueue(machine, "placed", rank, machine, buffer)
+            self._send_loaded(rank, machine, buffer)
+
+    def _send_loaded(self, rank: int, machine: int, buffer: int) -> None:
+        self._enqueue(machine, "loaded", rank, machine, buffer)
+        self._enqueue(machine, "placed", rank, machine, buffer)
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
@@ -338,6 +367,7 @@ class TransferManager:
             else:
                 check_place(self._incoming.places.get(place), place, payload)
             self._gradients[start : start + len(payload)] = payload
+            failpoints.hit("relay.stored")
             return
         buffer, owner, parameters = chunk.buffer, me, None
         if chunk.what in _REQUESTED:
@@ -348,6 +378,7 @@ class TransferManager:
         spans, memory = self._part(chunk.what, owner, buffer, parameters)
         check_place(dict(spans).get(place), place, payload)
         memory[place : place + len(payload)] = payload
+        failpoints.hit("relay.stored")
 
     def _sender(self, machine: int, number: int) -> int:
         """The worker, or the replica, whose gradient a machine sends; ValueError if it is not the machine's."""
@@ -385,7 +416,7 @@ class TransferManager:
         elif message.what == "shown" and message.number in self._shows:
             self._shows.pop(message.number)()
         elif message.what == "placed" and message.number in self._loads:
-            waits, done = self._loads[message.number]
+            waits, _, done = self._loads[message.number]
             waits.discard(machine)
             if not waits:
                 del self._loads[message.number]
@@ -416,6 +447,7 @@ class TransferManager:
         outgoing = self._outgoing[machine]
         while outgoing:
             for message, payload in outgoing[0]:
+                failpoints.hit("relay.chunk")
                 sender.send(message, payload)
                 return True
             outgoing.popleft()
@@ -428,6 +460,7 @@ class TransferManager:
         if chunk is not None:
             if not push.start:
                 push.start = time.perf_counter()
+            failpoints.hit("relay.chunk")
             place, data, check = chunk
             push.bytes += len(data)
             sender.send(_encode(Chunk("gradient", rank, place, push.turn)), data, check)

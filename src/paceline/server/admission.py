@@ -28,6 +28,7 @@ from paceline.server.messages import (
     SessionOpened,
     ShardHello,
     StepCancelled,
+    WorkerGone,
 )
 from paceline.server.parts import send_parts
 from paceline.server.session_link import SessionLink
@@ -144,18 +145,26 @@ class Admission:
     def _reconnect(self, connection: UnixConnection[Any], message: Any) -> bool:
         """Goes on with a worker or a server that has connected again; False if the message is about something else."""
         if isinstance(message, ShardHello):
-            self._shards.attach(message.index, connection)
+            self._shards.attach(message, connection)
             if message.again:
                 self.came_back.append(message.index)
         elif isinstance(message, Resume):
             session = self._sessions.get(message.rank)
             if session is not None and session.pid == message.pid:
-                self._sessions.resume(session, connection, message.received)
+                self._sessions.resume(session, connection, message)
             else:
                 with contextlib.suppress(Closed):
                     why = f"rank {message.rank} is no part of the run any more"
                     connection.send(RunFailed("WorkerLost", why, [message.rank]))
                 connection.close()
+        elif isinstance(message, WorkerGone):
+            session = self._sessions.get(message.rank)
+            if session is not None and not self._sessions.is_attached(session):
+                self._sessions.end_detached(session, left=message.left)
+            for one in self.pending:
+                if one.rank == message.rank and isinstance(one.connection, SessionLink):
+                    one.connection.end(left=message.left)
+            connection.close()
         else:
             return False
         return True
@@ -179,8 +188,9 @@ class Admission:
     def join(self, message: Hello, connection: UnixConnection[Any] | None) -> None:
         """connection: None while it is done again."""
         link: Any = connection
-        if self._journal.on:
-            link = SessionLink(message.rank, message.pid, self._journal, connection)
+        relayed = len(self._spec.machines) > 1
+        if self._journal.on or relayed:
+            link = SessionLink(message.rank, message.pid, self._journal, connection, relayed=relayed)
             link.meet = self.meet
         self._add(Session(message.rank, message.pid, link, host=message.host, joined=True, fresh=True))
 

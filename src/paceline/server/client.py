@@ -17,10 +17,12 @@ from paceline.errors import FORK, JoinError, ServerLost, TeamError, TeamTimeout,
 from paceline.server.flags import SharedFlags
 from paceline.server.memory import MEMORIES, RunMemory
 from paceline.server.messages import (
+    TO_RELAY,
     UNCOUNTED,
     BuffersCopied,
     CopyBuffers,
     EnterBarrier,
+    GatherKept,
     Hello,
     KeepWaiting,
     LeaveTeam,
@@ -78,6 +80,10 @@ class ServerClient:
         """Prints a line of the server's about the training script."""
         self.relayed = False
         """True if the server is reached through the relay of this worker's machine."""
+        self._attempts = 0
+        """How often it has gone on with a session."""
+        self._gather: GatherKept | None = None
+        """The last request of this kind, which a relay that is killed forgets."""
         self._closed = self._detached = False
         self._state: RunState | None = None
         self._received = 0
@@ -89,9 +95,9 @@ class ServerClient:
         self._read: list[Any] = []
         """Messages of a server that was killed, which were read when it was found to be gone."""
 
-    def attach(self, flags: SharedFlags, state: RunState) -> None:
-        """Takes the flags that reach a worker before messages do, and the words about the run."""
-        self._state = state
+    def attach(self, flags: SharedFlags, state: RunState, machines: int) -> None:
+        """Takes the flags that reach a worker before messages do, and the words about a run over so many machines."""
+        self._state, self.relayed = state, machines > 1
         self._flags, self._min_version = flags, flags.min_version
         self._place = self._rank * flags.min_version.step
 
@@ -165,7 +171,8 @@ class ServerClient:
                     break
                 look()
         except Closed:
-            raise ServerLost("the server died while it started") from None
+            who = "relay of this machine" if self.relayed else "server"
+            raise ServerLost(f"the {who} died while {'the run' if self.relayed else 'it'} started") from None
         if isinstance(answer, RunFailed):
             raise _error(answer)
         if not isinstance(answer, Ready):
@@ -175,8 +182,11 @@ class ServerClient:
         """Sends a message that has no reply; a fork of the worker has nothing to say."""
         if self._detached:
             return
-        self._sent += 1
-        self._unanswered.append(message)
+        if isinstance(message, GatherKept):
+            self._gather = message
+        if not isinstance(message, TO_RELAY):
+            self._sent += 1
+            self._unanswered.append(message)
         try:
             self._connection.send(message)
         except Closed:
@@ -276,17 +286,20 @@ class ServerClient:
 
     def _resume(self) -> None:
         """Goes on with a server that was killed, once it is back: sends again what it has not received."""
-        until, state = time.monotonic() + self._timeouts.join, self._state
-        while state is not None and state.live and time.monotonic() < until:
+        until = time.monotonic() + self._timeouts.join
+        while self._comes_back() and time.monotonic() < until:
             self._connection.close()
             try:
-                connection: UnixConnection[Any] = connect(self._address, ToWorker, _LOOK, lambda: state.live)
+                connection: UnixConnection[Any] = connect(self._address, ToWorker, _LOOK, self._comes_back)
             except JoinError:
+                if self.relayed:
+                    break  # nobody listens for it, who would start it again
                 continue
             self._connection = connection
             with contextlib.suppress(Closed):
                 connection.patience(self._timeouts.barrier + _MARGIN)
-                connection.send(Resume(self._rank, os.getpid(), self._received))
+                self._attempts += 1
+                connection.send(Resume(self._rank, os.getpid(), self._received, self._attempts))
                 answer = connection.receive_within(until - time.monotonic())
                 if isinstance(answer, RunFailed):
                     raise _error(answer)
@@ -294,8 +307,15 @@ class ServerClient:
                     missing = self._sent - answer.received
                     for message in self._unanswered[-missing:] if missing else ():
                         connection.send(message)
+                    if self._gather is not None:
+                        connection.send(self._gather)
                     return
         raise self._lost()
+
+    def _comes_back(self) -> bool:
+        """True if the server, or the relay on the way to it, is started again if it was killed."""
+        state = self._state
+        return state is not None and (state.relayed if self.relayed else state.live)
 
     def _lost(self) -> TeamError:
         self._read_rest()  # it may have sent the reason before it ended
@@ -323,7 +343,7 @@ class ServerClient:
             if version is not None and seen > version:
                 return True
             flags.sleep(self._rank, seen, min(left, _LOOK))
-            if left > _LOOK and not self._connection.open and not (self._state is not None and self._state.live):
+            if left > _LOOK and not self._connection.open and not self._comes_back():
                 raise self._lost()
         return version is not None and bool(flags.values[place] > version)
 

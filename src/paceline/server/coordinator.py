@@ -14,12 +14,7 @@ import msgspec
 
 from paceline import events, failpoints
 from paceline.config import RunSpec
-from paceline.errors import (
-    Mismatch,
-    ServerLost,
-    TeamError,
-    WorkerLost,
-)
+from paceline.errors import Mismatch, ServerLost, TeamError, WorkerLost
 from paceline.events.recorder import Recorder
 from paceline.parameters.hyperparameters import Hyperparameters
 from paceline.parameters.worker_table import WorkerTable
@@ -57,6 +52,7 @@ from paceline.server.messages import (
     StreamRead,
 )
 from paceline.server.recovery import keep_state, replay
+from paceline.server.session_link import Detached
 from paceline.server.sessions import Session, Sessions, SessionState
 from paceline.server.shard_set import ShardSet
 from paceline.server.tuner import Tuner
@@ -219,8 +215,10 @@ class Coordinator:
     def receive(self, session: Session) -> None:
         try:
             message = session.connection.receive()
+        except Detached:
+            return  # its relay was killed, and the worker connects again
         except Closed:
-            if self._journal.value(lambda: self._flags.has_left(session.rank, session.pid)):
+            if self._journal.value(lambda: self._sessions.has_left(session, self._flags)):
                 self._remove(session, "abandoned")
             else:
                 self._lose(session)

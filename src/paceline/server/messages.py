@@ -1,4 +1,7 @@
-"""Messages between workers, the coordinator and the shards. Gradients and parameters are in shared memory."""
+"""Messages between workers, the coordinator and the shards. Gradients and parameters are in shared memory.
+
+One file, though a long one: it is the whole protocol of a parameter server.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +56,21 @@ class ShardHello(_Message, frozen=True, gc=False):
     pid: int
     again: bool = False
     """True if the server was killed before, and has been started again."""
+    done: int = 0
+    """The operations that it has done."""
+    value: float = 0.0
+    """The answer to the last of them."""
 
 
 class Resume(_Message, frozen=True, gc=False):
-    """Goes on with a worker's session on a new connection, since the server was killed."""
+    """Goes on with a worker's session on a new connection, since the server or a relay was killed."""
 
     rank: int
     pid: int
     received: int
     """Messages of the server that the worker has received; the server sends the others again."""
+    attempt: int = 0
+    """Counts the worker's attempts, so that no answer is taken for that to another."""
 
 
 class Resumed(_Message, frozen=True, gc=False):
@@ -69,6 +78,8 @@ class Resumed(_Message, frozen=True, gc=False):
 
     received: int
     """Messages of the worker that the server has received; the worker sends the others again."""
+    attempt: int = 0
+    """As in `Resume`."""
 
 
 class MessagePart(_Message, frozen=True, gc=False):
@@ -265,6 +276,13 @@ class LeaveTeam(_Message, frozen=True, gc=False):
     """A worker leaves the team. No reply."""
 
 
+class WorkerGone(_Message, frozen=True, gc=False):
+    """From a relay: this worker has died, or has left. The mere end of a connection to a relay says nothing of it."""
+
+    rank: int
+    left: bool
+
+
 class MachineLost(_Message, frozen=True, gc=False):
     """From a relay: the machine of this worker is lost."""
 
@@ -430,7 +448,8 @@ class ShardAnswer(_Message, frozen=True, gc=False):
     value: float = 0.0
 
 
-_Membership = Hello | Resume | ShardHello | EnterBarrier | BuffersCopied | LeaveTeam | Dismiss | RunFailed | MachineLost
+_Ends = LeaveTeam | Dismiss | RunFailed | WorkerGone | MachineLost
+_Membership = Hello | Resume | ShardHello | EnterBarrier | BuffersCopied | _Ends
 _Samples = BeginLease | BeginEpoch | EpochOrder | RequestLease | StreamRead | LeaseDone | LeaveEpoch
 _Gradients = GradientReady | PushGradient | StepCancelled | ShareReduced | Freeze | Thaw
 _Snapshots = MarkVersion | RequestLeft | GatherKept | SnapshotNote
@@ -439,8 +458,13 @@ WithVersion = SessionOpened | Proceed | LeaseGranted | EpochOver | Frozen
 """Messages that name the version that a worker goes on with."""
 _Requests = CancelStep | DrawOrder | CopyBuffers | ReduceShare
 _Notes = EpochsLeft | Notice | RunFailed | KeepWaiting | EndWorker
-UNCOUNTED = (Ready, Resumed, RunFailed, KeepWaiting, EndWorker)
-"""Messages to a worker that do not count as received: they are not sent again."""
+UNCOUNTED = (Ready, Resumed, RunFailed, KeepWaiting, EndWorker, CancelStep)
+"""Messages to a worker that do not count as received: they are not sent again. A worker that a `CancelStep` does not
+reach pushes a gradient that is dropped."""
+TO_RELAY = (GradientReady, GatherKept)
+"""Messages of a worker that its relay keeps to itself."""
+CALLS = (PushGradient, StepCancelled, BeginEpoch, RequestLease, BeginLease, EnterBarrier, Freeze, RequestLeft)
+"""Messages after which a worker waits for a reply: a further one shows that it has received that of the one before."""
 ToWorker = MessagePart | WithVersion | _Requests | Ready | Resumed | BarrierDone | _Notes
 ShardRequest = ApplyUpdate | AddGradient | MeasureDistance | ReloadState
 ToShard = MessagePart | Ready | ShardRequest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from paceline import failpoints
+from paceline.cluster.process import is_alive
 from paceline.config import RunSpec
 from paceline.errors import JoinError
 from paceline.events.recorder import Recorder, ReplicaRecorder
@@ -86,21 +86,8 @@ class _PendingJoins:
         The coordinator then handles its end like that of any other worker.
         """
         for rank, pid in enumerate(self._pids):
-            if pid and rank not in self.sessions and not _lives(pid):
+            if pid and rank not in self.sessions and not is_alive(pid):
                 self.sessions[rank] = Session(rank, pid, deserted(FromWorker))
-
-
-def _lives(pid: int) -> bool:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    try:
-        waiting = select.poll()  # a process may have more files open than select() can tell apart
-        waiting.register(descriptor, select.POLLIN)
-        return not waiting.poll(0)
-    finally:
-        os.close(descriptor)
 
 
 def _gather(listener: Listener, patience: float) -> _PendingJoins:
@@ -142,13 +129,14 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
     run = shard.run
     kept = run.state.kept and not any(session.host for session in sessions.values()) and run.write_spec(pending.text)
     journal = Journal(run.head, run.halves, run.state.give_up) if kept else Journal()
-    for session in sessions.values() if kept else ():
+    relayed = len(spec.machines) > 1
+    for session in sessions.values() if kept or relayed else ():
         assert isinstance(session.connection, UnixConnection)
-        session.connection = SessionLink(session.rank, session.pid, journal, session.connection)
+        session.connection = SessionLink(session.rank, session.pid, journal, session.connection, relayed=relayed)
     recorder = _recorder(spec)
     if kept:
         recorder = JournaledRecorder(recorder, journal, run.events)
-    shards = ShardSet(shard, others, spec.timeouts.barrier, journal, spec.timeouts.join)
+    shards = ShardSet(shard, others, spec.timeouts.barrier, journal, spec.timeouts.join, _remote(spec))
     coordinator = Coordinator(spec, sessions, shards, memory, listener, pending.text, say, journal, recorder)
     kept = kept and not keep_state(coordinator, journal, recorder)
     for session in sessions.values():
@@ -170,13 +158,18 @@ def _serve_again(listener: Listener, memory: RunMemory, say: Callable[[str], Non
     folder = None if spec.folder is None else Path(spec.folder)
     written = events_written(folder, -1, run.events)
     recorder = JournaledRecorder(_recorder(spec), journal, run.events, written)
-    shards = ShardSet(shard, {}, spec.timeouts.barrier, journal, spec.timeouts.join)
+    shards = ShardSet(shard, {}, spec.timeouts.barrier, journal, spec.timeouts.join, _remote(spec))
     present = {session.rank: session for session in sessions}
     coordinator = Coordinator(spec, present, shards, memory, listener, text, say, journal, recorder)
     restore(coordinator, state)
     recorder.resume()
     coordinator.known[1].extend(rebuilt(one, journal, memory.descriptors) for one in state.pending)
     _coordinate(coordinator, shards, memory)
+
+
+def _remote(spec: RunSpec) -> list[int]:
+    """Numbers of the servers on other machines than the first one's."""
+    return [index for index, machine in enumerate(spec.servers) if machine != spec.servers[0]]
 
 
 def _recorder(spec: RunSpec) -> Recorder:
@@ -211,27 +204,38 @@ def _serve_further(connection: UnixConnection[Any], index: int, patience: float,
         raise
     finally:
         memory.close_descriptors()
-    _serve_shard(connection, shard, index, patience, address)
+    _serve_shard(connection, shard, index in _remote(spec), patience, address)
 
 
-def _serve_shard(connection: UnixConnection[Any], shard: Shard, index: int, patience: float, address: str) -> None:
+def _serve_shard(connection: UnixConnection[Any], shard: Shard, relayed: bool, patience: float, address: str) -> None:
     """Handles the requests of the first server until the run is over, also of one that was started again."""
+
+    def comes_back() -> bool:
+        """True if the first server, or this machine's relay to it, is started again."""
+        state = shard.run.state
+        return state.relayed if relayed else state.live
+
     while True:
         try:
             while True:
                 connection.send(ShardAnswer(shard.handle(connection.receive())))
         except Closed:
             connection.close()
-            if not shard.run.state.live:
+            if not comes_back():
                 return  # the first server has ended, and so does this one
         except Exception as error:
             with contextlib.suppress(Closed):
                 connection.send(RunFailed("ServerLost", f"{type(error).__name__}: {error}", []))
             connection.close()
             raise
-        connection = connect(address, ToShard, patience, lambda: shard.run.state.live)
+        try:
+            connection = connect(address, ToShard, _LOOK if relayed else patience, comes_back)
+        except JoinError:
+            if comes_back() and not relayed:
+                raise
+            return
         with contextlib.suppress(Closed):
-            connection.send(ShardHello(index, os.getpid()))
+            connection.send(shard.hello())
 
 
 def _serve_shard_again(memory: RunMemory, index: int, patience: float, address: str) -> None:
@@ -241,8 +245,8 @@ def _serve_shard_again(memory: RunMemory, index: int, patience: float, address: 
     memory.close_descriptors()
     connection: UnixConnection[Any] = connect(address, ToShard, patience, lambda: shard.run.state.live)
     with contextlib.suppress(Closed):
-        connection.send(ShardHello(index, os.getpid(), again=True))
-    _serve_shard(connection, shard, index, patience, address)
+        connection.send(shard.hello(again=True))
+    _serve_shard(connection, shard, index in _remote(spec), patience, address)
 
 
 def serve_in_thread(address: str, index: int, patience: float, say: Callable[[str], None]) -> threading.Thread:

@@ -70,15 +70,13 @@ def _described(session: Session) -> dict[str, Any]:
     link = session.connection
     assert isinstance(link, SessionLink)
     values = {name: getattr(session, name) for name in _FIELDS}
-    return values | {"link": (link.received, link.sent, [message for message, _ in link.unanswered])}
+    return values | {"link": link.state, "relayed": link.relayed}
 
 
 def rebuilt(values: dict[str, Any], journal: Journal, descriptors: Sequence[int]) -> Session:
     """The session of a worker that has not connected again; descriptors: of the run's memory."""
-    received, sent, unanswered = values["link"]
-    link = SessionLink(values["rank"], values["pid"], journal, None)
-    link.received, link.sent = received, sent
-    link.unanswered = [(one, descriptors if isinstance(one, SessionOpened) else ()) for one in unanswered]
+    link = SessionLink(values["rank"], values["pid"], journal, None, relayed=values["relayed"])
+    link.restore(values["link"], lambda message: descriptors if isinstance(message, SessionOpened) else ())
     return Session(connection=link, **{name: values[name] for name in _FIELDS})
 
 

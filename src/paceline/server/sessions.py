@@ -14,8 +14,9 @@ import msgspec
 from paceline import failpoints
 from paceline.errors import names
 from paceline.server.eviction import end_connected
-from paceline.server.messages import BeginEpoch, EndWorker, Notice, PushGradient, RequestLease, StepCancelled
-from paceline.server.session_link import SessionLink
+from paceline.server.flags import SharedFlags
+from paceline.server.messages import BeginEpoch, EndWorker, Notice, PushGradient, RequestLease, Resume, StepCancelled
+from paceline.server.session_link import Detached, SessionLink
 from paceline.transport.unix_connection import Closed, UnixConnection
 
 
@@ -146,11 +147,30 @@ class Sessions(dict[int, Session]):
         """False if a worker has not connected again since the server was killed."""
         return not isinstance(session.connection, SessionLink) or session.connection.attached
 
-    def resume(self, session: Session, connection: UnixConnection[Any], received: int | None) -> None:
+    def resume(self, session: Session, connection: UnixConnection[Any], resume: Resume | None) -> None:
         """Goes on with a worker that has connected again."""
         assert isinstance(session.connection, SessionLink)
         self._forget(session)
-        session.connection.attach(connection, received)
+        session.connection.attach(connection, resume)
+        self._watch(session)
+        self._changed = True
+        if session.evicted:
+            self.send(session, EndWorker())
+
+    def detach(self, session: Session) -> None:
+        """A worker's relay has ended its connection: the session waits for another."""
+        self._forget(session)
+        session.connection.close()
+        self._watch(session)
+        self._changed = True
+
+    def end_detached(self, session: Session, *, left: bool) -> None:
+        """A relay says that a worker has ended which has not connected again."""
+        link = session.connection
+        assert isinstance(link, SessionLink)
+        self._forget(session)
+        link.close()
+        link.end(left=left)
         self._watch(session)
         self._changed = True
 
@@ -159,6 +179,8 @@ class Sessions(dict[int, Session]):
         del self._by_descriptor[session.connection.descriptor]
 
     def _watch(self, session: Session) -> None:
+        if isinstance(session.connection, SessionLink):
+            session.connection.detach = lambda: self.detach(session)
         self._by_descriptor[session.connection.descriptor] = session
         self.epoll.register(session.connection.descriptor, select.EPOLLIN)
 
@@ -175,6 +197,11 @@ class Sessions(dict[int, Session]):
             return False
         session.evicted = how
         return True
+
+    def has_left(self, session: Session, flags: SharedFlags) -> bool:
+        """True if a worker whose connection has ended has left on purpose."""
+        told = isinstance(session.connection, SessionLink) and session.connection.left
+        return told or flags.has_left(session.rank, session.pid)
 
     def remove(self, session: Session) -> None:
         """Ends a worker's session; its version is still held."""
@@ -206,6 +233,8 @@ class Sessions(dict[int, Session]):
                     self.send(asking, message)
                 except Closed:
                     self.remove(asking)
+                except Detached:
+                    continue
 
     def close(self) -> None:
         self.epoll.close()

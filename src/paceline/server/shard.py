@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,7 +124,7 @@ class Shard:
             self._codec = codec(layout, memory.gradients, spec.capacity)
         self.run = ServerRecord(memory.record, layout, len(spec.servers))
         """The record of the run."""
-        self._record = self.run.shards[index]
+        self._index, self._record = index, self.run.shards[index]
         # Memory is taken when it is first written, so only this shard's part of it ever is.
         self._sum = self.run.sum
         """The gradients summed before an update, as one more source after all others."""
@@ -162,6 +163,11 @@ class Shard:
         self._has_sum, self._used_sum = note.has_sum, note.used_sum
         if note.groups is not None:
             self._optimizer.set_hyperparameters([_tuples(group) for group in note.groups])
+
+    def hello(self, *, again: bool = False) -> messages.ShardHello:
+        """Opens a further connection to the first server; again: True if this process takes over from a killed one."""
+        record = self._record
+        return messages.ShardHello(self._index, os.getpid(), again, record.done, self._note.value)
 
     # -- operations --------------------------------------------------------------------------------------------------
 

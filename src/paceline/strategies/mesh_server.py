@@ -145,7 +145,8 @@ class MeshServerTrainer(ServerTrainer):
         first = None
         if not coord.place:
             first = ServerClient(address, coord.replica, spec.timeouts)
-            first.attach(SharedFlags(memory.run.flags, spec.capacity), RunState(memory.run.record))
+            words = SharedFlags(memory.run.flags, spec.capacity), RunState(memory.run.record)
+            first.attach(*words, len(spec.machines))
             first.open(spec, memory.run, [])
         client = ReplicaClient(first, self._split.barrier)
         client.wait_until_ready()

@@ -445,8 +445,8 @@ def _join_run(
 
 
 def _attach(client: ServerClient, memory: WorkerMemory, buffers: ModelBuffers) -> None:
-    client.relayed = len(memory.spec.machines) > 1
-    client.attach(SharedFlags(memory.run.flags, memory.spec.capacity), RunState(memory.run.record))
+    spec = memory.spec
+    client.attach(SharedFlags(memory.run.flags, spec.capacity), RunState(memory.run.record), len(spec.machines))
     client.copy = functools.partial(buffers.write, memory.run.buffers)
 
 

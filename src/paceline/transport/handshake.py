@@ -197,6 +197,14 @@ class Handshake:
                 yield WRITE
 
 
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A socket that members can call; port: 0 for any."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+    listening.setblocking(False)
+    return listening
+
+
 class PortListener:
     """A port that members call; every caller proves its membership beside the others, and within seconds."""
 
@@ -207,14 +215,15 @@ class PortListener:
         secret: Secret,
         proven: Callable[[str, socket.socket], None],
         refused: Callable[[str, bool], None],
-        port: int = 0,
+        listening: socket.socket | None = None,
     ) -> None:
         """proven: is given the name and the socket of a member. refused: is given the address of each other caller,
-        and True if it has only broken off, or come to nothing, and not sent what no member sends. port: 0 for any."""
+        and True if it has only broken off, or come to nothing, and not sent what no member sends.
+
+        listening: as `listen` returns it; by default any port of the address.
+        """
         self._poller, self._secret, self._proven, self._refused = poller, secret, proven, refused
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, port), family=family, backlog=_BACKLOG)
-        self._socket.setblocking(False)
+        self._socket = listen(address) if listening is None else listening
         self.port: int = self._socket.getsockname()[1]
         self._unproven: dict[int, Handshake] = {}
         """By descriptor, the oldest first."""

@@ -4,6 +4,9 @@ A link goes one way: a sender calls the other machine's receiver, which acknowle
 what is not acknowledged, and sends it again on the next connection; it stops at a window of such bytes, so a slow
 reader never makes either end's memory grow. There is one link for short messages and another for bulk, so that the
 former overtake the latter.
+
+A relay that was killed and started again begins anew: each end says how often it was started (its life), and the
+other forgets what was under way to or from the one before.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ class FrameAck(msgspec.Struct, frozen=True, array_like=True, gc=False):
     number: int
     damaged: bool = False
     """True if the next frame has come, but damaged."""
+    life: int = 0
+    """How often the receiver was started again."""
 
 
 _decode = msgspec.msgpack.Decoder(FrameAck).decode
@@ -67,9 +72,14 @@ class RejectCounter(Counter[str]):
 class LinkSender:
     """One link to another machine."""
 
-    def __init__(self, poller: Poller, link: str, machine: int, run: str, secret: Secret, window: int) -> None:
-        """machine: the number of this one. window: bytes that may be sent before they are acknowledged."""
-        self._poller, self._name, self._secret = poller, f"{machine} {link}", secret
+    def __init__(
+        self, poller: Poller, link: str, machine: int, run: str, secret: Secret, window: int, life: int = 0
+    ) -> None:
+        """machine: the number of this one. window: bytes that may be sent before they are acknowledged.
+
+        life: how often this end was started again.
+        """
+        self._poller, self._name, self._secret = poller, f"{machine} {link}" + (f" {life}" if life else ""), secret
         self._machine, self._run, self._window = machine, run, window
         self._unacknowledged: deque[tuple[int, bytes, Any, int | None]] = deque()
         """Number, message, payload and, if known, the payload's checksum."""
@@ -91,6 +101,10 @@ class LinkSender:
         """True if the other machine answers that its relay's port is closed."""
         self.again = 0
         """Frames that were sent again."""
+        self._life = 0
+        """Of the other end."""
+        self.reborn: Callable[[int], None] = lambda _life: None
+        """Called with the other end's life when that was started again."""
 
     def connect(self, address: str, port: int) -> None:
         self._address = (address, port)
@@ -147,6 +161,18 @@ class LinkSender:
         if self._handshake is None and self._connection is None and now >= self._retry:
             self._call()
 
+    def restart(self, life: int) -> None:
+        """The other end was started again: forgets what was under way, and connects to the new one."""
+        if life > self._life:
+            self._disconnect()
+            self._forget(life)
+            self._call()
+
+    def _forget(self, life: int) -> None:
+        self._unacknowledged.clear()
+        self._next = self._number = self._bytes = 0
+        self._life, self._wait = life, _RETRY[0]
+
     # -- frames ------------------------------------------------------------------------------------------------------
 
     @property
@@ -183,6 +209,12 @@ class LinkSender:
             return
         self.heard = self._progress = time.monotonic()
         self._wait = _RETRY[0]
+        if ack.life > self._life:
+            self._forget(ack.life)
+            self._greeted = True
+            self.reborn(ack.life)
+            self._flush()
+            return
         kept = self._unacknowledged
         while kept and kept[0][0] <= ack.number:
             _, message, payload, _ = kept.popleft()
@@ -202,10 +234,18 @@ class LinkReceiver:
     """The end of all links of one kind, from all other machines."""
 
     def __init__(
-        self, poller: Poller, link: str, refusals: RejectCounter, take: Callable[[int, bytes, Any], None]
+        self,
+        poller: Poller,
+        link: str,
+        refusals: RejectCounter,
+        take: Callable[[int, bytes, Any], None],
+        life: int = 0,
     ) -> None:
-        """take: is given the sender's machine, the message and the payload; ValueError if it refuses them."""
-        self._poller, self._link, self._take = poller, link, take
+        """take: is given the sender's machine, the message and the payload; ValueError if it refuses them.
+
+        life: how often this end was started again.
+        """
+        self._poller, self._link, self._take, self._life = poller, link, take, life
         self.refusals = refusals
         self.heard: dict[int, float] = {}
         """By machine, the time of its last frame."""
@@ -215,10 +255,14 @@ class LinkReceiver:
         self._run = ""
         self._hosts: set[str] = set()
         """Addresses of the run's other machines."""
+        self._lives: dict[int, int] = {}
+        """By machine, how often its end was started again."""
+        self.reborn: Callable[[int, int], None] = lambda _machine, _life: None
+        """Called with a machine and its life when its end was started again."""
 
-    def bind(self, address: str, secret: Secret) -> int:
-        """Listens; returns the port."""
-        self._listener = PortListener(self._poller, address, secret, self._connected, self._refuse)
+    def bind(self, address: str, secret: Secret, listening: socket.socket | None = None) -> int:
+        """Listens; returns the port. listening: as `PortListener` has it."""
+        self._listener = PortListener(self._poller, address, secret, self._connected, self._refuse, listening)
         return self._listener.port
 
     def _refuse(self, address: str, broken: bool) -> None:
@@ -229,18 +273,33 @@ class LinkReceiver:
     def open(self, run: str, machines: dict[int, str]) -> None:
         """Takes frames of these machines, which are at these addresses, from now on, in this run."""
         self._run, self._hosts = run, set(machines.values())
-        self._taken = dict.fromkeys(machines, 0)
+        self._taken, self._lives = dict.fromkeys(machines, 0), dict.fromkeys(machines, 0)
         self.heard = dict.fromkeys(machines, time.monotonic())
 
     def meet(self, machine: int, address: str) -> None:
         """Takes frames of one more machine."""
         self._hosts.add(address)
         self._taken[machine], self.heard[machine] = 0, time.monotonic()
+        self._lives[machine] = 0
+
+    def restart(self, machine: int, life: int) -> None:
+        """A machine's end was started again: takes nothing more of the one before."""
+        if life > self._lives[machine]:
+            self._lives[machine], self._taken[machine] = life, 0
+            before = self._connections.pop(machine, None)
+            if before is not None:
+                before.close()
 
     def _connected(self, name: str, connection: socket.socket) -> None:
-        machine = next((number for number in self._taken if name == f"{number} {self._link}"), None)
+        machine, life = self._parse(name)
         if machine is None:
             self.refusals.add("from a machine that is not in the run")
+            connection.close()
+            return
+        if life > self._lives[machine]:
+            self.restart(machine, life)
+            self.reborn(machine, life)
+        elif life < self._lives[machine]:
             connection.close()
             return
         if machine in self._connections:
@@ -256,7 +315,15 @@ class LinkReceiver:
         )
         self._connections[machine] = taken
         self.heard[machine] = time.monotonic()
-        self._answer(taken, FrameAck(self._taken[machine]))
+        self._answer(taken, FrameAck(self._taken[machine], life=self._life))
+
+    def _parse(self, name: str) -> tuple[int | None, int]:
+        """The machine and the life of a caller; None if no machine of the run has this name."""
+        words = name.split(" ")
+        number, link, life = [*words, "0"][:3] if len(words) in (2, 3) else ("", "", "0")
+        if link != self._link or not (number.isdecimal() and life.isdecimal()) or int(number) not in self._taken:
+            return None, 0
+        return int(number), int(life)
 
     def _closed(self, machine: int, error: TeamError | None) -> None:
         if error is not None:
