@@ -8,7 +8,7 @@ Every run trains a model whose parameters count how often each sample was applie
 (`paceline/failpoints.py`), and is judged by these counts and by its events: every sample exactly once an epoch, every
 push at most once, every version from one update, the policy's own laws. A fault that did not happen does not count.
 Runs are forked from a process that has imported all; in fresh processes a killed server takes longer to come back.
-Cables are pulled between hosts that are network namespaces, as root.
+As root also between hosts that are network namespaces: cables are pulled, and relays and servers killed.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from helpers.faulted import (
     run_cut,
     run_cut_hub,
 )
+from helpers.faulted_hosts import HOST_SCENARIOS, HostScenario, run_on_hosts
 
 COLUMNS = ("runs", "faults", "pushes", "updates", "lost", "doubled", "broken", "ended well", "pause", "longest", "back")
 FRESH = "server killed, in fresh processes"
@@ -61,6 +62,7 @@ def main() -> None:
     kinds[FRESH] = lambda seed, folder: run_case(killed.case(seed), folder, fresh=True)
     kinds[BITS] = run_bits
     if os.geteuid() == 0:
+        kinds |= {scenario.name: run_hurt(scenario) for scenario in HOST_SCENARIOS}
         kinds[CUT] = run_cut
         kinds[CUT_HUB] = run_cut_hub
     wanted = {name: run for name, run in kinds.items() if options.only in name}
@@ -90,6 +92,10 @@ def main() -> None:
 
 def run_drawn(scenario: Scenario) -> Callable[[int, Path], Verdict]:
     return lambda seed, folder: run_case(scenario.case(seed), folder)
+
+
+def run_hurt(scenario: HostScenario) -> Callable[[int, Path], Verdict]:
+    return lambda seed, folder: run_on_hosts(scenario.case(seed), folder, bits=scenario.bits)
 
 
 def row(verdicts: list[Verdict]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from helpers.support import PACELINE, PREAMBLE, TORCHRUN, Outcome, wait_until, w
 
 from paceline.config import Timeouts
 from paceline.errors import ServerLost
-from paceline.events import Lost, Push, Roster
+from paceline.events import Lost, Push, Recovery, Roster
 from paceline.relay.door import AskPlaces, PlacesRefused
 from paceline.relay.joining_machines import JoiningMachines
+from paceline.relay.record import RelayRecord
 from paceline.transport.keys import new_key
 
 KEY, PORT, EPOCHS = new_key(), 29600, 3
@@ -140,7 +142,7 @@ def test_a_team_of_one_machine_under_torchrun_is_joined_also_from_there(machines
     assert {event.rank for event in events_of(outcome, "run") if isinstance(event, Push)} == {0, 1, 2, 3}
 
 
-def test_a_killed_server_ends_an_open_run_and_every_worker_learns_that(machines: list[Host], tmp_path: Path) -> None:
+def test_a_killed_server_of_an_open_run_comes_back(machines: list[Host], tmp_path: Path) -> None:
     with first(tmp_path, machines[0], "async") as run:
         workers = {run.note(f"training-{rank}")["pid"] for rank in (0, 1)}
         door = f"{machines[0].address}:{PORT}"
@@ -150,12 +152,34 @@ def test_a_killed_server_ends_an_open_run_and_every_worker_learns_that(machines:
             children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text(encoding="ascii")
             (server,) = set(map(int, children.split())) - workers
             os.kill(server, signal.SIGKILL)
+            (run.notes / "go-on.json").write_text("{}")
+            joined = more.finish()
+        outcome = run.finish()
+    went_well(outcome, joined)
+    assert "server 0 was killed by signal 9 (SIGKILL); it is started again" in outcome.err
+    events = events_of(outcome, "run")
+    assert [event.server for event in events if isinstance(event, Recovery)] == [0]
+    assert {event.rank for event in events if isinstance(event, Push)} == {0, 1, 2}
+
+
+def test_a_server_that_is_killed_time_and_again_ends_an_open_run(machines: list[Host], tmp_path: Path) -> None:
+    with first(tmp_path, machines[0], "async") as run:
+        workers = {run.note(f"training-{rank}")["pid"] for rank in (0, 1)}
+        door = f"{machines[0].address}:{PORT}"
+        with joining(tmp_path, machines[1], run, door, "--workers", "1") as more:
+            run.note("training-2")
+            launcher, killed = run.process.pid, set[int]()
+            children = Path(f"/proc/{launcher}/task/{launcher}/children")
+            while len(killed) < 6 and not run.ended:
+                for server in set(map(int, children.read_text(encoding="ascii").split())) - workers - killed:
+                    os.kill(server, signal.SIGKILL)
+                    killed.add(server)
+                time.sleep(0.1)
             joined = more.finish()
         outcome = run.finish()
     assert (joined.code, outcome.code) == (1, 1), joined.err + outcome.err
     assert joined.run.processes() == outcome.run.processes() == []
     assert joined.tracebacks == outcome.tracebacks == 0
-    assert "paceline: server 0 was killed by signal 9 (SIGKILL)" in outcome.err
     for rank in (0, 1):
         assert f"rank {rank} stopped: ServerLost: {ServerLost.UNTOLD}" in outcome.err, outcome.err
     assert f"ServerLost: {ServerLost.UNTOLD}" in joined.err, joined.err
@@ -197,7 +221,8 @@ def test_a_killed_worker_of_an_open_run_is_started_again(machines: list[Host], t
 @pytest.mark.parametrize(("restarts", "free"), [(True, 4), (False, 5)])
 def test_a_lost_worker_that_is_started_again_keeps_its_rank(restarts: bool, free: int) -> None:
     spec = SimpleNamespace(workers=2, capacity=6, restarts=restarts, timeouts=Timeouts())
-    context: Any = SimpleNamespace(config=SimpleNamespace(spec=spec, peers=[SimpleNamespace(address="")] * 9))
+    config = SimpleNamespace(spec=spec, peers=[SimpleNamespace(address="")] * 9)
+    context: Any = SimpleNamespace(config=config, record=RelayRecord())
     coordinator: Any = SimpleNamespace(reachable=lambda: True, may_join=lambda rank: rank != 0)  # 1 was lost
     answer = JoiningMachines(context, coordinator, lambda *_: None).answer(AskPlaces(6))
     assert isinstance(answer, PlacesRefused)

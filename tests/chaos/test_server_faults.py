@@ -497,6 +497,21 @@ def test_such_a_server_writes_down_what_it_did(by_torchrun: Outcome) -> None:
     assert violations(events) == []
 
 
+def test_such_a_server_comes_back_if_it_is_killed(tmp_path: Path) -> None:
+    script = write_script(tmp_path, SCRIPT)
+    launcher = [TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_port())]
+    options = json.dumps({"strategy": "async", "name": "hand"})
+    fault = {"PACELINE_FAULTS": "server0/chunk.written:9:kill", "PACELINE_FAULTS_FIRED": str(tmp_path)}
+    outcome = done([*launcher, script, options], tmp_path, **fault)
+    assert (tmp_path / "server0@chunk.written:9:kill").exists()
+    assert outcome.code == 0, outcome.err
+    events = events_of(outcome, "hand")
+    assert [event.server for event in events if isinstance(event, Recovery)] == [0]
+    assert sum(isinstance(event, Update) for event in events) == 80
+    assert violations(events) == []
+    wait_until(lambda: not outcome.run.processes(), 20, "the server to end with its workers")
+
+
 @pytest.mark.parametrize("lingers", [0, 1])
 def test_such_a_server_lasts_as_long_as_any_worker_needs_it(lingers: int, tmp_path: Path) -> None:
     script = write_script(tmp_path, SCRIPT)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.checker import violations
-from helpers.faulted import EPOCHS, POLICIES, SAMPLES, Case, Verdict, count, judge, train
+from helpers.faulted import COORDINATOR, EPOCHS, POLICIES, SAMPLES, Case, Verdict, count, judge, train
 from helpers.hosts import hosts
 from helpers.machines import Failure, Spread
 from paceline import failpoints
@@ -24,6 +24,7 @@ from paceline.failpoints import draw_fault
 RELAY = ("relay.request", "relay.answer", "relay.taken", "relay.chunk", "relay.stored", "relay.confirmed")
 _STARTED = 5
 """How often a point is reached until the run has begun, at the most."""
+_CHUNK = ("update.chunk", "chunk.written")
 _RELAYS = ("relay0", "relay1")
 
 
@@ -48,19 +49,26 @@ class HostScenario:
         faults = []
         for number in range(self.faults):
             point = self.points[(seed + seed // len(POLICIES) + number) % len(self.points)]
-            processes = self.processes
+            kind = "relay" if point.startswith("relay") else "server"
+            processes: Sequence[str] = [one for one in self.processes if one.startswith(kind)]
             if point == "relay.taken":
                 processes = ("relay0",)
             elif point in ("relay.chunk", "relay.stored", "relay.confirmed") and servers != "each":
                 processes = ("relay0",) if point == "relay.stored" else ("relay1",)
             drawn = draw_fault(source, [point], ("kill",), tuple(processes), 12)
-            faults.append(dataclasses.replace(drawn, nth=drawn.nth + _STARTED))
+            faults.append(dataclasses.replace(drawn, nth=drawn.nth + _STARTED * (kind == "relay")))
         return Case(self.name, seed, strategy, ("--servers", servers), tuple(faults), 0.0, 1 + source.randrange(2))
 
 
 HOST_SCENARIOS = (
     HostScenario("relay killed", RELAY, _RELAYS, ("1", "each", "2")),
     HostScenario("relays killed, both", RELAY, _RELAYS, ("1", "each", "lead"), 2),
+    HostScenario("coordinator of machines killed", COORDINATOR, ("server0",), ("1", "each", "2")),
+    HostScenario("servers of machines killed", _CHUNK, ("server0", "server1"), ("each", "2")),
+    HostScenario(
+        "server and relay of machines killed", (*_CHUNK, *RELAY), (*_RELAYS, "server0", "server1"), ("each",), 2
+    ),
+    HostScenario("server of machines killed: bits of sync", _CHUNK, ("server0", "server1"), ("each", "2"), bits=True),
     HostScenario("relay killed: bits of sync", RELAY, _RELAYS, ("1", "each"), bits=True),
 )
 

@@ -183,10 +183,12 @@ def test_with_a_server_a_killed_worker_comes_back_alone_and_with_a_new_one_all_d
 
 
 def server_in(network: RayNetwork) -> int:
-    """The process id of the one server that an agent has started."""
+    """The process that an agent has started for the one server, which ends with it."""
     words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in network.pids()}
-    (server,) = [pid for pid, line in words.items() if b"server/main.py" in line]
-    return server
+    found = [pid for pid, line in words.items() if b"server/main.py" in line]
+    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found}
+    (keeper,) = [pid for pid, parent in parents.items() if parent not in found]
+    return keeper
 
 
 def test_what_ends_the_driver_ends_all(network: RayNetwork, server: ForkServer, project: Path) -> None:

@@ -11,10 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 _DYING = 2.0
 """Seconds in which a killed process ends, unless the kernel itself waits for something."""
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 _BFLOAT16 = """
@@ -89,6 +92,28 @@ def end_process(descriptor: int, patience: float = 0.0) -> bool:
         return False
     waiting.poll(_DYING * 1e3)
     return True
+
+
+def killed_in_fork(work: Callable[[], None]) -> str:
+    """Runs this in a fork, which ends with this process, however that ends; how it was killed, empty if it was not."""
+    own = os.getpid()
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+            if os.getppid() == own:
+                work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)  # nothing is left to do, and shared memory need not be unmapped piece by piece
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code > 0:
+        sys.exit(code)
+    return f"killed by signal {-code} ({signal.Signals(-code).name})" if code else ""
 
 
 def is_stopped(pid: int) -> bool:

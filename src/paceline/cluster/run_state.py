@@ -6,11 +6,13 @@ import os
 import time
 from collections.abc import Sequence
 
+from paceline.cluster.process import is_alive
 from paceline.transport.memory import Memory
 
 _KEPT, _LIVE, _GIVEN_UP = range(3)
-_RELAYED = 5
+_RELAYED, _KEEPER = 5, 6
 """Places of the words; those between are the record's own."""
+_ENDED = 2
 _MOST = 5
 """Processes that may be started again within `_SOON`."""
 _SOON = 60.0
@@ -29,12 +31,14 @@ class RunState:
         return self._words[_KEPT] == 1
 
     def keep(self) -> None:
-        self._words[_KEPT] = 1
+        """This process starts servers again that are killed."""
+        self._words[_KEPT], self._words[_KEEPER] = 1, os.getpid()
 
     @property
     def live(self) -> bool:
         """True from when the first server serves until the run is over: then a killed one comes back."""
-        return self._words[_LIVE] == 1 and not self._words[_GIVEN_UP]
+        keeper = self._words[_KEEPER]
+        return self._words[_LIVE] == 1 and not self._words[_GIVEN_UP] and (not keeper or is_alive(keeper))
 
     @live.setter
     def live(self, value: bool) -> None:
@@ -52,6 +56,15 @@ class RunState:
     @relayed.setter
     def relayed(self, value: bool) -> None:
         self._words[_RELAYED] = int(value)
+
+    def end_relay(self) -> None:
+        """This machine's relay ends by itself, as the run is over."""
+        self._words[_RELAYED] = _ENDED
+
+    @property
+    def relay_ended(self) -> bool:
+        """True if it has; else it was killed, and does not come back."""
+        return self._words[_RELAYED] == _ENDED
 
 
 class Restarts:
@@ -87,7 +100,8 @@ class KeptMemory:
 
     def may_restart(self) -> bool:
         """True if a server that was killed can be started again; if not, nobody waits for it any more."""
-        if self._state is None or not self._state.live or not self._restarts.allowed():
+        state = self._state
+        if state is None or not state.live or not self._restarts.allowed():
             self.give_up()
             return False
         return True

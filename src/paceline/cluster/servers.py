@@ -41,9 +41,12 @@ class StartServers(msgspec.Struct, frozen=True, tag=True):
     relay_addresses: list[str] = []
     """By machine, the address at which workers join that are started there, if there are several."""
 
-    def arguments(self, index: int, descriptors: Sequence[int] = ()) -> list[str]:
-        """Command-line arguments of a server; descriptors: of the run's memory, if it is started again."""
-        memory = ",".join(map(str, descriptors)) or "-"
+    def arguments(self, index: int, descriptors: Sequence[int] = (), *, keep: bool = False) -> list[str]:
+        """Command-line arguments of a server; descriptors: of the run's memory, if it is started again.
+
+        keep: True if it is started for the first time, and again by itself.
+        """
+        memory = ("keep:" if keep else "") + (",".join(map(str, descriptors)) or "-")
         return [self.address, str(index), str(self.patience), memory, *self.paths]
 
 
@@ -68,15 +71,17 @@ def start_servers(
 ) -> list[subprocess.Popen[bytes]]:
     """Have the servers started by the launcher; without one, start them as children of this process.
 
-    descriptors: of the run's memory, which the launcher keeps, to start a server again.
+    descriptors: of the run's memory, which the launcher keeps, or a process for each server, to start it again.
     """
     if tell_launcher(launch, request, descriptors):
         return []
+    started = [sys.executable, str(BOOTSTRAP), str(os.getpid()), os.devnull, str(SERVER)]
     return [
         subprocess.Popen(
-            [sys.executable, str(BOOTSTRAP), str(os.getpid()), os.devnull, str(SERVER), *request.arguments(index)],
+            [*started, *request.arguments(index, descriptors, keep=bool(descriptors))],
             stdin=subprocess.DEVNULL,
             env=_environment(),
+            pass_fds=descriptors,
         )
         for index in range(request.first, request.first + request.servers)
     ]

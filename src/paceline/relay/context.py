@@ -51,8 +51,21 @@ class RelayContext:
         self.streams.assign(who, machine)
         self.record.save()
 
+    def serve(self) -> None:
+        """Lets the relay come back if it is killed, and servers, of which the coordinator decides on its machine."""
+        if not self.config.spec.places:  # parts of replicas have no session that could go on
+            self.state.relayed = True
+            if not self.at_coordinator:
+                self.state.live = True
+
+    def end(self) -> None:
+        """Neither comes back any more, as the run is over."""
+        self.state.end_relay()
+        if not self.at_coordinator:
+            self.state.live = False
+
     def go_on(self) -> None:
-        """Takes up what the record says of a relay that was killed."""
+        """Takes up what the record says of a relay before this one that was killed, if there was one."""
         state = self.record.state
         self.streams.bases.update(state.bases)
         self.streams.left.update(state.left)

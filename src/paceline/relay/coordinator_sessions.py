@@ -50,16 +50,22 @@ class CoordinatorSessions:
         self._answered: set[int] = set()
         """Members that the coordinator has let in."""
         self._expected = set(context.record.state.sessions)
-        """Those that a relay before this one, which was killed, had connections of."""
+        """Those that are to connect again, as the coordinator or a relay before this one was killed."""
+        self._ended: dict[int, WorkerGone] = {}
+        """Those that have ended without a connection, until the coordinator is told."""
+        self._told: dict[int, WorkerGone] = {}
+        """All that have ended: a coordinator that was killed may not have noted it."""
+        self._begun = bool(self._expected)
+        """True if there was a coordinator."""
 
     @property
     def waiting(self) -> bool:
         """True if messages wait for the coordinator to start."""
-        return bool(self._waiting)
+        return bool(self._waiting or self._ended)
 
     @property
     def active(self) -> bool:
-        return bool(self._connections or self._waiting or self._expected)
+        return bool(self._connections or self._waiting or self._expected or self._ended)
 
     def __contains__(self, who: int) -> bool:
         return who in self._connections or who in self._waiting
@@ -133,6 +139,8 @@ class CoordinatorSessions:
                 raise ValueError("a worker that has come before")
             self.close(who)  # an earlier way of the same member, if there was one
             self._expected.discard(who)
+            if not isinstance(message, Resume):
+                self._told.pop(who, None)
             self._waiting[who] = []
             self._context.came = True
             self._note()
@@ -160,14 +168,25 @@ class CoordinatorSessions:
         self._context.record.save()
 
     def retry(self) -> None:
-        """Connects members that came before the coordinator, if it is there by now."""
+        """Connects members that came before the coordinator, and tells it of ends, if it is there by now."""
+        for who, gone in list(self._ended.items()):
+            try:
+                connection: UnixConnection[Any] = connect(self._context.config.coordinator, ToWorker, 0.0)
+            except JoinError:
+                if not self._comes_back:
+                    self._ended.clear()
+                break
+            with contextlib.suppress(Closed):
+                connection.send(gone)
+            connection.close()
+            del self._ended[who]
         for who in list(self._waiting):
             try:
                 connection = connect(self._context.config.coordinator, ToWorker if who >= 0 else ToShard, 0.0)
             except JoinError:
-                if who in self._waiting and isinstance(self._waiting[who][0][0], Resume) and not self._comes_back:
+                if self._begun and not self._comes_back:
                     del self._waiting[who]
-                    self._deliver(who, _encode(RunFailed("ServerLost", ServerLost.UNTOLD, [])))
+                    self._end_for(who)
                 continue
             self._connections[who] = connection
             self._context.poller.watch(connection.descriptor, lambda _, who=who: self._receive(who))  # type: ignore[misc]
@@ -183,6 +202,7 @@ class CoordinatorSessions:
             self._closed_by_coordinator(who)
             return
         self._answered.add(who)
+        self._begun = True
         self._deliver(who, _encode(message))
 
     @property
@@ -191,12 +211,24 @@ class CoordinatorSessions:
         return self._context.state.live
 
     def _closed_by_coordinator(self, who: int) -> None:
-        over = not self._comes_back and not self.reachable()
-        if over and who >= 0 and who in self._answered:  # after a reason of the coordinator's own, which comes first
-            self._deliver(who, _encode(RunFailed("ServerLost", ServerLost.UNTOLD, [])))
+        answered = who in self._answered
         self.close(who)
+        if self._comes_back:
+            self._ended.update(self._told)
+        if self._comes_back or self.reachable():  # it was killed, or has removed this member alone; which it will say
+            self._expected.add(who)
+            self._closed(who, False)
+        elif answered:  # after a reason of the coordinator's own, which comes first
+            self._end_for(who)
+        else:
+            self._closed(who, True)
         self._note()
-        self._closed(who, over)
+
+    def _end_for(self, who: int) -> None:
+        """There is no coordinator any more."""
+        if who >= 0:
+            self._deliver(who, _encode(RunFailed("ServerLost", ServerLost.UNTOLD, [])))
+        self._closed(who, True)
 
     def end(self, who: int, *, left: bool) -> None:
         """Tells the coordinator that a member of this machine has ended; left: True if on purpose."""
@@ -208,19 +240,17 @@ class CoordinatorSessions:
     def fail(self, who: int, message: msgspec.Struct) -> None:
         """Tells the coordinator why a member is lost, and closes its connection."""
         connection = self._connections.get(who)
-        if connection is None and who in self._expected and who >= 0:
-            with contextlib.suppress(JoinError):
-                connection = connect(self._context.config.coordinator, ToWorker, 0.0)
-                message = WorkerGone(who, isinstance(message, WorkerGone) and message.left)
-        if connection is not None:
+        if connection is not None and (who >= 0 or not isinstance(message, WorkerGone)):
             with contextlib.suppress(Closed):
-                if who >= 0 or not isinstance(message, WorkerGone):
-                    connection.send(message)
-            if who not in self._connections:
-                connection.close()
+                connection.send(message)
+        if who >= 0:
+            self._told[who] = gone = WorkerGone(who, isinstance(message, WorkerGone) and message.left)
+            if connection is None and (who in self._expected or (self._begun and who in self._waiting)):
+                self._ended[who] = gone
         self.close(who)
         self._expected.discard(who)
         self._note()
+        self.retry()
 
     def close(self, who: int) -> None:
         self._waiting.pop(who, None)

@@ -6,22 +6,17 @@ while there is none wait in the sockets' queues.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
-import sys
-import traceback
 from collections.abc import Callable
 
 from paceline import failpoints
+from paceline.cluster.process import killed_in_fork
 from paceline.cluster.run_state import Restarts, RunState
 from paceline.relay.messages import RelayBind, RelayConfig
 from paceline.relay.record import RelayRecord
 from paceline.relay.relay import Relay
 from paceline.relay.sockets import RelaySockets
 from paceline.server.memory import RunMemory
-
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+from paceline.transport.unix_connection import Closed
 
 
 def keep(
@@ -36,31 +31,12 @@ def keep(
     state, record, restarts = RunState(memory.record), RelayRecord(), Restarts()
     state.relayed = False
     life = 0
-    while _run(lambda: _serve(bind, config, sockets, memory, record, life, say, opened)):  # noqa: B023
+    while killed := killed_in_fork(lambda: _serve(bind, config, sockets, memory, record, life, say, opened)):  # noqa: B023
         if not (state.relayed and restarts.allowed()):
             state.relayed = False
             return
         life += 1
-        say(f"its relay was killed by signal 9 (SIGKILL); it is started again (attempt {life})")
-
-
-def _run(work: Callable[[], None]) -> bool:
-    """Runs this in a process of its own; True if that was killed."""
-    own = os.getpid()
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-            if os.getppid() == own:
-                work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)  # nothing is left to do, and shared memory need not be unmapped piece by piece
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        say(f"its relay was {killed}; it is started again, and goes on where it was")
 
 
 def _serve(
@@ -77,9 +53,11 @@ def _serve(
     record.read()
     relay = Relay(bind, sockets, say, life)
     relay.open(config, memory, record)
-    if not life:
-        opened()
     try:
+        if not life:
+            opened()
         relay.run()
+    except Closed:
+        return  # its first worker is gone
     finally:
         relay.close()

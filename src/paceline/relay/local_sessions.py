@@ -114,6 +114,7 @@ class LocalSessions:
             self.close(who)
         if joins:
             context.adopt(who, context.machine)
+        if who >= 0 and not context.config.spec.places:
             self._transfers.adopt(who)
         self._sessions[who] = session = LocalSession(who, connection, hello.pid)
         if isinstance(hello, messages.Resume):
@@ -217,6 +218,11 @@ class LocalSessions:
         if not left:
             context.streams.worker_lost(who * context.config.spec.replica)
         left = left or (who >= 0 and context.flags.has_left(who, pid))
+        if who < 0 and not context.state.kept:
+            why = f"server {-1 - who} on {context.config.peers[context.machine].address}"
+            ranks = list(context.config.spec.machines[context.machine])
+            failed = messages.RunFailed("ServerLost", f"{why}, which holds a shard of the parameters, died", ranks)
+            self._coordinator.send(who, failed)
         context.record.state.gone[who] = left
         context.record.save()
         self._coordinator.end(who, left=left)
@@ -272,7 +278,7 @@ class LocalSessions:
             return
         session.resuming = 0
         if isinstance(message, messages.Ready | messages.SessionOpened):
-            self._context.state.relayed = True
+            self._context.serve()
         if isinstance(message, messages.CancelStep):
             self._context.flags.cancel(who, message.version, time.perf_counter())
         elif isinstance(message, messages.RunFailed):

@@ -161,9 +161,8 @@ class Relay:
             record,
             RunState(memory.record),
         )
-        if self._life:
-            context.go_on()
-        else:
+        context.go_on()
+        if not self._life:
             context.state.relayed = False
         self._coordinator = CoordinatorSessions(context, self._route, self._close_member)
         self._local = LocalSessions(context, self._sockets.local, self._coordinator)
@@ -213,7 +212,7 @@ class Relay:
         until = time.monotonic() + self._spec.timeouts.join
         while self._needed(until):
             self._step(_PING_INTERVAL)
-        self._context.state.relayed = False
+        self._context.end()
         if self._context.at_coordinator:
             for machine, sender in self._control.items():
                 if machine not in self._lost:
@@ -241,7 +240,7 @@ class Relay:
         # A worker may join in place of a lost one as long as there is something to join.
         if not self._context.at_coordinator:
             return FIRST_MACHINE not in self._lost | self._finished
-        return self._coordinator.reachable()
+        return self._context.state.live or self._coordinator.reachable()
 
     def _flush(self, until: float, done: Callable[[], bool]) -> None:
         while time.monotonic() < until and not done():
@@ -342,7 +341,7 @@ class Relay:
 
     def _close_local(self, who: int, over: bool) -> None:
         if over:
-            self._context.state.relayed = False
+            self._context.end()
         self._local.close(who, final=over)
 
     def _dispatch(self, machine: int, text: bytes, payload: Any) -> None:

@@ -6,10 +6,9 @@ needs it, and a version in the same buffer. A machine fetches a version once, ho
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +19,17 @@ from paceline.events.forwarding import FIRST_MACHINE
 from paceline.events.recorder import ReplicaRecorder, folder_of, limit_of
 from paceline.relay.chunks import ChunkMap, GradientUpload, check_place, cut, gaps, overlap
 from paceline.relay.messages import Chunk, Fetch, RelayConfig, Span, TransferDone, TransferEnd
+from paceline.relay.pending import Done, FetchTransfer, GradientTransfer, chunks
 from paceline.server.memory import RunMemory
 from paceline.transport import Memory
 from paceline.transport.links import LinkSender
 
 _encode = msgspec.msgpack.Encoder().encode
-Done = Callable[[], None]
 _FETCHED = {-1: "state", -2: "rest", -3: "kept"}
 """By number of a buffer that is none, what is fetched instead of a version."""
 _LINE = 64
 """Bytes: a parameter begins on a cache line of its own."""
 _REQUESTED = ("version", *_FETCHED.values())
-
-
-@dataclasses.dataclass(slots=True)
-class _Push:
-    """The push of one worker's gradient to the machines that need it."""
-
-    uploads: dict[int, GradientUpload]
-    """By machine."""
-    turn: int = 1
-    waits: set[int] = dataclasses.field(default_factory=set)
-    """Machines that have not confirmed."""
-    done: Done | None = None
-    start: float = 0.0
-    """When its first chunk was sent."""
-    bytes: int = 0
-
-
-@dataclasses.dataclass(slots=True)
-class _Fetch:
-    """A version, state or rest that is being fetched from the machines that own its parts."""
-
-    what: str
-    buffer: int
-    version: int
-    waits: set[int]
-    done: list[Done]
-    parameters: tuple[int, ...] | None = None
-    """Of a version; None for all."""
 
 
 class TransferManager:
@@ -108,19 +79,19 @@ class TransferManager:
         self._outgoing: dict[int, deque[Iterator[tuple[bytes, Any]]]] = {machine: deque() for machine in bulk}
         """By machine, what it has requested and is being sent."""
         self._turns = dict.fromkeys(bulk, 0)
-        self._versions_here: dict[int, int] = {} if config.late else {0: 0}
+        self._versions_here: dict[int, int] = {} if config.late or life else {0: 0}
         """By buffer, the version that is complete in it on this machine."""
-        self._fetches: dict[int, _Fetch] = {}
+        self._fetches: dict[int, FetchTransfer] = {}
         self._fetch_count = self._first
         self._loads: dict[int, tuple[set[int], int, Done]] = {}
         """By worker, the machines that have not confirmed what it has loaded into this buffer."""
         self._shows: dict[int, Done] = {}
 
-    def _push_of(self, rank: int) -> _Push:
+    def _push_of(self, rank: int) -> GradientTransfer:
         slot = self._config.layout.gradient
         memory = self._gradients[rank * slot : (rank + 1) * slot]
         uploads = {machine: GradientUpload(self._chunk_maps[machine], memory) for machine in self._owners}
-        return _Push(uploads, turn=self._first + 1)
+        return GradientTransfer(uploads, turn=self._first + 1)
 
     def repeat(self, machine: int) -> None:
         """Repeats what was under way to a machine, or is expected of it, as its relay was started again."""
@@ -188,7 +159,7 @@ class TransferManager:
             machine: GradientUpload(ChunkMap(overlap(self._spans(config.layout.gradients, machine), spans), []), memory)
             for machine in self._owners
         }
-        self._pushes[number] = _Push({machine: one for machine, one in uploads.items() if one.size}, turn)
+        self._pushes[number] = GradientTransfer({machine: one for machine, one in uploads.items() if one.size}, turn)
         self.push(number, done)
 
     def restart_part(self, rank: int) -> None:
@@ -253,28 +224,28 @@ class TransferManager:
                     fetch.done.append(done)
                     return
                 waiting = [*fetch.done, done]
-        self._start_fetch(_Fetch("version", buffer, version, set(self._owners), waiting, parameters))
+        self._start_fetch(FetchTransfer("version", buffer, version, set(self._owners), waiting, parameters))
 
     def fetch_state(self, done: Done) -> None:
         """Fetches the optimizer's state as it is now."""
         if not self._owners:
             done()
         else:
-            self._start_fetch(_Fetch("state", -1, 0, set(self._owners), [done]))
+            self._start_fetch(FetchTransfer("state", -1, 0, set(self._owners), [done]))
 
     def fetch_rest(self, done: Done) -> None:
         """Fetches the model's other tensors, besides trained parameters, from the coordinator's machine."""
         if self._config.machine == FIRST_MACHINE:
             done()
         else:
-            self._start_fetch(_Fetch("rest", -2, 0, {FIRST_MACHINE}, [done]))
+            self._start_fetch(FetchTransfer("rest", -2, 0, {FIRST_MACHINE}, [done]))
 
     def fetch_kept(self, done: Done) -> None:
         """Fetches the copy of a version that the servers have made for a snapshot."""
         if not self._owners:
             done()
         else:
-            self._start_fetch(_Fetch("kept", -3, 0, set(self._owners), [done]))
+            self._start_fetch(FetchTransfer("kept", -3, 0, set(self._owners), [done]))
 
     def show(self, rank: int, done: Done) -> None:
         """Sends these, as a worker of this machine has written them, to the coordinator's machine."""
@@ -284,7 +255,7 @@ class TransferManager:
             self._shows[rank] = done
             self._enqueue(FIRST_MACHINE, "shown", rank, FIRST_MACHINE)
 
-    def _start_fetch(self, fetch: _Fetch) -> None:
+    def _start_fetch(self, fetch: FetchTransfer) -> None:
         number = self._fetch_count = self._fetch_count + 1
         if fetch.what == "version":
             # No worker waits for an earlier version in this buffer: else the coordinator would not have reused it.
@@ -310,7 +281,7 @@ class TransferManager:
         parameters: tuple[int, ...] | None = None,
     ) -> None:
         """Sends a machine, when it is its turn, the owner's part of something."""
-        self._outgoing[machine].append(_chunks(what, number, *self._part(what, owner, buffer, parameters), buffer))
+        self._outgoing[machine].append(chunks(what, number, *self._part(what, owner, buffer, parameters), buffer))
 
     def _part(
         self, what: str, owner: int, buffer: int, parameters: tuple[int, ...] | None = None
@@ -470,12 +441,6 @@ class TransferManager:
             sender.send(_encode(TransferEnd("gradient", rank, push.turn)))
             return True
         return False
-
-
-def _chunks(what: str, number: int, spans: list[Span], memory: memoryview, buffer: int) -> Iterator[tuple[bytes, Any]]:
-    for start, stop in spans:
-        yield _encode(Chunk(what, number, start, 0, buffer)), memory[start:stop]
-    yield _encode(TransferEnd(what, number, 0)), None
 
 
 def _bytes(memory: Memory) -> memoryview:

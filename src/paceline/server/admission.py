@@ -130,7 +130,9 @@ class Admission:
                 self.receive(descriptor)
 
     def _meet_one(self, connection: UnixConnection[Any], message: Any) -> None:
-        if not self._reconnect(connection, message):
+        # What a worker may have to send again is only known once the journal is read.
+        early = self._journal.replaying and not isinstance(message, ShardHello)
+        if early or not self._reconnect(connection, message):
             self._postponed.append((connection, message))
 
     def receive_postponed(self) -> None:

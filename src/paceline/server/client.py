@@ -292,8 +292,8 @@ class ServerClient:
             try:
                 connection: UnixConnection[Any] = connect(self._address, ToWorker, _LOOK, self._comes_back)
             except JoinError:
-                if self.relayed:
-                    break  # nobody listens for it, who would start it again
+                if self.relayed and self._state is not None:
+                    self._state.relayed = False  # nobody listens for it, who would start it again
                 continue
             self._connection = connection
             with contextlib.suppress(Closed):
@@ -322,7 +322,7 @@ class ServerClient:
         for message in self._read:
             if isinstance(message, RunFailed):
                 return _error(message)
-        if self.relayed:
+        if self.relayed and not (self._state is not None and self._state.relay_ended):
             return ServerLost(f"the relay of its machine, through which rank {self._rank} reaches the server, died")
         return ServerLost(ServerLost.UNTOLD)
 

@@ -52,7 +52,7 @@ from paceline.server.messages import (
     StreamRead,
 )
 from paceline.server.recovery import keep_state, replay
-from paceline.server.session_link import Detached
+from paceline.server.session_link import Detached, SessionLink
 from paceline.server.sessions import Session, Sessions, SessionState
 from paceline.server.shard_set import ShardSet
 from paceline.server.tuner import Tuner
@@ -399,10 +399,14 @@ class Coordinator:
         self._say(f"{who} {how}{doing}; the other {len(self._sessions)} go on without it{again}")
 
     def _remove_left(self) -> None:
-        """Removes workers that have left on purpose while this server was away."""
+        """Removes workers that have left on purpose while this server was away, or whose relay does not come back."""
         for session in list(self._sessions.values()):
-            if not self._sessions.is_attached(session) and self._flags.has_left(session.rank, session.pid):
-                self.receive(session)
+            link, left = session.connection, self._flags.has_left(session.rank, session.pid)
+            if isinstance(link, SessionLink) and not link.attached:
+                if link.relayed and (left or not self._shards.run.state.relayed):
+                    self._sessions.end_detached(session, left=left)
+                elif left:
+                    self.receive(session)
 
     def _lose_evicted(self, session: Session) -> None:
         self._journal.add(EntryKind.EVICT, session.rank, session.evicted.encode())

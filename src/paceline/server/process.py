@@ -127,7 +127,7 @@ def _serve_first(listener: Listener, patience: float, say: Callable[[str], None]
                 )
         raise
     run = shard.run
-    kept = run.state.kept and not any(session.host for session in sessions.values()) and run.write_spec(pending.text)
+    kept = run.state.kept and not spec.places and run.write_spec(pending.text)
     journal = Journal(run.head, run.halves, run.state.give_up) if kept else Journal()
     relayed = len(spec.machines) > 1
     for session in sessions.values() if kept or relayed else ():
@@ -190,13 +190,16 @@ def _serve_further(connection: UnixConnection[Any], index: int, patience: float,
     try:
         connection.send(ShardHello(index, os.getpid()))
         _, descriptors = connection.receive_with_descriptors(MEMORIES)
-        spec = msgspec.msgpack.decode(receive_parts(connection, patience) or b"", type=RunSpec)
+        text = receive_parts(connection, patience) or b""
+        spec = msgspec.msgpack.decode(text, type=RunSpec)
     except Closed:
         connection.close()
         return  # the first server has ended, and so does this one
     memory = RunMemory.inherited(descriptors)
     try:
         shard = Shard(spec, index, memory)
+        if index in _remote(spec) and not shard.run.write_spec(text):
+            shard.run.state.give_up()
         connection.send(ShardAnswer())
     except Exception as error:
         with contextlib.suppress(Closed):
@@ -243,10 +246,13 @@ def _serve_shard_again(memory: RunMemory, index: int, patience: float, address: 
     spec = msgspec.msgpack.decode(read_spec(memory.record), type=RunSpec)
     shard = Shard(spec, index, memory)
     memory.close_descriptors()
-    connection: UnixConnection[Any] = connect(address, ToShard, patience, lambda: shard.run.state.live)
+    relayed, state = index in _remote(spec), shard.run.state
+    connection: UnixConnection[Any] = connect(
+        address, ToShard, patience, lambda: state.relayed if relayed else state.live
+    )
     with contextlib.suppress(Closed):
         connection.send(shard.hello(again=True))
-    _serve_shard(connection, shard, index in _remote(spec), patience, address)
+    _serve_shard(connection, shard, relayed, patience, address)
 
 
 def serve_in_thread(address: str, index: int, patience: float, say: Callable[[str], None]) -> threading.Thread:

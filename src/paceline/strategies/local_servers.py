@@ -65,7 +65,7 @@ class LocalServers:
             address = self.relay_addresses[members.machine]
         if rank is not None or members.local.rank == 0:
             few = resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _DESCRIPTORS
-            kept = () if few or len(spec.machines) > 1 else memory.run.descriptors
+            kept = () if few else memory.run.descriptors
             self._start(spec, rank, optimizer, coordinator if members.machine == 0 else address, kept, spare=spare)
         return address
 

@@ -14,6 +14,8 @@ class Poller:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._actions: dict[int, Callable[[int], None]] = {}
+        self._added: set[int] = set()
+        """Descriptors since the last wait began: one may have the number of another that was closed meanwhile."""
 
     def __len__(self) -> int:
         return len(self._actions)
@@ -24,6 +26,7 @@ class Poller:
             self._epoll.modify(descriptor, events)
         else:
             self._epoll.register(descriptor, events)
+            self._added.add(descriptor)
         self._actions[descriptor] = action
 
     def change(self, descriptor: int, events: int) -> None:
@@ -36,9 +39,10 @@ class Poller:
 
     def wait(self, seconds: float = 0.0) -> None:
         """Waits at most so long until something is ready, and calls its actions."""
+        self._added.clear()
         for descriptor, events in self._epoll.poll(max(0.0, seconds)):
             action = self._actions.get(descriptor)
-            if action is not None:  # an earlier action may have removed it
+            if action is not None and descriptor not in self._added:  # an earlier action may have removed it
                 action(events)
 
     def close(self) -> None:

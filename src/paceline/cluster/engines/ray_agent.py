@@ -29,6 +29,8 @@ from paceline.cluster.process_set import ProcessSet, machine
 
 _EVENTS = 2000
 """Events that wait for the driver; more make the worker wait."""
+_MOST_DESCRIPTORS = 16
+"""Descriptors that come with a request of the lead."""
 _CHUNK = 4 << 20
 """Bytes of files in one answer."""
 
@@ -74,6 +76,8 @@ class Agent:
         self._processes.listen(self._woken.fileno(), self._run_order)
         self._port_holder: socket.socket | None = None
         self._lead_socket: socket.socket | None = None
+        self._memory: list[int] = []
+        """Descriptors of the run's memory, with which a server that is killed is started again."""
         self._stopping = False
         self._file_sync = FileSync(self._folder)
         # The processes die with the thread that starts them, and this one lasts as long as the agent.
@@ -134,7 +138,10 @@ class Agent:
     def serve(self, index: int, arguments: list[str], environment: dict[str, str]) -> None:
         """Start a server."""
         script = self._inside("server/main.py")
-        self._order(lambda: self._processes.spawn(-1 - index, script, arguments, self._environment(environment)))
+        if self._memory:  # it keeps the run's memory, and starts again by itself if it is killed
+            arguments = [*arguments[:3], "keep:" + ",".join(map(str, self._memory)), *arguments[4:]]
+        full = self._environment(environment)
+        self._order(lambda: self._processes.spawn(-1 - index, script, arguments, full, self._memory))
 
     def put(self, path: str, offset: int, data: bytes, last: bool) -> None:
         """Write a part of a file of the run's folder, sent by the driver."""
@@ -177,6 +184,7 @@ class Agent:
         self._stopping = True
         self._order(lambda: None)
         self._thread.join(10.0)
+        self._forget_memory()
         self._file_sync.close()
         if self._port_holder is not None:
             self._port_holder.close()
@@ -240,11 +248,20 @@ class Agent:
         return theirs
 
     def _read_lead(self, lead: socket.socket) -> None:
-        request = lead.recv(1 << 17)
+        request, descriptors, _, _ = socket.recv_fds(lead, 1 << 17, _MOST_DESCRIPTORS)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
         if request:
+            self._forget_memory()  # of a team before this one
+            self._memory = descriptors
             self._report("servers", request)
         else:  # the lead has ended
             self._close(lead)
+
+    def _forget_memory(self) -> None:
+        for descriptor in self._memory:
+            os.close(descriptor)
+        self._memory = []
 
     def _close(self, lead: socket.socket) -> None:
         if lead.fileno() >= 0:
