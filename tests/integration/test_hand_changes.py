@@ -120,6 +120,11 @@ def test_it_counts_once(habit: str, strategy: str) -> None:
     assert apart(run_team(train, 2, habit, launch=launched(strategy))[0], expected) < 1e-9
 
 
+def test_it_counts_once_in_a_team_that_may_lose_workers() -> None:
+    found = run_team(train, 2, "decay", launch=under("all-reduce", elastic=True))
+    assert apart(found[0], train(None, "decay")) < 1e-9
+
+
 def test_a_worker_without_samples_knows_which_gradient_the_others_step_with() -> None:
     def work(team: Team | None) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -132,7 +132,8 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
                     self._barrier.notes[rank][1] for rank in self.ranks
                 )
         elif gone := set(self._barrier.departed) - self._gone:
-            self._lose(gone, counted=kind is BarrierKind.ADMIT)  # which is after an update, and before the next batch
+            # The last gradients count in an update that has begun, and between it and the next batch.
+            self._lose(gone, counted=kind in (BarrierKind.ADMIT, BarrierKind.COMMIT))
         return kind
 
     def _note_broken(self) -> int:
@@ -236,7 +237,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
             super().load(model, optimizer)
 
     def _update_parameters(self, agreed: StepAgreement) -> int:
-        self._agreed = agreed
+        self._agreed = agreed = self._left_of(agreed)
         clip_factor = self._making.clip_factor
         self._scale = self._mean_scale(agreed) * (1.0 if clip_factor is None else clip_factor)
         groups = self._scaled_groups(agreed)

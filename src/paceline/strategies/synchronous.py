@@ -309,14 +309,14 @@ class SynchronousTrainer(Trainer):
         here = machines[self._members.machine]
         if self._rank in [rank for rank in ranks if rank in here][:each]:
             shared.commit(self._changed)
-        self._wait(BarrierKind.PUBLISH)
+        self._wait(BarrierKind.COMMIT)
         shared.discard()
         if len(machines) > 1 and (others or any(not set(ranks) & set(machine) for machine in machines)):
             # Machines have other values than the lead's, or a worker there has had no samples and changed nothing.
             self._members.mirror([slot.parameter for slot in self._layout.slots])
             if self._rank == here[0]:
                 shared.commit(shared.changed())
-            self._wait(BarrierKind.PUBLISH)
+            self._wait(BarrierKind.COMMIT)
             shared.discard()
 
     @abstractmethod

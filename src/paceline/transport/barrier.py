@@ -49,6 +49,7 @@ class BarrierKind(IntEnum):
     STREAM = 11, "the end of its stream"
     EVALUATE = 12, "the start of an evaluation of a split model"
     ADMIT = 13, "the admission of a worker"
+    COMMIT = 14, "a change of parameters by the script"
 
 
 class BarrierNotes:
