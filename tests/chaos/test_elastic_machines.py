@@ -25,14 +25,16 @@ import paceline
 from paceline.collectives.inter_machine import InterMachineReduce
 from paceline.config import Launch, Timeouts
 from paceline.events import Compute, Join, Leave, Lost, Roster, Update, Wait
+from paceline.parameters.exchange_lanes import ExchangeLanes
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.transport import BarrierKind, elastic_barrier
 from paceline.transport.barrier import SLOT
 from paceline.transport.peer_connections import FrameKind
 
 SAMPLES, BATCH, AT = 97, 4, 5
-MOMENTS = ["before", "exchange", "inside", "after"]
-"""Before the update that makes version AT + 1; in its exchange; in its optimizer; at its end."""
+MOMENTS = ["before", "overlap", "exchange", "inside", "after"]
+"""Before the update that makes version AT + 1; when its first bucket leaves, before all have come; in the exchange
+after that; in its optimizer; at its end."""
 TABLES = [f"{kind}:{told}" for kind in ("UPDATE", "PUBLISH") for told in ("", "1", "2")]
 """The hub dies at a barrier of that update when it has sent the notes of all to this rank alone, or to none."""
 
@@ -79,6 +81,8 @@ def _prepare(trainer: Any, when: str) -> None:
         return instead
 
     if when == "exchange":
+        ExchangeLanes.confirm = at_last(ExchangeLanes.confirm)  # type: ignore[method-assign]
+    if when == "overlap":
         InterMachineReduce.all_reduce = at_last(InterMachineReduce.all_reduce)  # type: ignore[method-assign]
     if when == "inside":
         ShardedOptimizer.update = at_last(ShardedOptimizer.update, second=True)  # type: ignore[method-assign]
@@ -129,6 +133,8 @@ def work(
                 team.clip_grad_norm_(0.05)
             if when == "before" and trainer.version == AT:
                 _die()
+            if when == "overlap" and trainer.version == AT:
+                time.sleep(60.0)  # in which a thread exchanges what the backward pass has announced
             if trainer.version == AT and team.rank == 0:
                 time.sleep(late)
             optimizer.step()
@@ -237,7 +243,13 @@ def test_a_silent_worker_is_evicted_and_its_waking_changes_nothing(
 
 CASES = [(places, victim, when) for places, victim in (("ABB", 1), ("ABC", 2)) for when in MOMENTS]
 CASES += [("ABC", 0, when) for when in MOMENTS + TABLES] + [("AAB", 0, "before"), ("AAB", 0, "PUBLISH:2")]
-CASES += [("AAB", 1, "exchange"), ("AAB", 1, "after"), ("ABB", 2, "inside"), ("AAB", 2, "exchange")]
+CASES += [
+    ("AAB", 1, "exchange"),
+    ("AAB", 1, "after"),
+    ("ABB", 2, "inside"),
+    ("AAB", 2, "exchange"),
+    ("AAB", 1, "overlap"),
+]
 
 
 @pytest.mark.parametrize(("places", "victim", "when"), CASES)
@@ -245,7 +257,7 @@ def test_the_others_go_on_as_a_smaller_team_would(places: str, victim: int, when
     ends = spread(places, {victim: when})
     well(ends)
     # A gradient that lies in the memory of a machine where somebody is left still counts.
-    counted = when != "before" and places.count(places[victim]) > 1
+    counted = when not in ("before", "overlap") and places.count(places[victim]) > 1
     # If one of the others knows from the lost hub that the update was complete, it was lost in the next one.
     later = when in TABLES[-2:]
     expected = rounds_of(3, {victim}, counted and not later, at=AT + later)

@@ -46,10 +46,10 @@ def crossed(team: Team) -> tuple[list[float], int]:
     statistics = Path("/proc/net/dev")
     found = []
     for _ in range(5):
-        model(torch.ones(1, 2048)).sum().backward()
         team.barrier()
         before = _payload(statistics)
         team.barrier()
+        model(torch.ones(1, 2048)).sum().backward()
         optimizer.step()
         team.barrier()
         found.append(_payload(statistics) - before)

@@ -11,9 +11,9 @@ buffers are cut at the borders of all machines' parts, and each segment is excha
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,14 +25,11 @@ from paceline.collectives import algorithms
 from paceline.collectives.algorithms.messages import split
 from paceline.collectives.gloo import open_gloo
 from paceline.collectives.links import LinkMatrix, best_order, best_topology, measure
-from paceline.errors import TeamTimeout, WorkerLost
+from paceline.errors import TeamError, TeamTimeout, WorkerLost
 from paceline.transport.channel import PendingSend
 from paceline.transport.peer_memory import bytes_of
 
-_PIECE = 1 << 20
-"""Bytes of a message of the ring: while one is added, the next ones are on the connection."""
-_AHEAD = 4
-"""Messages that are awaited at a time."""
+_FOREVER = datetime.timedelta(days=365)
 _TAG = 0x4000_0000
 
 
@@ -91,6 +88,10 @@ class InterMachineReduce:
         patience = datetime.timedelta(seconds=max(timeouts.join, timeouts.barrier))
         host = members.hosts[members.machine]
         self._gloo = open_gloo(store, self._index[members.rank], len(ranks), host, patience, self._limit)
+        self.waiting: dict[int, int] = {}
+        """By operation, the rank of which a message is awaited now."""
+        self.size = len(machines)
+        self._leads = [ranks[0] for ranks in machines]
         self.order = list(range(len(machines))) if order is None else order
         """The order of the machines around the ring."""
         self.links: LinkMatrix | None = None
@@ -100,7 +101,6 @@ class InterMachineReduce:
             self._measure()
         self._chosen: dict[int, str] = {}
         """By bytes, the topology."""
-        self._scratch = torch.empty(_AHEAD * _PIECE, dtype=torch.uint8)
 
     def _measure(self) -> None:
         members = self._members
@@ -112,22 +112,66 @@ class InterMachineReduce:
         self.links = LinkMatrix.of([rows[lead] for lead in leads])
         self.order = best_order(self.links)
 
-    def all_reduce(self, tensor: torch.Tensor, owners: Sequence[int]) -> int:
+    def expect(self, tensor: torch.Tensor, owners: Sequence[int], number: int = 0, whole: int = 0) -> Awaited:
+        """Begins to receive what an `all_reduce` of this tensor needs, as far as that is possible before it begins.
+
+        A sender sends at once where the receiver waits already. `tensor` may be written until `all_reduce`.
+        number: of the all-reduce, among those that run at the same time; whole: bytes of all of them together, by
+        which the topology is chosen.
+        """
+        channel = _Owners(self, [owners[machine] for machine in self.order], number)
+        topology = self._choose(whole or tensor.nbytes)
+        coming: list[tuple[torch.Tensor, Any]] = []
+        if topology == "pair":
+            coming.append(channel.begin(1 - channel.rank, torch.empty_like(tensor)))
+        elif topology == "ring":
+            size, rank = channel.size, channel.rank
+            parts = split(tensor, size)
+            for step in range(2 * (size - 1)):
+                home = parts[(rank - 2 - step) % size]
+                # A whole sum comes only after this worker has sent its own part of it.
+                target = torch.empty_like(home) if step < size - 1 else home
+                coming.append(channel.begin((rank - 1) % size, target))
+        return Awaited(topology, channel, coming)
+
+    def all_reduce(self, tensor: torch.Tensor, awaited: Awaited) -> int:
         """Leaves the sum over all machines in `tensor`, flat and contiguous; returns the bytes received."""
-        ring = [owners[machine] for machine in self.order]
-        topology = self._choose(tensor.nbytes)
-        channel = _Owners(self, ring)
-        if topology == "ring":
-            self._ring(tensor, channel)
+        topology, channel, coming = awaited
+        if topology == "pair":
+            sending = channel.send(1 - channel.rank, tensor)
+            other, work = coming[0]
+            channel.wait(work, 1 - channel.rank, other)
+            sending.wait()
+            tensor.add_(other)  # the same bits at both: the sum of two numbers does not depend on their order
+        elif topology == "ring":
+            _ring(tensor, channel, coming)
         else:
             algorithms.find(topology, "all_reduce")(channel, tensor, torch.Tensor.add_)
         return channel.received
+
+    def expect_shared(self, text: torch.Tensor) -> Awaited:
+        """Begins to receive what a `share` of so many bytes needs."""
+        channel = _Owners(self, self._leads, -1)
+        peers = [peer for peer in range(channel.size) if peer != channel.rank]
+        return Awaited("direct", channel, [channel.begin(peer, torch.empty_like(text)) for peer in peers])
+
+    def share(self, text: torch.Tensor, awaited: Awaited) -> list[torch.Tensor]:
+        """The bytes of all machines, each given by its first worker left; called by these."""
+        _, channel, coming = awaited
+        peers = [peer for peer in range(channel.size) if peer != channel.rank]
+        sending = [channel.send(peer, text) for peer in peers]
+        for peer, (target, work) in zip(peers, coming, strict=True):
+            channel.wait(work, peer, target)
+        for message in sending:
+            message.wait()
+        found = [target for target, _ in coming]
+        return [*found[: channel.rank], text, *found[channel.rank :]]
 
     def _choose(self, size: int) -> str:
         if self.topology != "auto":
             return self.topology
         if self.links is None:
-            return "ring"
+            return "pair" if self.size == 2 else "ring"
         if size not in self._chosen:
             self._chosen[size] = best_topology(self.links, size)
         return self._chosen[size]
@@ -141,100 +185,110 @@ class InterMachineReduce:
         for sending in [channel.send(peer, tensor) for peer in range(1, channel.size)]:
             sending.wait()
 
-    def _ring(self, tensor: torch.Tensor, channel: _Owners) -> None:
-        """The topology `ring` in small messages, which are passed on as soon as they have come.
+    @property
+    def limit(self) -> float:
+        """Seconds that an exchange may take once all workers have come to it."""
+        return self._limit.total_seconds()
 
-        In step s, part (rank − 1 − s) goes to the next one and part (rank − 2 − s) comes; half of the steps add.
+    def late(self, ranks: Sequence[int] = ()) -> TeamTimeout:
+        """The error of an exchange that takes too long.
+
+        ranks: for which it waits; by default those that it waits for now.
         """
-        size, rank = channel.size, channel.rank
-        length = _PIECE // tensor.itemsize
-        parts = [part.split(length) for part in split(tensor, size)]
-        count = max(len(pieces) for pieces in parts)
-        steps = 2 * (size - 1)
-        before, after = (rank - 1) % size, (rank + 1) % size
-        scratch = self._scratch.view(tensor.dtype).split(length)
-        sending: deque[PendingSend] = deque()
-        coming: deque[tuple[int, torch.Tensor, torch.Tensor, Any]] = deque()
+        ranks = ranks or sorted(set(self.waiting.values()))
+        whom = " and ".join(f"rank {rank} on {self.host_of(rank)}" for rank in ranks) or "workers of its machine"
+        waited = f"rank {self._members.rank} waited {self.limit:.1f} s for {whom}"
+        return TeamTimeout(f"{waited} at an exchange of gradients", ranks)
 
-        def piece(part: int, number: int) -> torch.Tensor | None:
-            pieces = parts[part % size]
-            return pieces[number] if number < len(pieces) and pieces[number].numel() else None
+    def host_of(self, rank: int) -> str:
+        members = self._members
+        return members.hosts[next(number for number, ranks in enumerate(members.machines) if rank in ranks)]
 
-        for number in range(count):
-            if (first := piece(rank - 1, number)) is not None:
-                sending.append(channel.send(after, first))
-        order = iter(range(steps * count))
-        posted = 0
-        while True:
-            while len(coming) < _AHEAD and (turn := next(order, None)) is not None:
-                step, number = divmod(turn, count)
-                if (home := piece(rank - 2 - step, number)) is None:
-                    continue
-                target = home
-                if step < size - 1:
-                    target = scratch[posted % _AHEAD][: home.numel()]
-                    posted += 1
-                coming.append((step, home, target, channel.post(before, target)))
-            if not coming:
-                break
-            step, home, target, work = coming.popleft()
-            channel.wait(work, before, target)
-            if target is not home:
-                home.add_(target)
-            if step + 1 < steps:
-                sending.append(channel.send(after, home))
-        for message in sending:
-            message.wait()
+    def abort(self) -> None:
+        """Lets all operations fail, here and at the others that wait for this worker."""
+        channel = _Owners(self, list(self._index))
+        with contextlib.suppress(RuntimeError, TeamError):
+            # gloo closes all connections after a wait that is too long.
+            peer = (channel.rank + 1) % channel.size
+            channel.begin(peer, torch.empty(1))[1].wait(datetime.timedelta(milliseconds=1))
+
+
+def _ring(tensor: torch.Tensor, channel: _Owners, coming: list[tuple[torch.Tensor, Any]]) -> None:
+    """The topology `ring`, whose messages are awaited before they come.
+
+    In step s, part (rank − 1 − s) goes to the next one and part (rank − 2 − s) comes; half of the steps add.
+    """
+    size, rank = channel.size, channel.rank
+    parts = split(tensor, size)
+    before, after = (rank - 1) % size, (rank + 1) % size
+    sending = [channel.send(after, parts[(rank - 1) % size])]
+    for step, (target, work) in enumerate(coming):
+        home = parts[(rank - 2 - step) % size]
+        channel.wait(work, before, target)
+        if step < size - 1:  # else it has come to its place
+            home.add_(target)
+        if step + 1 < len(coming):
+            sending.append(channel.send(after, home))
+    for message in sending:
+        message.wait()
+
+
+class Awaited(NamedTuple):
+    """An all-reduce that may begin, and what it has begun to receive."""
+
+    topology: str
+    channel: _Owners
+    coming: list[tuple[torch.Tensor, Any]]
 
 
 class _Owners:
     """A channel between some of the workers, renumbered."""
 
-    def __init__(self, between: InterMachineReduce, ranks: list[int]) -> None:
+    def __init__(self, between: InterMachineReduce, ranks: list[int], number: int | None = None) -> None:
+        """number: of an operation among those that run at the same time, which another thread limits."""
         self._between, self._ranks = between, ranks
+        self._tag = _TAG if number is None else _TAG + 2 + number
+        self._limit = between._limit if number is None else _FOREVER
         self.rank, self.size = ranks.index(between._members.rank), len(ranks)
         self.received = 0
 
     def send(self, peer: int, tensor: torch.Tensor) -> PendingSend:
         between, rank = self._between, self._ranks[peer]
         try:
-            work = between._gloo.send([bytes_of(tensor)], between._index[rank], _TAG)
+            work = between._gloo.send([bytes_of(tensor)], between._index[rank], self._tag)
         except RuntimeError as error:
             self._blame(peer, error)
         return _Message(self, peer, work, tensor)
 
-    def post(self, peer: int, tensor: torch.Tensor) -> Any:
-        """Begins to receive."""
+    def begin(self, peer: int, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Begins to receive; returns the tensor, which must be kept until the message has come."""
         between, rank = self._between, self._ranks[peer]
         try:
-            return between._gloo.recv([bytes_of(tensor)], between._index[rank], _TAG)
+            return tensor, between._gloo.recv([bytes_of(tensor)], between._index[rank], self._tag)
         except RuntimeError as error:
             self._blame(peer, error)
 
     def wait(self, work: Any, peer: int, tensor: torch.Tensor) -> None:
         """Waits until a message has come."""
+        self._between.waiting[self._tag] = self._ranks[peer]
         try:
-            work.wait(self._between._limit)
+            work.wait(self._limit)
         except RuntimeError as error:
             self._blame(peer, error)
+        self._between.waiting.pop(self._tag, None)
         self.received += tensor.nbytes
 
     def receive(self, peer: int, tensor: torch.Tensor) -> None:
-        self.wait(self.post(peer, tensor), peer, tensor)
+        target, work = self.begin(peer, tensor)
+        self.wait(work, peer, target)
 
     def _blame(self, peer: int, error: RuntimeError) -> NoReturn:
-        members, rank = self._between._members, self._ranks[peer]
-        host = members.hosts[next(number for number, ranks in enumerate(members.machines) if rank in ranks)]
+        between, rank = self._between, self._ranks[peer]
         text = str(error)
         if "imed out" in text or "imeout" in text:
-            limit = self._between._limit.total_seconds()
-            raise TeamTimeout(
-                f"rank {members.rank} waited {limit:.1f} s for rank {rank} on {host} at an exchange of gradients",
-                [rank],
-            ) from None
-        raise WorkerLost(
-            f"rank {rank} on {host} died, or its connection was closed: {text.splitlines()[0]}", [rank]
-        ) from None
+            raise between.late([rank]) from None
+        where = f"rank {rank} on {between.host_of(rank)}"
+        raise WorkerLost(f"{where} died, or its connection was closed: {text.splitlines()[0]}", [rank]) from None
 
 
 class _Message:
@@ -246,6 +300,6 @@ class _Message:
 
     def wait(self) -> None:
         try:
-            self._work.wait(self._owners._between._limit)
+            self._work.wait(self._owners._limit)
         except RuntimeError as error:
             self._owners._blame(self._peer, error)

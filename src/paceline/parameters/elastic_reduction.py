@@ -7,13 +7,17 @@ beside the gradients, not over them: if a worker is lost during an exchange, the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch.distributed import DistError
 
 from paceline.cluster.membership import Members
 from paceline.collectives.inter_machine import InterMachineReduce, ReduceSegment
 from paceline.errors import TeamError
+from paceline.parameters.announcements import Header
+from paceline.parameters.bucket_exchange import Announcing, BucketExchange, sum_here
+from paceline.parameters.buckets import cut_buckets
+from paceline.parameters.exchange_lanes import Weigh
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout
 from paceline.parameters.reduction import SharedReduction, Weights
@@ -35,6 +39,8 @@ class ElasticReduction:
         self._gradients = gradients
         self._sums = SharedReduction(layout, gradients, self.place)
         self._between: InterMachineReduce | None = None
+        self._exchange: BucketExchange | None = None
+        self._announcing: Announcing | None = None
         self._alive = list(range(len(members.machines)))
         """Machines on which a worker is left."""
         self._order: list[int] | None = None
@@ -51,51 +57,81 @@ class ElasticReduction:
     def form(self, gone: Collection[int]) -> None:
         """Connects the workers that are left; all of them do this at the same time."""
         members = self._members
-        self._between = None  # closes the connections, so that no worker waits on them
+        self.close()  # so that no worker waits on them
         left = [[rank for rank in ranks if rank not in gone] for ranks in members.machines]
         self._alive = [machine for machine, ranks in enumerate(left) if ranks]
         machines = [left[machine] for machine in self._alive]
-        self._segments = [] if members.rank in gone else self._cut(machines)
+        found = [] if members.rank in gone else self._cut(machines)
+        self._segments = [segment for segment in found if members.rank in segment.owners]
+        self._buckets = cut_buckets(self._layout, found, len(machines))
+        if self._announcing is not None:
+            self._announcing.board.form(self._alive, [rank for ranks in machines for rank in ranks])
+            self._announcing.announcer.next(wrong=True, buckets=self._buckets)
+        self._gone = gone
         self.broken = False
         if len(machines) == 1:
             return
         order = self._order and [self._alive.index(machine) for machine in self._order if machine in self._alive]
         try:
             self._between = between = InterMachineReduce(members, self._topology, machines, order)
-            self._order = [self._alive[machine] for machine in between.order]
         except (TeamError, DistError, RuntimeError) as error:
             self._fail(str(error))
+            return
+        self._order = [self._alive[machine] for machine in between.order]
+        self._open()
+
+    def _open(self) -> None:
+        assert self._between is not None
+        given = self._members, self._between, self._buckets, self._sums, self._here
+        self._exchange = BucketExchange(*given, self._announcing, self._gone)
+
+    def announce(self, header: Callable[[], Header], weigh: Weigh) -> Announcing:
+        """From now on announce this worker's gradients; all workers call it. Arguments: see `Announcing`."""
+        self._announcing = Announcing(self._members, self._gradients, self._buckets, header, weigh)
+        self._close_exchange()
+        self._open()
+        return self._announcing
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._close_exchange()
+        self._between = None
+
+    def _close_exchange(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = None
+
+    @property
+    def sent(self) -> tuple[float, int]:
+        """When the buckets of the last round began to leave, 0.0 if none left, and the bytes that came."""
+        return (0.0, 0) if self._exchange is None else (self._exchange.sent, self._exchange.received)
 
     def _cut(self, machines: Sequence[Sequence[int]]) -> list[ReduceSegment]:
-        """Segments of whole shards with the same owner on each machine, of which this worker is one."""
+        """Segments of whole shards with the same owner on each machine."""
         owners = [[shard_owner(ranks, shard, self._shards) for ranks in machines] for shard in range(self._shards)]
         found = []
         for own, run in itertools.groupby(range(self._shards), lambda shard: owners[shard]):
             shards = list(run)
-            if self._members.rank in own:
-                for number, flat in enumerate(self._layout.flats):
-                    start, stop = flat.shards[shards[0]][0], flat.shards[shards[-1]][1]
-                    found += [ReduceSegment(number, start, stop, own)] if start < stop else []
+            for number, flat in enumerate(self._layout.flats):
+                start, stop = flat.shards[shards[0]][0], flat.shards[shards[-1]][1]
+                found += [ReduceSegment(number, start, stop, own)] if start < stop else []
         return found
 
-    def sum(self, weights: Weights, used: list[bytes] | None) -> int:
-        """Makes this worker's part of the sums; returns the bytes received. Check `broken` afterwards."""
-        here = [(self._here.index(rank), weight) for rank, weight in weights if rank in self._here]
-        used_here = None if used is None else [used[rank] for rank in self._here]
-        read = 0
-        for flat, start, stop, owners in self._segments:
-            if not here or used_here is not None:
-                self._sums.clear(flat, start, stop, here, used_here)
-            if here:
-                read += self._sums.stretch(flat, start, stop, here, used_here)
-            if self._between is not None and not self.broken:
-                try:
-                    read += self._between.all_reduce(self._gradients.flats[self.place][flat][start:stop], owners)
-                except TeamError as error:
-                    self._fail(str(error))
-        return read
+    def sum(self, weights: Weights, used: list[bytes] | None, *, again: bool = False) -> int:
+        """Makes this worker's part of the sums; returns the bytes received. Check `broken` afterwards.
+
+        again: True if a worker has announced what is not its gradient.
+        """
+        if self._exchange is None:
+            return sum(sum_here(self._sums, self._here, one, weights, used) for one in self._segments)
+        try:
+            return self._exchange.sum(weights, used, again=again)
+        except TeamError as error:
+            self._fail(str(error))
+            return 0
 
     def _fail(self, why: str) -> None:
         """Closes this worker's connections, so that no other waits for it."""
         self.broken, self.trouble = True, why
-        self._between = None
+        self.close()

@@ -10,6 +10,7 @@ reduction, is that point: between the two barriers no script runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ class GradientPlaces:
         self._pages = HugePages() if members.size > 1 else None
         self._spans: dict[tuple[int, int, int], list[_Span]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self.own_gradient: Callable[[Slot], torch.Tensor | None] = lambda slot: GRAD.__get__(slot.parameter)
+        """This worker's gradient of a parameter."""
 
     @classmethod
     def of(cls, gradients: Gradients, members: Members) -> GradientPlaces | None:
@@ -113,11 +116,12 @@ class GradientPlaces:
         into: where it may be copied to, if it is not in this process's memory.
         """
         address = self._table[rank][slot.index]
-        if not address:
+        own = self.own_gradient(slot) if rank == self._rank else None
+        if not address or (rank == self._rank and own is None):
             return self._flats[rank][flat][first:last]
         first, last = first - slot.offset, last - slot.offset
-        if rank == self._rank:
-            gradient: torch.Tensor = GRAD.__get__(slot.parameter).detach()
+        if own is not None:
+            gradient = own.detach()
             return gradient.as_strided((last - first,), (1,), gradient.storage_offset() + first)
         dtype = slot.parameter.dtype
         into = self._spare(last - first, dtype) if into is None else into

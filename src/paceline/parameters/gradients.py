@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +37,8 @@ class Gradients:
         self.flats = flats
         """Per worker, one flat tensor per dtype."""
         self.own = flats[rank]
-        self._views = layout.buffers(self.own)
+        # As data, each counts the changes that are made to it alone.
+        self._views = [view.data for view in layout.buffers(self.own)]
         nothing = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
         self._parameters = [slot.parameter if own is None or own[slot.index] else nothing for slot in layout.slots]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -104,16 +105,23 @@ class Gradients:
 
         in_place: False if all shall be in the buffer. Returns a byte per parameter: 1 if it has a gradient now.
         """
-        used = bytearray(len(self._parameters))
-        sources, targets = [], []
-        places = self.places if in_place else None
         if self.places is not None:
             self.places.clear()
-        for index, parameter in enumerate(self._parameters):
-            gradient = GRAD.__get__(parameter)
+        used = bytearray(len(self._parameters))
+        for index in self.take(range(len(self._parameters)), in_place=in_place):
+            used[index] = 1
+        return bytes(used)
+
+    def take(self, indices: Iterable[int], *, in_place: bool = True) -> set[int]:
+        """As `collect`, for these parameters only; returns the indices of those that have a gradient now."""
+        having: set[int] = set()
+        sources, targets = [], []
+        places = self.places if in_place else None
+        for index in indices:
+            gradient = GRAD.__get__(self._parameters[index])
             if gradient is None:
                 continue
-            used[index] = 1
+            having.add(index)
             view = self._views[index]
             if places is not None and view.nbytes >= places.least and places.publish(index, gradient, view):
                 continue
@@ -124,7 +132,7 @@ class Gradients:
                 targets.append(view)
         if sources:
             torch._foreach_copy_(targets, sources)
-        return bytes(used)
+        return having
 
     def used(self) -> bytes:
         """A byte per parameter: 1 if it has a gradient now."""

@@ -1,15 +1,22 @@
 """The mean gradient of a team on several machines: summed in shared memory on each, then between them.
 
 Every worker owns a shard of its machine's buffers, and exchanges the machine's sum of it with the owners of the same
-elements on other machines. The optimizer then updates the shard on every machine, with the same bits.
+elements on other machines, bucket by bucket. The optimizer then updates the shard on every machine, with the same bits.
+
+With announcements, a bucket is exchanged as soon as the backward passes of all workers have made it. The bits are the
+same: the weights, the order of terms and the borders of buckets do not depend on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.cluster.membership import Members
 from paceline.collectives.inter_machine import InterMachineReduce, ReduceSegment, segments
+from paceline.parameters.announcements import Header
+from paceline.parameters.bucket_exchange import Announcing, BucketExchange
+from paceline.parameters.buckets import cut_buckets
+from paceline.parameters.exchange_lanes import Weigh
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.layout import Layout, borders
 from paceline.parameters.reduction import Reduction, SharedReduction, Weights
@@ -30,33 +37,50 @@ class MachinesReduction(Reduction):
     ) -> None:
         """sources: numbers of the replicas on this machine, if a gradient is a replica's and not a worker's.
 
-        target: the index among them of this worker's replica.
+        target: the index of the buffer for the sums; by default that of this worker.
         """
         self._layout, self._gradients, self._members = layout, gradients, members
         self._here = members.machines[members.machine] if sources is None else sources
         self._rank = members.local.rank
-        self.inside = SharedReduction(layout, gradients, self._rank, target)
+        self.target = self._rank if target is None else target
+        self.inside = SharedReduction(layout, gradients, self._rank, self.target)
         self.between = InterMachineReduce(members, topology)
-        self._segments: list[ReduceSegment] = []
-        """The segments of this worker's shard."""
+        found: list[ReduceSegment] = []
         for number, flat in enumerate(layout.flats):
             bounds = [borders(flat.count, flat.dtype, len(ranks)) for ranks in members.machines]
-            found = segments(number, bounds, members.machines)
-            self._segments += [segment for segment in found if members.rank in segment.owners]
+            found += segments(number, bounds, members.machines)
+        self._segments = [segment for segment in found if members.rank in segment.owners]
+        """Of this worker's shard."""
+        self._buckets = cut_buckets(layout, found, len(members.machines))
+        """Of all workers of this machine."""
+        self.announcing: Announcing | None = None
+        self._exchange = self._make_exchange()
 
-    def shard(self, weights: Weights, used: list[bytes] | None) -> int:
-        own = [(self._here.index(rank), weight) for rank, weight in weights if rank in self._here]
-        used_here = None if used is None else [used[rank] for rank in self._here]
-        if not own or used_here is not None:
-            for number, whole in enumerate(self._layout.flats):
-                self.inside.clear(number, *whole.shards[self._rank], own, used_here)
-        read = self.inside.shard(own, used_here) if own else 0
-        for flat, start, stop, owners in self._segments:
-            read += self.between.all_reduce(self._gradients.own[flat][start:stop], owners)
-        return read
+    def _make_exchange(self) -> BucketExchange:
+        here = self._here
+        return BucketExchange(self._members, self.between, self._buckets, self.inside, here, self.announcing)
+
+    def announce(self, header: Callable[[], Header], weigh: Weigh) -> Announcing:
+        """From now on announce this worker's gradients; all workers call it. Arguments: see `Announcing`."""
+        self._exchange.close()
+        self.announcing = Announcing(self._members, self._gradients, self._buckets, header, weigh)
+        self._exchange = self._make_exchange()
+        return self.announcing
+
+    def shard(self, weights: Weights, used: list[bytes] | None, *, again: bool = False) -> int:
+        return self._exchange.sum(weights, used, again=again)
+
+    @property
+    def sent(self) -> tuple[float, int]:
+        """When the buckets of the last round began to leave, 0.0 if none left, and the bytes that came."""
+        return self._exchange.sent, self._exchange.received
 
     def gather(self) -> int:
-        return self.inside.gather()
+        if self.target == self._rank:
+            return self.inside.gather()
+        for own, total in zip(self._gradients.own, self._gradients.flats[self.target], strict=True):
+            own.copy_(total)
+        return sum(own.nbytes for own in self._gradients.own)
 
     def adopt(self, rank: int) -> None:
         """rank: in this machine's own numbers."""
@@ -88,3 +112,6 @@ class MachinesReduction(Reduction):
         if not passive[self._members.rank]:
             return self._rank
         return next((index for index, rank in enumerate(self._here) if not passive[rank]), self._rank)
+
+    def close(self) -> None:
+        self._exchange.close()

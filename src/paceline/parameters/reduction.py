@@ -33,8 +33,11 @@ class Reduction(ABC):
     """Makes the mean gradient in this worker's own buffer, in two steps with a barrier between them."""
 
     @abstractmethod
-    def shard(self, weights: Weights, used: list[bytes] | None) -> int:
-        """Sum this worker's shard; returns the bytes read from other workers."""
+    def shard(self, weights: Weights, used: list[bytes] | None, *, again: bool = False) -> int:
+        """Sum this worker's shard; returns the bytes read from other workers.
+
+        again: True if what was summed while the backward pass ran is not these gradients.
+        """
 
     @abstractmethod
     def gather(self) -> int:
@@ -43,6 +46,9 @@ class Reduction(ABC):
     @abstractmethod
     def adopt(self, rank: int) -> None:
         """Copy another worker's mean gradient, which its script may have changed."""
+
+    def close(self) -> None:
+        """Ends what runs in the background; all workers call it, or have failed."""
 
     def norm(self, kind: float, used: bytes | None) -> float:
         """The norm of this worker's shard, raised to `kind` so that shards can be added (the norm itself for inf)."""
@@ -57,7 +63,7 @@ class SharedReduction(Reduction):
         self._layout, self._gradients, self._rank = layout, gradients, rank
         self._target = rank if target is None else target
 
-    def shard(self, weights: Weights, used: list[bytes] | None) -> int:
+    def shard(self, weights: Weights, used: list[bytes] | None, *, again: bool = False) -> int:
         read = 0
         for number, flat in enumerate(self._layout.flats):
             read += self.stretch(number, *flat.shards[self._rank], weights, used)
@@ -74,6 +80,15 @@ class SharedReduction(Reduction):
             if first < last and contributing:
                 self._sum(number, first, last, contributing)
         return sum(rank != self._rank for rank, _ in weights) * (stop - start) * flat.dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        """Bytes of all sums."""
+        return self._layout.size
+
+    def total(self, number: int, start: int, stop: int) -> torch.Tensor:
+        """Where the sum of a stretch is."""
+        return self._gradients.flats[self._target][number][start:stop]
 
     def clear(self, number: int, start: int, stop: int, weights: Weights, used: list[bytes] | None) -> None:
         """Set the sum to zero where no worker of this machine has a gradient; others may have."""
@@ -119,7 +134,7 @@ class SharedReduction(Reduction):
                 first, last = max(start, slot.offset), min(stop, slot.offset + slot.count)
                 if first >= last or (used is not None and not used[slot.index]):
                     continue
-                value = float(torch.linalg.vector_norm(self._gradients.own[number][first:last], kind))
+                value = float(torch.linalg.vector_norm(self._gradients.flats[self._target][number][first:last], kind))
                 values.append(value if kind == float("inf") else value**kind)
         return combine_norms(values, kind)
 
@@ -137,7 +152,7 @@ class CollectiveReduction(Reduction):
         if not distributed.is_initialized():
             distributed.init_process_group()
 
-    def shard(self, weights: Weights, used: list[bytes] | None) -> int:
+    def shard(self, weights: Weights, used: list[bytes] | None, *, again: bool = False) -> int:
         weight = dict(weights).get(self._rank, 0.0)
         read = 0
         for flat, tensor in zip(self._layout.flats, self._gradients.own, strict=True):

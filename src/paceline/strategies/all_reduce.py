@@ -34,11 +34,11 @@ from paceline.parameters.optimizers import is_elementwise
 from paceline.parameters.reduction import CollectiveReduction, Reduction, SharedReduction
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
-from paceline.strategies.context import Options, TrainerContext
+from paceline.strategies.announcing import AnnouncingTrainer
+from paceline.strategies.context import Options, TrainerContext, check_rate
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.snapshot_board import Kept
 from paceline.strategies.step_table import StepAgreement, StepTable
-from paceline.strategies.synchronous import SynchronousTrainer, check_rate
 from paceline.transport import BarrierKind
 
 _LOSS = struct.Struct("=d")
@@ -55,7 +55,7 @@ def topology_of(context: TrainerContext) -> str:
     return between.topology if isinstance(between, AllReduce) else "auto"
 
 
-class AllReduceTrainer(SynchronousTrainer):
+class AllReduceTrainer(AnnouncingTrainer):
     """Trains a model by all-reduce."""
 
     spans = True
@@ -76,8 +76,9 @@ class AllReduceTrainer(SynchronousTrainer):
         table = StepTable(members, optimizer, len(layout.slots), masks=part_masks(optimizer, layout))
         shareable = on_host(parameter for _, parameter in trained)
         if shareable:
-            memory = members.share(Gradients.memory_size(layout, self._neighbours))
-            gradients = Gradients.shared(layout, memory, self._place, self._neighbours)
+            self._sources = self._neighbours + (len(members.machines) > 1)  # over machines one more, for their sums
+            memory = members.share(Gradients.memory_size(layout, self._sources))
+            gradients = Gradients.shared(layout, memory, self._place, self._sources)
         else:
             gradients = Gradients.private(layout, trained[0][1].device)
         sharded = shareable and elementwise
@@ -105,6 +106,7 @@ class AllReduceTrainer(SynchronousTrainer):
         else:
             members.mirror([slot.parameter for slot in layout.slots])
         gradients.attach(self._gradient_made if self._visible else None)
+        self._announce()
         self._patch_optimizer(state=sharded, amp=not self._visible)
         if not self._visible:
             self._watch_gradients()
@@ -116,7 +118,8 @@ class AllReduceTrainer(SynchronousTrainer):
             return CollectiveReduction(self._layout, self._gradients, self._rank)
         topology = topology_of(context)
         if len(self._members.machines) > 1:
-            self._machines = MachinesReduction(self._layout, self._gradients, self._members, topology)
+            place = self._neighbours
+            self._machines = MachinesReduction(self._layout, self._gradients, self._members, topology, target=place)
             return self._machines
         if topology != "auto":
             context.say(
@@ -160,7 +163,7 @@ class AllReduceTrainer(SynchronousTrainer):
 
     def _update(self, unscale: float, found_inf: bool) -> None:
         # GradScaler itself unscales visible gradients.
-        super()._update(*((1.0, False) if self._visible else (unscale, found_inf)))
+        super()._update(1.0 if self._visible else unscale, found_inf)
 
     def clip(self, limit: float, norm: float) -> torch.Tensor:
         if self._reduced:
@@ -200,13 +203,25 @@ class AllReduceTrainer(SynchronousTrainer):
             if self._machines is None:
                 places = self._gradients.places
                 self._shard.mix = None if places is None else places.mix
-                return self._shard.update(agreed.weights, agreed.used)
+                return self._shard.update(agreed.weights, agreed.used, agreed.scale)
             read = self._reduce(agreed)
             if self._failure is not None:
                 return 0
         self._shard.mix = None  # the mean is in a buffer
-        source = self._source(agreed) if self._reduced else self._place
-        return read + self._update_reduced(self._shard, agreed, source, self._neighbours)
+        source = self._place if self._machines is None else self._machines.target
+        self._update_reduced(self._shard, agreed, self._source(agreed) if self._reduced else source, self._sources)
+        return read
+
+    def _pass_over(self, agreed: StepAgreement) -> int:
+        read = super()._pass_over(agreed)
+        if self._machines is not None:
+            self._wait(BarrierKind.PUBLISH)  # until then others may read this worker's gradients
+        return read
+
+    def _reduce(self, agreed: StepAgreement) -> int:
+        read = super()._reduce(agreed)
+        self._record_sent()
+        return read
 
     def kept(self, number: int) -> Kept | None:
         if self._copy is None or self._state is None or self.version < number:
@@ -292,6 +307,10 @@ class AllReduceTrainer(SynchronousTrainer):
         # The others may change their gradients in place as soon as they have them; not before all have copied.
         self._wait(BarrierKind.PUBLISH)
         self._gradients_shown(len(agreed.weights))
+
+    def close(self) -> None:
+        super().close()
+        self._reduction.close()
 
     def addresses(self) -> list[int]:
         """Where the shared parameters and the optimizer's state begin."""

@@ -11,10 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.cluster.membership import Members
-from paceline.config import Launch, Strategy
+from paceline.config import Launch, Strategy, one_of
 from paceline.config.example_inputs import ExampleInputs
 from paceline.events.recorder import Recorder
 from paceline.events.stopwatch import Stopwatch
+from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.meta_model import MetaModel
 
 
@@ -37,6 +38,12 @@ class Options:
     """Inputs that the model can be run on."""
     meta: MetaModel | None = None
     """The model as one without values, if each worker shall get those of its own parts only."""
+
+
+def check_rate(options: Options, workers: int) -> RateScaling:
+    """Checks the options of a synchronous trainer; returns how its learning rate is scaled."""
+    one_of("gradients", options.gradients, ("local", "visible"))
+    return RateScaling(options.scale_lr, workers, options.warmup, options.batch)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

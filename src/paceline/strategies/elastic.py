@@ -29,12 +29,12 @@ from paceline.parameters.optimizers import is_elementwise
 from paceline.parameters.reduction import Weights
 from paceline.parameters.versions import Versions
 from paceline.strategies.all_reduce import on_host, topology_of
-from paceline.strategies.context import Options, TrainerContext
+from paceline.strategies.announcing import AnnouncingTrainer
+from paceline.strategies.context import Options, TrainerContext, check_rate
 from paceline.strategies.elastic_join import TeamJoining
 from paceline.strategies.elastic_shards import ElasticShards
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.step_table import StepAgreement, StepTable
-from paceline.strategies.synchronous import SynchronousTrainer, check_rate
 from paceline.transport import BarrierKind
 
 _SHARDS_EACH = 4
@@ -44,7 +44,7 @@ _TRIES = 8
 """Updates that are made again after a broken exchange, though no worker was lost."""
 
 
-class ElasticAllReduceTrainer(SynchronousTrainer):
+class ElasticAllReduceTrainer(AnnouncingTrainer):
     """Trains a model by all-reduce with the workers that are left."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, options: Options, context: TrainerContext) -> None:
@@ -92,6 +92,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
         self._shards = ElasticShards(optimizer, members, gradients, count)
         self._share_state(OptimizerState(optimizer, self._shards.shards))
         gradients.attach()
+        self._announce()
         self._patch_optimizer()
         self._watch_gradients()
         self._barrier.spare = True
@@ -239,7 +240,7 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
     def _update_parameters(self, agreed: StepAgreement) -> int:
         self._agreed = agreed = self._left_of(agreed)
         clip_factor = self._making.clip_factor
-        self._scale = self._mean_scale(agreed) * (1.0 if clip_factor is None else clip_factor)
+        self._scale = self._mean_scale(agreed) * agreed.scale * (1.0 if clip_factor is None else clip_factor)
         groups = self._scaled_groups(agreed)
         if groups is not None:
             self._shards.set_hyperparameters(groups)
@@ -286,6 +287,11 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
                 self._update_all_again(self._machines)
             super()._wait(BarrierKind.PUBLISH, self._note_broken())
 
+    def close(self) -> None:
+        super().close()
+        if self._machines is not None:
+            self._machines.close()
+
     def _mend(self) -> None:
         """Connect the machines again: a connection between them has broken, and no worker is known to be lost."""
         assert self._machines is not None
@@ -326,7 +332,11 @@ class ElasticAllReduceTrainer(SynchronousTrainer):
 
     def _reduce(self, agreed: StepAgreement) -> int:
         """Over machines, sum the gradients beside, not over them: they may be needed again."""
-        return 0 if self._machines is None else self._machines.sum(agreed.weights, agreed.used)
+        if self._machines is None:
+            return 0
+        read = self._machines.sum(agreed.weights, agreed.used, again=agreed.again)
+        self._record_sent()
+        return read
 
     def _shard_norm(self, agreed: StepAgreement, norm: float) -> float:
         return self._shards.norm(norm, *self._sources(agreed), self._mean_scale(agreed))

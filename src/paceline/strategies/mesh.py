@@ -135,7 +135,7 @@ class MeshTrainer(SynchronousTrainer):
         read = 0
         if self._making.clip_factor is None:
             if len(self._members.machines) == 1:
-                return self._shard.update(agreed.weights, agreed.used)
+                return self._shard.update(agreed.weights, agreed.used, agreed.scale)
             read = self._reduce(agreed)
             if self._failure is not None:
                 return 0
@@ -145,6 +145,7 @@ class MeshTrainer(SynchronousTrainer):
         return agreed.weights[0][0] * self._coord.shape.replica
 
     def _restore_model(self) -> None:
+        self._reduction.close()
         for hook in self._hooks:
             hook.remove()
         self._split.undo()

@@ -185,6 +185,7 @@ class ReplicaExchange:
         start, size = time.perf_counter(), 0
         anywhere = self._agreed.anywhere()
         weight = dict(self._agreed.weights).get(self._coord.replica)
+        weight = None if weight is None else weight * self._agreed.scale
         found = []
         for parameter in self._own():
             if anywhere is not None and not anywhere[self._numbers[id(parameter)]]:

@@ -11,17 +11,21 @@ from torch.optim import Optimizer
 
 from paceline.cluster.membership import Members
 from paceline.errors import Mismatch, names
+from paceline.parameters.announcements import Header
 from paceline.parameters.gradient_state import both
 from paceline.parameters.hyperparameters import Hyperparameters
 from paceline.parameters.layout import Slot
 from paceline.parameters.loss_weight import Kind, LossWeight
 from paceline.parameters.worker_table import WorkerTable
 
-_NOTE = struct.Struct("=dqddqqqdqqqdqqqdq")
+_NOTE = struct.Struct("=dqddqqqdqqqdqqqdqq")
 # share, kind and count of the loss, factor, skip, number of the hyperparameters, all used, seconds, samples,
 # digest of changes by hand, round of the loader, loss, number of the optimizer, digest of how losses are computed,
-# whether gradients are averaged by samples, share of the last batch, number of workers whose gradient it is
+# whether gradients are averaged by samples, share of the last batch, number of workers whose gradient it is, whether
+# what was announced of it is wrong
 
+WRONG = b"!"
+"""The note of a passive worker that has announced a gradient which does not count."""
 _MEANS = {Kind.MEAN}
 _SIZE = 4
 """Bytes of the length of a tail."""
@@ -43,6 +47,8 @@ class StepAgreement(NamedTuple):
 
     factor: float = 1.0
     """Undoes the scale of the first contributing worker's loss."""
+    scale: float = 1.0
+    """The factor on the weighted sum that undoes the scale of all losses; 1 if that is a part of the weights."""
     share: float = 1.0
     """Their share of the global batch; below 1 if a worker was lost that had samples of it."""
     changes: dict[int, int] = {}  # noqa: RUF012
@@ -67,6 +73,8 @@ class StepAgreement(NamedTuple):
     """By rank of a worker that steps now, its share of the loader's batch."""
     exposed: int = 0
     """The number of workers whose gradients are in `.grad` of those that step now, if that is the team's; else 0."""
+    again: bool = False
+    """True if a worker's gradient, or its weight, is not what it announced in the backward pass."""
     tails: dict[int, bytes] = {}  # noqa: RUF012
     """By rank, further bytes of its note, which only teams on several machines have."""
 
@@ -120,6 +128,7 @@ class StepTable:
         averaged: bool = False,
         part: float = 1.0,
         exposed: int = 0,
+        wrong: bool = False,
     ) -> int:
         """Write this worker's note for the next barrier; returns its length in bytes.
 
@@ -127,7 +136,8 @@ class StepTable:
         that its script has changed itself, or 0; position: the round of its loader, and its loss; optimizer: the number
         of the one that steps, or -1 if the note is about all; way: the digest of how its losses are computed; averaged:
         True if a gradient was averaged by samples which the loss does not count alike; part: its share of the batch;
-        exposed: the number of workers whose gradient it is, if it is the team's.
+        exposed: the number of workers whose gradient it is, if it is the team's; wrong: True if what was announced of
+        it is wrong.
         """
         complete = 0 not in used
         if not complete:
@@ -135,7 +145,7 @@ class StepTable:
         number = self._hyperparameters.publish()
         note = self._barrier.note
         of_loss = (share, loss.kind, loss.items, factor, skip)
-        of_step = (*pace, changed, *position, optimizer, way, averaged, part, exposed)
+        of_step = (*pace, changed, *position, optimizer, way, averaged, part, exposed, wrong)
         _NOTE.pack_into(note, 0, *of_loss, number, complete, *of_step)
         end = _NOTE.size
         if not self._in_notes:
@@ -158,7 +168,7 @@ class StepTable:
         losses: list[tuple[int, float, int, float, float]] = []
         paces: list[tuple[float, int]] = [(0.0, 0)] * self._members.size
         used: list[bytes] | None = None
-        skip, unlike, exposed, self._tails = False, -1, 0, {}
+        skip, unlike, exposed, again, self._tails = False, -1, 0, False, {}
         changes: dict[int, int] = {}
         rounds: dict[int, int] = {}
         stepping: dict[int, int] = {}
@@ -171,9 +181,10 @@ class StepTable:
         for rank, note in enumerate(self._barrier.notes):
             passive = self._barrier.passive[rank]
             if passive and self._barrier.length(rank) < _NOTE.size:
+                again = again or self._barrier.length(rank) == len(WRONG)
                 continue
             share, kind, count, factor, skips, number, all_used, *rest = _NOTE.unpack_from(note)
-            seconds, samples, changed, turn, loss, steps, way, averages, part, shown = rest
+            seconds, samples, changed, turn, loss, steps, way, averages, part, shown, wrong = rest
             if self._in_notes:
                 self._take(rank, note[_NOTE.size : self._barrier.length(rank)], bool(all_used))
             own = self._hyperparameters.read(rank, number)
@@ -191,7 +202,7 @@ class StepTable:
                 if share > 0 and turn >= 0:
                     ways[rank] = way
             paces[rank] = (seconds, samples)
-            skip = skip or bool(skips)
+            skip, again = skip or bool(skips), again or bool(wrong)
             if averages:
                 averaging.append(rank)
             if not all_used:
@@ -201,8 +212,7 @@ class StepTable:
         if self._masks and optimizer >= 0:
             mask = self._masks[optimizer]
             used = [both(flags, mask) for flags in used or [self._everything] * self._members.size]
-        weights, share = weigh(losses[:: self.each])
-        factor = losses[0][-1] if losses else 1.0
+        weights, share, factor, scale = _weigh_scaled(losses, self.each)
         alike = len(values) == 1 and len(losses) > self.each and set(rounds.values()) == {-1}
         facts = (
             changes,
@@ -215,8 +225,9 @@ class StepTable:
             *_averaged(averaging, losses),
             parts,
             exposed,
+            again,
         )
-        return StepAgreement(weights, used, skip, groups, paces, factor, share, *facts, self._tails)
+        return StepAgreement(weights, used, skip, groups, paces, factor, scale, share, *facts, self._tails)
 
     def forget(self, rank: int) -> None:
         """Another worker has this rank now."""
@@ -263,6 +274,18 @@ def _averaged(averaging: list[int], losses: list[tuple[int, float, int, float, f
     return tuple(averaging), sums
 
 
+def _weigh_scaled(
+    losses: list[tuple[int, float, int, float, float]], each: int
+) -> tuple[list[tuple[int, float]], float, float, float]:
+    """As `weigh`, of every replica of so many workers; with two factors.
+
+    The first worker's, and the one that all have and that is left to apply to the sum; 1 if they differ.
+    """
+    factors = [one[-1] for one in losses] or [1.0]
+    scale = factors[0] if len(set(factors)) == 1 else 1.0
+    return *weigh([(*one[:-1], one[-1] / scale) for one in losses[::each]]), factors[0], scale
+
+
 def weigh(losses: list[tuple[int, float, int, float, float]]) -> tuple[list[tuple[int, float]], float]:
     """The weight of each gradient in the undivided batch's, by rank, and their share of it.
 
@@ -278,6 +301,11 @@ def weigh(losses: list[tuple[int, float, int, float, float]]) -> tuple[list[tupl
     ):  # a divisor that is a count by chance is one on few workers
         return [(rank, factor) for rank, *_, factor in parts], 1.0
     return [(rank, share * factor) for rank, share, *_, factor in losses], sum(share for _, share, *_ in losses)
+
+
+def weigh_headers(headers: Sequence[tuple[int, Header]]) -> list[tuple[int, float]]:
+    """The same weights from what workers have told during the backward pass."""
+    return weigh([(rank, *header, 1.0) for rank, header in headers])[0]
 
 
 def changed_unlike(changed: Sequence[Slot], others: Sequence[int], first: int) -> Mismatch:

@@ -21,10 +21,9 @@ import torch
 from torch.optim import Optimizer
 
 from paceline import failpoints
-from paceline.config import one_of
 from paceline.errors import TeamError, adds_to_clipped, check_whole, summed_without_part
 from paceline.events import Reduce, Update
-from paceline.parameters.gradient_state import add_loss, clear_gradients, gradient_states, part_slots
+from paceline.parameters.gradient_state import GradientState, add_loss, clear_gradients, gradient_states, part_slots
 from paceline.parameters.gradients import Gradients
 from paceline.parameters.hyperparameters import RateScaling
 from paceline.parameters.layout import Layout, Slot
@@ -33,7 +32,7 @@ from paceline.parameters.reduction import Reduction, combine_norms
 from paceline.parameters.sharding import ShardedOptimizer
 from paceline.parameters.versions import Versions
 from paceline.strategies.base import Trainer
-from paceline.strategies.context import Options, TrainerContext
+from paceline.strategies.context import TrainerContext
 from paceline.strategies.optimizer_patch import own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.step_notices import StepNotices
@@ -195,7 +194,10 @@ class SynchronousTrainer(Trainer):
         state = self._making
         # The team's gradient, which the script may have replaced by another tensor, is taken from there, too.
         in_place = not state.exposed
-        used = state.gradients.collect(in_place=in_place) if state.clip_factor is None else state.gradients.used()
+        if state.clip_factor is None:
+            used, wrong = self._offer(state, in_place=in_place)
+        else:
+            used, wrong = state.gradients.used(), False
         changed, position = self._find_changes(), self._notices.position(self.round, self._loss_value)
         if self.board is not None:
             self._table.tail = self.board.news(self._rank, self.version)
@@ -213,7 +215,12 @@ class SynchronousTrainer(Trainer):
             self._reader.averaged,
             self.round_share,
             state.exposed,
+            wrong,
         )
+
+    def _offer(self, state: GradientState, *, in_place: bool) -> tuple[bytes, bool]:
+        """Lets others read this gradient; returns a byte per parameter, 1 if it has one, and True to exchange again."""
+        return state.gradients.collect(in_place=in_place), False
 
     def _pace(self) -> tuple[float, int]:
         """Seconds and samples of this worker's step."""
@@ -233,7 +240,7 @@ class SynchronousTrainer(Trainer):
             self._resting = {rank for rank in range(self._members.size) if rank not in agreed.changes}
         if any(agreed.changes.values()):
             self._commit_changes(agreed.changes)
-        read = 0 if agreed.skip else self._update_parameters(agreed)
+        read = self._pass_over(agreed) if agreed.skip else self._update_parameters(agreed)
         state = self._making
         state.clip_factor, state.exposed, state.pending, state.stepped = None, 0, False, True
         self._reader.digest.value = 0
@@ -323,6 +330,10 @@ class SynchronousTrainer(Trainer):
     def _update_parameters(self, agreed: StepAgreement) -> int:
         """Make the next version of this worker's shards; returns the bytes read from other workers."""
 
+    def _pass_over(self, agreed: StepAgreement) -> int:
+        """The update is skipped; returns the bytes read from other workers."""
+        return 0
+
     def _publish(self) -> None:
         """Wait until all shards of the next version are written."""
         self._wait(BarrierKind.PUBLISH)
@@ -340,7 +351,7 @@ class SynchronousTrainer(Trainer):
         anywhere = agreed.anywhere()
         used = None if anywhere is None else [anywhere] * sources
         state = self._making
-        scale = agreed.factor if state.exposed else 1.0  # else it is part of the weights of the sum
+        scale = agreed.factor if state.exposed else agreed.scale
         return shard.update([(source, 1.0)], used, scale * (1.0 if state.clip_factor is None else state.clip_factor))
 
     def _resize(self, before: int, now: int) -> None:
@@ -353,7 +364,7 @@ class SynchronousTrainer(Trainer):
     def _reduce(self, agreed: StepAgreement) -> int:
         """Make the mean gradient of this worker's shard; returns the bytes read from other workers."""
         try:
-            return self._reduction.shard(agreed.weights, agreed.used)
+            return self._reduction.shard(agreed.weights, agreed.used, again=agreed.again)
         except TeamError as error:
             if len(self._members.machines) == 1:
                 raise
@@ -441,9 +452,3 @@ class SynchronousTrainer(Trainer):
 
     def _restore_model(self) -> None:
         """Make a split model whole again."""
-
-
-def check_rate(options: Options, workers: int) -> RateScaling:
-    """Checks the options of a synchronous trainer; returns how its learning rate is scaled."""
-    one_of("gradients", options.gradients, ("local", "visible"))
-    return RateScaling(options.scale_lr, workers, options.warmup, options.batch)
