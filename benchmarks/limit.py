@@ -7,9 +7,14 @@ by all workers at once. A row is a function and a line in ROWS. Nothing else sho
 
 import functools
 import importlib.util
+import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from harness.runs import bench
 from rich.console import Console
@@ -45,6 +50,30 @@ def collective(size: str, workers: int, against: str) -> Result:
     return Result({"mpi": "OpenMPI"}.get(against, against), seen["ratio"], "memory bandwidth", seen["memory"])
 
 
+@functools.cache
+def over_hosts(shape: str, rate: str) -> dict[str, Any]:
+    """The steps of a model on several hosts, as `overlap.py` measures them."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        words = ("--shapes", shape, "--rates", rate, "--rounds", str(ROUNDS), "--json", str(file))
+        beside = Path(__file__).with_name("overlap.py")
+        subprocess.run([sys.executable, str(beside), *words], check=True, stdout=subprocess.DEVNULL)
+        return dict(json.loads(file.read_text())[0])
+
+
+def bare(shape: str, rate: str) -> Result:
+    """Steps with nothing to hide an exchange in, as ratios to DDP's and to what computing and the link take."""
+    found = over_hosts(shape, rate)
+    steps = found["bare"]
+    return Result("DDP on gloo", steps["faster"], "the link", (steps["alone"] + found["link"]) / steps["team"])
+
+
+def hidden(shape: str, rate: str) -> Result:
+    """Steps whose backward pass sleeps, as ratios to DDP's and to steps that exchange nothing."""
+    steps = over_hosts(shape, rate)["sleeping"]
+    return Result("DDP on gloo", steps["faster"], "exchanging nothing", steps["alone"] / steps["team"])
+
+
 class Row(NamedTuple):
     name: str
     measure: Callable[[], Result]
@@ -60,6 +89,16 @@ ROWS = [
     Row("all_reduce of 25 MB, 2 workers", functools.partial(collective, "25M", 2, "gloo"), "4 times the peer"),
     Row("all_reduce of 100 MB, 2 workers", functools.partial(collective, "100M", 2, "gloo"), "4 times the peer"),
 ]
+HOSTS = [
+    Row(f"{shape} hosts, {rate / 1e6:g} Mbit/s, {what}", functools.partial(measured, shape, str(rate)), goal)
+    for shape in ("2x1", "3x1", "2x2")
+    for rate in (200e6, 1e9)
+    for what, measured, goal in (
+        ("short backward", bare, "ahead of the peer"),
+        ("long backward", hidden, "85 % hidden"),
+    )
+]
+"""Rows that need root, for network namespaces."""
 OPENMPI = [
     Row("all_reduce of 1 KB, 2 workers", functools.partial(collective, "1K", 2, "mpi"), "ahead of the peer"),
     Row("all_reduce of 1 MB, 2 workers", functools.partial(collective, "1M", 2, "mpi"), "0.8 of the peer"),
@@ -71,7 +110,7 @@ OPENMPI = [
 
 def main() -> None:
     table = Table("", "peer", "times the peer", "limit", "share of the limit", "goal", title="How far from the limit")
-    for row in [*ROWS, *(OPENMPI if importlib.util.find_spec("mpi4py") else [])]:
+    for row in [*ROWS, *(HOSTS if os.geteuid() == 0 else []), *(OPENMPI if importlib.util.find_spec("mpi4py") else [])]:
         print(f"{row.name} …", file=sys.stderr, flush=True)
         found = row.measure()
         table.add_row(row.name, found.peer, f"{found.of_peer:.2f}", found.limit, f"{found.of_limit:.2f}", row.goal)
