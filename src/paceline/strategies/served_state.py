@@ -29,10 +29,19 @@ class ServedState(StageState):
     """As `StageState`, with parameters in versions."""
 
     def __init__(
-        self, members: Members, model: nn.Module, optimizer: Optimizer, coord: MeshCoord, parts: PartitionedParameters
+        self,
+        members: Members,
+        model: nn.Module,
+        optimizer: Optimizer,
+        coord: MeshCoord,
+        parts: PartitionedParameters,
+        *more: Any,
     ) -> None:
-        """members: of the replica; those that others are asked for by are their ranks in the team."""
-        super().__init__(members, model, optimizer)
+        """members: of the replica; those that others are asked for by are their ranks in the team.
+
+        more: what a class of states between this one and `StageState` takes.
+        """
+        super().__init__(members, model, optimizer, *more)
         self._coord, self._parts = coord, parts
         self._versions: Versions | None = None
         self._whole = False
@@ -136,8 +145,7 @@ class ShardedServedState(ServedState, ShardedStageState):
         parts: PartitionedParameters,
         sharded: ShardedModel,
     ) -> None:
-        ShardedStageState.__init__(self, members, model, optimizer, coord, sharded)
-        self._parts, self._versions, self._whole = parts, None, False
+        super().__init__(members, model, optimizer, coord, parts, coord, sharded)
         self._gathered: dict[str, list[torch.Tensor]] = {}
         """Of sharded tensors the shards of all workers, at the end."""
 
