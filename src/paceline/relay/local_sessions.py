@@ -207,17 +207,18 @@ class LocalSessions:
         """The process of a session has closed its connection, or died."""
         if not self._is_current(session):
             return
-        self.close(session.who)
         if session.left:
             self._tell_end(session.who, session.pid, left=True)
+        else:
+            self.close(session.who)
 
     def _tell_end(self, who: int, pid: int, *, left: bool) -> None:
         """Tells the coordinator that a process of this machine has ended; left: True if it has said that it leaves."""
         context = self._context
         self.close(who, final=True)
-        if not left:
-            context.streams.worker_lost(who * context.config.spec.replica)
         left = left or (who >= 0 and context.flags.has_left(who, pid))
+        if not left:  # else its last events are still to be sent
+            context.streams.worker_lost(who * context.config.spec.replica)
         if who < 0 and not context.state.kept:
             why = f"server {-1 - who} on {context.config.peers[context.machine].address}"
             ranks = list(context.config.spec.machines[context.machine])
