@@ -47,7 +47,9 @@ def _trace(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
         if kind is not None:
             values = msgspec.structs.asdict(event)
             seconds = values.pop("seconds")
-            arguments = {key: value for key, value in values.items() if key not in ("rank", "start")}
+            arguments = {
+                key: value for key, value in values.items() if key not in ("rank", "start") and value is not None
+            }
             yield {
                 "name": kind,
                 "cat": type(event).__name__.lower(),
