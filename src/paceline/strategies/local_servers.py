@@ -14,10 +14,11 @@ from pathlib import Path
 import msgspec
 from torch.optim import Optimizer
 
+from paceline.cluster.membership import Members
 from paceline.cluster.process import is_stopped
 from paceline.cluster.servers import StartServers, start_servers
 from paceline.config import RunSpec, parse_servers
-from paceline.errors import JoinError, Mismatch, UsageError
+from paceline.errors import JoinError, Mismatch, ServerLost, UsageError
 from paceline.parameters.joint import parts_of
 from paceline.policies import Policy
 from paceline.relay.launch import JoiningPlan, open_joining_relay, open_relay
@@ -160,3 +161,9 @@ def check_model(rank: int, own: RunSpec, spec: RunSpec) -> None:
     """Refuses a worker that joins a run with another model or optimizer."""
     if spec.model != own.model:
         raise Mismatch(f"rank {rank} cannot join: its model or optimizer is not the one that the run trains", [rank])
+
+
+def check_lead(members: Members) -> None:
+    """Without the lead, which sends the spec, no server begins."""
+    if members.machine == 0 and members.rank != 0 and (how := members.local.barrier.gone(0)) is not None:
+        raise ServerLost(f"rank 0 {how} before it had told the server what to train", [0])

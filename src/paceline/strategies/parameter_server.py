@@ -13,11 +13,10 @@ import torch
 from torch.nn.utils.clip_grad import clip_grad_norm_
 from torch.optim import Optimizer
 
-from paceline.cluster.membership import Members
 from paceline.cluster.preemption import leave_if_told
 from paceline.cluster.run_state import RunState
 from paceline.config import JOINING_MACHINES, RunSpec, capacity
-from paceline.errors import ServerLost, TeamError
+from paceline.errors import TeamError
 from paceline.parameters.joint import split_parameters
 from paceline.parameters.layout import Slot
 from paceline.parameters.model_buffers import ModelBuffers
@@ -34,7 +33,7 @@ from paceline.strategies.cancellation import (
     release_scaler,
 )
 from paceline.strategies.context import Options, TrainerContext
-from paceline.strategies.local_servers import LocalServers, check_model
+from paceline.strategies.local_servers import LocalServers, check_lead, check_model
 from paceline.strategies.optimizer_patch import load_optimizers, own_parameters
 from paceline.strategies.optimizer_state import OptimizerState
 from paceline.strategies.server_trainer import ServerTrainer, check_server
@@ -181,12 +180,10 @@ class ParameterServerTrainer(ServerTrainer):
 
     def _begin_epoch(self) -> None:
         changed = self._memory.versions.changed()
-        if not self._exposes:
-            if changed:
-                self._accept_changes(changed)  # which refuses them
-        # A worker without samples in the last update has not run what the others' scripts did after it. After an epoch
-        # without an update, scripts may have changed parameters by their own gradients.
-        elif self._changes_by_hand or (changed and self._epochs and not self._server_version):
+        if changed and not self._exposes:
+            self._accept_changes(changed)  # which refuses them
+        # Scripts may have used their own gradients; a worker without samples has not done what the others did.
+        if self._exposes and (self._changes_by_hand or (changed and self._epochs and not self._server_version)):
             self._commit_changes(changed, BarrierKind.EPOCH)
         self._epochs += 1
 
@@ -414,7 +411,7 @@ def _open_run(
     for place, rank in enumerate(members.machines[members.machine]):
         pids[rank] = members.local.barrier.pid(place)
     client.open(spec, memory.run, pids)
-    client.wait_until_ready(functools.partial(_check_lead, members))
+    client.wait_until_ready(functools.partial(check_lead, members))
     memory.run.close_descriptors()
     return _Run(memory, client, state, SessionOpened(0, 0))
 
@@ -448,9 +445,3 @@ def _attach(client: ServerClient, memory: WorkerMemory, buffers: ModelBuffers) -
     spec = memory.spec
     client.attach(SharedFlags(memory.run.flags, spec.capacity), RunState(memory.run.record), len(spec.machines))
     client.copy = functools.partial(buffers.write, memory.run.buffers)
-
-
-def _check_lead(members: Members) -> None:
-    """Without the lead, which sends the spec, no server begins."""
-    if members.machine == 0 and members.rank != 0 and (how := members.local.barrier.gone(0)) is not None:
-        raise ServerLost(f"rank 0 {how} before it had told the server what to train", [0])
