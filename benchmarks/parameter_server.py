@@ -45,6 +45,7 @@ import time
 import paceline
 import torch
 from paceline.bench.contestants import Alone, Paceline
+from paceline.bench.tasks import TrainTask
 from paceline.bench.workloads import WORKLOADS
 from paceline.cluster.process import return_freed_memory
 
@@ -54,7 +55,7 @@ work = WORKLOADS[task["model"]]
 kind = Paceline if task["contestant"] == "paceline" else Alone
 if kind is Alone:
     return_freed_memory()  # as plain processes do
-step = kind(work, work.batch, "sgd", "fp32", team).step
+step = kind(work, TrainTask(model=work.name, contestants=[], batch=work.batch), team).step
 for _ in range(5):
     step()
 rates = []

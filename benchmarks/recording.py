@@ -41,12 +41,14 @@ from pathlib import Path
 
 import paceline
 from paceline.bench.contestants import Paceline
+from paceline.bench.tasks import TrainTask
 from paceline.bench.workloads import WORKLOADS
 
 output, stretch, count = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 team = paceline.join()
 work = WORKLOADS["small"]
-step = Paceline(work, work.batch, "sgd", "fp32", team).step
+task = TrainTask(model=work.name, contestants=[], batch=work.batch, optimizer="sgd")
+step = Paceline(work, task, team).step
 for _ in range(200):
     step()
 begin = int(time.perf_counter() / stretch) + 1

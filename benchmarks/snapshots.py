@@ -26,13 +26,15 @@ from pathlib import Path
 
 import paceline
 from paceline.bench.contestants import Paceline
+from paceline.bench.tasks import TrainTask
 from paceline.bench.workloads import WORKLOADS
 
 output, model, optimizer = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 stretch, count = float(sys.argv[4]), int(sys.argv[5])
 team = paceline.join()
 work = WORKLOADS[model]
-step = Paceline(work, work.batch, optimizer, "fp32", team).step
+task = TrainTask(model=work.name, contestants=[], batch=work.batch, optimizer=optimizer)
+step = Paceline(work, task, team).step
 
 
 def cpu_seconds():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import msgspec
 import torch
 
 import paceline
-from paceline.bench.contestants import OPTIMIZERS, Ddp, Paceline, end_process_group, plain_step
-from paceline.bench.tasks import MemoryTask, MemoryUse
+from paceline.bench.contestants import OPTIMIZERS, Ddp, Paceline, end_process_group, one_batch, plain_step
+from paceline.bench.tasks import MemoryTask, MemoryUse, TrainTask
 from paceline.bench.workloads import WORKLOADS
 from paceline.cluster.process import proportional_memory, release_freed_memory, return_freed_memory
 
@@ -22,10 +23,11 @@ def main() -> None:
     team = paceline.join()
     work = WORKLOADS[task.model]
     return_freed_memory()
+    training = TrainTask(model=work.name, contestants=[], batch=work.batch, optimizer=task.optimizer)
     _warm_up(task.optimizer)
     before = _settled()
     if task.contestant == "paceline":
-        contestant = Paceline(work, work.batch, task.optimizer, "fp32", team)
+        contestant = Paceline(work, training, team)
         return_freed_memory()
         for _ in range(3):
             contestant.step()
@@ -36,13 +38,13 @@ def main() -> None:
         # First without DDP, whose own buffers are neither parameters nor the optimizer's state.
         model = work.build()
         optimizer = OPTIMIZERS[task.optimizer](model.parameters())
-        step = plain_step(work, model, optimizer, work.batch_of(work.batch, team.rank), "fp32")
+        step = plain_step(work, model, optimizer, one_batch(work, training, team.rank), "fp32")
         for _ in range(2):
             step()
         parameters = _settled() - before
         del model, optimizer, step
         before = _settled()
-        ddp = Ddp(work, work.batch, task.optimizer, "fp32", team)
+        ddp = Ddp(work, training, team)
         for _ in range(3):
             ddp.step()
         after = _settled()
@@ -59,8 +61,8 @@ def _warm_up(optimizer: str) -> None:
     """Let torch load its lazy parts, so that they are not counted as the model's memory."""
     work = WORKLOADS["mlp25m"]
     model = torch.nn.Linear(1024, 1024)
-    batch = (torch.randn(work.batch, 1024), torch.zeros(work.batch))
-    step = plain_step(work, model, OPTIMIZERS[optimizer](model.parameters()), batch, "fp32")
+    batches = itertools.repeat((torch.randn(work.batch, 1024), torch.zeros(work.batch)))
+    step = plain_step(work, model, OPTIMIZERS[optimizer](model.parameters()), batches, "fp32")
     for _ in range(3):
         step()
 

@@ -22,6 +22,8 @@ class TrainTask(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     optimizer: str = "sgd"
     precision: str = "fp32"
+    loader: bool = False
+    """True if each step takes its batch from a shuffling DataLoader, else all steps have the same one."""
     rounds: int = 5
     seconds: float = 1.0
     """Approximate duration of a contestant's turn."""

@@ -23,7 +23,7 @@ def main() -> None:
     contestants = {}
     counts = {}
     for name in task.contestants:
-        contestants[name] = CONTESTANTS[name](work, task.batch, task.optimizer, task.precision, team)
+        contestants[name] = CONTESTANTS[name](work, task, team)
         # All must make the same number of steps: that of the lead.
         once = _time(team, contestants[name], 5)
         counts[name] = max(5, int(task.seconds / team.per_replica(once)[0]))

@@ -61,6 +61,9 @@ def train(
     batch: Annotated[int | None, typer.Option(help="Samples per worker and step.")] = None,
     optimizer: Optimizer = "sgd",
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16 (autocast).")] = "fp32",
+    loader: Annotated[
+        bool, typer.Option("--loader", help="Take every batch from a shuffling DataLoader, on both sides.")
+    ] = False,
     rounds: Rounds = 9,
     seconds: Annotated[
         float, typer.Option(help="Approximate seconds of each turn.", rich_help_panel=panels.MEASUREMENT)
@@ -73,6 +76,7 @@ def train(
     """
     one_of("--against", against, PEERS)
     task = _train_task(model, ["paceline", against], workers, batch, optimizer, precision, rounds, seconds)
+    task = msgspec.structs.replace(task, loader=loader)
     chosen = str(parse_strategy(strategy))
     with StatusLine(f"measuring {model}, {workers} workers") as status:
         result = measure(task, workers, chosen, status.detail)
@@ -85,6 +89,7 @@ def train(
         "batch": task.batch,
         "optimizer": optimizer,
         "precision": precision,
+        "loader": loader,
         "ratio": min(theirs) / min(ours),
         "ratio_of_medians": statistics.median(theirs) / statistics.median(ours),
         "steps_per_second": {"paceline": 1 / min(ours), against: 1 / min(theirs)},
